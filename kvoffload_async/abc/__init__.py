@@ -1,0 +1,1 @@
+"""Contracts that the author of an extension implements: tiers, policies, transports."""

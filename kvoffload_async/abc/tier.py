@@ -1,0 +1,157 @@
+"""The contract of a storage tier: five coroutines, and what they may rely on.
+
+A tier moves blocks between the primary tier's buffer and a place of its own. It keeps no job
+state: queues, deadlines, cancellation and results are the business of the actor that runs it.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.types import JobMetadata, Locality, Medium, OffloadKey
+
+T = TypeVar("T")
+
+
+class Direction(enum.Enum):
+    """Which way bytes move, seen from the primary tier."""
+
+    LOAD = enum.auto()
+    STORE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TierCapabilities:
+    """What a tier is.
+
+    Attributes:
+        exclusive: Its contents change only through this instance. Then its owner keeps an exact
+            index and never probes; otherwise every new key costs one batched `contains`.
+        persistent: Its contents survive a restart.
+        request_level: It wants every block of a request, prefix hits included.
+        medium: Where its blocks lie.
+        locality: How far away that is.
+    """
+
+    exclusive: bool
+    persistent: bool = False
+    request_level: bool = False
+    medium: Medium = Medium.STORAGE
+    locality: Locality = Locality.LOCAL
+
+
+@dataclass(frozen=True, slots=True)
+class TierBounds:
+    """How much work a tier takes; what is over a bound is refused, never piled up.
+
+    Attributes:
+        concurrent_loads: Load jobs running at once.
+        concurrent_stores: Store jobs running at once.
+        queued_jobs: Jobs waiting in each direction; one more is refused with a failed result.
+        concurrent_probes: Existence probes running at once; more wait for the next step.
+    """
+
+    concurrent_loads: int = 4
+    concurrent_stores: int = 4
+    queued_jobs: int = 1024
+    concurrent_probes: int = 4
+
+
+class IoRunner(Protocol):
+    """Runs blocking calls off the loop thread."""
+
+    async def run(self, direction: Direction, call: Callable[[], T]) -> T:
+        """Await `call()` on an I/O thread.
+
+        Never returns, not even when cancelled, while the call is still touching memory; a
+        cancellation is delivered when the call has ended.
+        """
+        ...
+
+
+class TierEnvironment(Protocol):
+    """What an open tier may use.
+
+    Attributes:
+        kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8, C-contiguous. Slot s
+            of a job may be touched only between the job's start and its end.
+        io: Where blocking calls go.
+    """
+
+    @property
+    def kv_view(self) -> memoryview: ...
+
+    @property
+    def io(self) -> IoRunner: ...
+
+    def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
+        """Announce blocks that can be loaded though this run did not store them."""
+        ...
+
+    def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
+        """Announce blocks that can no longer be loaded."""
+        ...
+
+
+class AsyncTier(ABC):
+    """A place where blocks are kept, as five coroutines.
+
+    Guaranteed by the framework: `open` ends before anything else starts and `close` starts after
+    everything else has ended; all coroutines run on one event loop; the slots of a job belong to
+    it until its coroutine ends; a job's keys are unique; at most `bounds` jobs run at once.
+
+    The implementation is responsible for: never blocking the loop (use `env.io`); ending only
+    when no byte of the job moves any more, also when it raises; judging every block on its own;
+    never reporting a loaded block whose bytes it did not verify as far as it can.
+
+    Raising out of `store` or `load` fails every block of the job. Errors of third-party libraries
+    are mapped onto `TierError` here, at the edge.
+
+    Thread: loop.
+    """
+
+    capabilities: TierCapabilities
+    bounds: TierBounds = TierBounds()
+
+    @abstractmethod
+    async def open(self, env: TierEnvironment) -> None:
+        """Make ready.
+
+        Raises:
+            ConfigError: The configuration cannot work here; the message names key and remedy.
+            TierUnavailableError: The place cannot be reached.
+        """
+
+    @abstractmethod
+    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return those of `keys` that can probably be loaded now. Never called if exclusive."""
+
+    @abstractmethod
+    async def store(self, job: JobMetadata) -> BlockFailures:
+        """Copy the job's slots into the tier; return the blocks that failed.
+
+        A block that is already present succeeds without being written again.
+        """
+
+    @abstractmethod
+    async def load(self, job: JobMetadata) -> BlockFailures:
+        """Copy blocks into the job's slots; return the blocks that failed.
+
+        A missing block is a `BlockMissingError`, bytes that do not verify a `CorruptBlockError`.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release everything. Called once, also after a failed `open`."""
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
+        """Note that these blocks were used, head to tail. Must return at once."""
+
+    def describe(self) -> str:
+        """Return one line for people: what this tier is and where."""
+        return type(self).__name__

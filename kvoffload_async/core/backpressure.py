@@ -1,0 +1,113 @@
+"""Back-pressure: a tier whose stores are slow is given only a share of the cascades.
+
+The latency of stores, in seconds a MiB, is averaged exponentially. Above the high water mark a
+growing share of the stores is dropped; from then on the average decays between completions, so
+that a tier that is offered little recovers. Promotions are never affected.
+
+Source: the constants are those of vLLM 0.33's detector (pull request 50045).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ALPHA = 0.15
+_SEED_SAMPLES = 10
+_HALF_LIFE_S = 2.0
+_RECOVERY_S = 1.0
+_FAILURES_IN_A_ROW = 3
+_FAILURE_FACTOR = 4.0
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BackpressureSettings:
+    """The water marks of the averaged store latency.
+
+    Attributes:
+        high_water_s_per_mib: Above it, stores are dropped.
+        low_water_s_per_mib: Below it, dropping ends.
+    """
+
+    high_water_s_per_mib: float
+    low_water_s_per_mib: float
+
+
+LOCAL_BACKPRESSURE = BackpressureSettings(0.010, 0.002)
+NETWORK_BACKPRESSURE = BackpressureSettings(0.050, 0.010)
+
+
+class Backpressure:
+    """Decides which stores a slow tier is spared.
+
+    Thread: owner.
+    """
+
+    def __init__(self, settings: BackpressureSettings) -> None:
+        self._settings = settings
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._ema = 0.0
+        self._samples = 0
+        self._failures = 0
+        self._pressed = False
+        self._credit = 0.0
+        self._recovering_until_s: float | None = None
+        self._updated_s: float | None = None
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether stores are being dropped."""
+        return self._pressed
+
+    def store_ended(self, seconds: float, num_bytes: int, now_s: float) -> None:
+        """Take a store's latency into the average; the first ones seed it by their mean."""
+        self._failures = 0
+        if num_bytes <= 0:
+            return
+        sample = seconds * _MIB / num_bytes
+        self._samples += 1
+        weight = 1 / self._samples if self._samples <= _SEED_SAMPLES else _ALPHA
+        self._set(self._ema + weight * (sample - self._ema), now_s)
+
+    def store_failed(self, now_s: float) -> None:
+        """Note a failed store; a few in a row (a full disk) count as very slow."""
+        self._failures += 1
+        if self._failures >= _FAILURES_IN_A_ROW:
+            self._set(_FAILURE_FACTOR * self._settings.high_water_s_per_mib, now_s)
+
+    def drops_store(self, now_s: float) -> bool:
+        """Decide about one store: True if it is to be dropped."""
+        self._decay(now_s)
+        share = self._share(now_s)
+        self._credit += share
+        if self._credit < 1:
+            return False
+        self._credit -= 1
+        return True
+
+    def _share(self, now_s: float) -> float:
+        if self._pressed:
+            high = self._settings.high_water_s_per_mib
+            return min(1.0, max(0.0, (self._ema - high) / high / 2))
+        if self._recovering_until_s is not None and now_s < self._recovering_until_s:
+            return 0.5
+        return 0.0
+
+    def _decay(self, now_s: float) -> None:
+        if self._pressed and self._updated_s is not None and now_s > self._updated_s:
+            self._set(self._ema * 0.5 ** ((now_s - self._updated_s) / _HALF_LIFE_S), now_s)
+
+    def _set(self, ema: float, now_s: float) -> None:
+        self._ema = ema
+        self._updated_s = now_s
+        if self._samples < _SEED_SAMPLES and self._failures < _FAILURES_IN_A_ROW:
+            return
+        if ema > self._settings.high_water_s_per_mib:
+            self._pressed = True
+        elif self._pressed and ema < self._settings.low_water_s_per_mib:
+            self._pressed = False
+            self._credit = 0.0
+            self._recovering_until_s = now_s + _RECOVERY_S

@@ -1,0 +1,214 @@
+"""The job ledger: every accepted job gets exactly one result, and it is made here.
+
+    QUEUED --Launched--> FLYING --JobSettled--> SETTLED --taken--> (gone)
+    QUEUED --JobAbandoned--> SETTLED             the tier never saw it
+    FLYING --JobOverdue | JobAbandoned--> DISOWNED --JobSettled--> (released)
+
+QUEUED means that the owner has not handed the job over yet, so that its memory is certainly
+untouched. A DISOWNED job has been reported, but its copy still owns its memory until it settles.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvoffload_async.abc.events import JobOverdue, JobSettled
+from kvoffload_async.errors import IllegalTransitionError, StateError
+from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
+
+
+class JobState(enum.Enum):
+    """Where a job stands, seen from its owner."""
+
+    QUEUED = enum.auto()
+    FLYING = enum.auto()
+    DISOWNED = enum.auto()
+    SETTLED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The job was handed to its tier."""
+
+    job_id: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class JobAbandoned:
+    """The owner stopped waiting for the job."""
+
+    job_id: JobId
+    error: Exception
+
+
+JobEvent = Launched | JobSettled | JobOverdue | JobAbandoned
+
+
+class _Record:
+    __slots__ = ("job", "state")
+
+    def __init__(self, job: JobMetadata) -> None:
+        self.job = job
+        self.state = JobState.QUEUED
+
+
+def refused(job: JobMetadata, error: Exception) -> JobResult:
+    """Return the result of a job that no tier accepted."""
+    return JobResult(job.job_id, success=False, error=error)
+
+
+class Ledger:
+    """The jobs of one tier, from acceptance to report.
+
+    Thread: owner.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        """Start empty; a slot counts as `slot_bytes` in a result's bytes."""
+        self._slot_bytes = slot_bytes
+        self._records: dict[JobId, _Record] = {}
+        self._unfinished = 0
+        self._finished: list[JobResult] = []
+        self._released: list[JobId] = []
+
+    def accept(self, job: JobMetadata) -> bool:
+        """Take a job on: from now on it gets exactly one result.
+
+        Returns:
+            Whether it is to be run. A job whose id is in use is not: its result is a failure.
+        """
+        if job.job_id in self._records:
+            duplicate = StateError(f"job id {job.job_id} is in use; job ids are never reused")
+            self._finished.append(refused(job, duplicate))
+            return False
+        self._records[job.job_id] = _Record(job)
+        self._unfinished += 1
+        return True
+
+    def refuse(self, job: JobMetadata, error: Exception) -> None:
+        """Answer a job at once with a failure; it is never run."""
+        self._finished.append(refused(job, error))
+
+    def handle(self, event: JobEvent) -> JobMetadata:
+        """Apply an event to its job; return the job.
+
+        Raises:
+            IllegalTransitionError: The event cannot happen in the job's state.
+        """
+        record = self._records.get(event.job_id)
+        if record is None:
+            raise IllegalTransitionError(f"{event!r}: the job is unknown, or has ended already")
+        handler = TRANSITIONS[record.state, type(event)]
+        if handler is None:
+            raise IllegalTransitionError(f"{event!r}: the job is {record.state.name}")
+        handler(self, record, event)
+        return record.job
+
+    def take_results(self) -> list[JobResult]:
+        """Detach the results that have not been taken yet, oldest first."""
+        results, self._finished = self._finished, []
+        for result in results:
+            record = self._records.get(result.job_id)
+            if record is not None and record.state is JobState.SETTLED:
+                del self._records[result.job_id]
+        return results
+
+    def take_released(self) -> list[JobId]:
+        """Detach the ids of the disowned jobs whose copies have ended since the last call."""
+        released, self._released = self._released, []
+        return released
+
+    @property
+    def unfinished_count(self) -> int:
+        """Jobs that have no result yet."""
+        return self._unfinished
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` would return anything."""
+        return bool(self._finished)
+
+    def ids_in(self, *states: JobState) -> list[JobId]:
+        """Return the jobs in any of these states, oldest first."""
+        return [job_id for job_id, record in self._records.items() if record.state in states]
+
+    def state_of(self, job_id: JobId) -> JobState | None:
+        """Return where a job stands, or None if it is unknown or has been reported."""
+        record = self._records.get(job_id)
+        return None if record is None else record.state
+
+    # -- transitions ----------------------------------------------------------------------------
+
+    def _launch(self, record: _Record, _event: JobEvent) -> None:
+        record.state = JobState.FLYING
+
+    def _settle(self, record: _Record, event: JobEvent) -> None:
+        assert isinstance(event, JobSettled)  # noqa: S101 - for the type checker; see TRANSITIONS
+        record.state = JobState.SETTLED
+        job = record.job
+        failures = event.failures
+        error: Exception | None = event.job_error
+        landed: Iterable[OffloadKey] = ()
+        if error is None:
+            error = next((failures[i] for i in sorted(failures)), None)
+            landed = (key for i, key in enumerate(job.keys) if i not in failures)
+        self._report(
+            JobResult(
+                job.job_id,
+                success=error is None,
+                successful_keys=frozenset(landed) if error and job.is_promotion else None,
+                transfer_time=event.seconds,
+                transfer_bytes=(len(job.keys) - len(failures)) * self._slot_bytes
+                if event.job_error is None
+                else 0,
+                error=error,
+            )
+        )
+
+    def _disown(self, record: _Record, event: JobEvent) -> None:
+        assert isinstance(event, JobOverdue | JobAbandoned)  # noqa: S101 - see _settle
+        record.state = JobState.DISOWNED
+        self._report(JobResult(event.job_id, success=False, error=event.error, disowned=True))
+
+    def _give_up(self, record: _Record, event: JobEvent) -> None:
+        assert isinstance(event, JobAbandoned)  # noqa: S101 - see _settle
+        record.state = JobState.SETTLED
+        self._report(JobResult(event.job_id, success=False, error=event.error))
+
+    def _release(self, record: _Record, event: JobEvent) -> None:
+        del self._records[record.job.job_id]
+        self._released.append(event.job_id)
+
+    def _stay(self, _record: _Record, _event: JobEvent) -> None:
+        """Nothing: the job's result has been given already."""
+
+    def _report(self, result: JobResult) -> None:
+        self._unfinished -= 1
+        self._finished.append(result)
+
+
+_Handler = Callable[[Ledger, _Record, JobEvent], None]
+
+# Total: every state meets every event; None marks what cannot happen.
+TRANSITIONS: dict[tuple[JobState, type[JobEvent]], _Handler | None] = {
+    (JobState.QUEUED, Launched): Ledger._launch,
+    (JobState.QUEUED, JobSettled): None,
+    (JobState.QUEUED, JobOverdue): None,
+    (JobState.QUEUED, JobAbandoned): Ledger._give_up,
+    (JobState.FLYING, Launched): None,
+    (JobState.FLYING, JobSettled): Ledger._settle,
+    (JobState.FLYING, JobOverdue): Ledger._disown,
+    (JobState.FLYING, JobAbandoned): Ledger._disown,
+    (JobState.DISOWNED, Launched): None,
+    (JobState.DISOWNED, JobSettled): Ledger._release,
+    # The owner gave up first; the tier's own deadline passes later, or the other way round.
+    (JobState.DISOWNED, JobOverdue): Ledger._stay,
+    (JobState.DISOWNED, JobAbandoned): Ledger._stay,
+    (JobState.SETTLED, Launched): None,
+    (JobState.SETTLED, JobSettled): None,
+    (JobState.SETTLED, JobOverdue): None,
+    # The owner gives up on everything that is left, settled or not.
+    (JobState.SETTLED, JobAbandoned): Ledger._stay,
+}

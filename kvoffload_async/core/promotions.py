@@ -1,0 +1,91 @@
+"""Promotions: slots reserved by lookups, batched into one job a (tier, request) and step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.requests import RequestState
+from kvoffload_async.types import OffloadKey
+
+
+class Promotions:
+    """Reserves primary slots for blocks that come back, up to a cap.
+
+    A reservation counts against the cap until its block has been loaded, or its request has
+    ended: waiting requests can neither fill the primary nor evict what each other waits for.
+
+    Thread: owner.
+    """
+
+    def __init__(self, primary: Primary, cap_slots: int) -> None:
+        self._primary = primary
+        self._cap_slots = cap_slots
+        self._in_flight = 0
+        self._held = 0
+        self._batches: dict[tuple[int, str], tuple[RequestState, list[OffloadKey], list[int]]] = {}
+
+    @property
+    def outstanding_slots(self) -> int:
+        """Slots that count against the cap."""
+        return self._in_flight + self._held
+
+    @property
+    def unflushed(self) -> int:
+        """Reservations of this step."""
+        return sum(len(keys) for _, keys, _ in self._batches.values())
+
+    def reserve(
+        self, tier: int, request: RequestState, key: OffloadKey, protected: Collection[OffloadKey]
+    ) -> bool:
+        """Reserve a slot for an absent key and queue it; False if there is no room for it."""
+        if self.outstanding_slots >= self._cap_slots:
+            return False
+        slot = self._primary.reserve(key, protected)
+        if slot is None:
+            return False
+        batch = self._batches.setdefault((tier, request.ctx.req_id), (request, [], []))
+        batch[1].append(key)
+        batch[2].append(slot)
+        request.unflushed_promotions += 1
+        self._in_flight += 1
+        return True
+
+    def flush(self) -> Iterator[tuple[int, RequestState, Sequence[OffloadKey], Sequence[int]]]:
+        """Detach the step's batches: (tier, request, keys, slots)."""
+        batches, self._batches = self._batches, {}
+        for (tier, _), (request, keys, slots) in batches.items():
+            request.unflushed_promotions -= len(keys)
+            yield tier, request, keys, slots
+
+    def land(self, keys: Sequence[OffloadKey], request: RequestState | None) -> None:
+        """Make promoted blocks readable, and keep them for the request if it still waits."""
+        self._in_flight -= len(keys)
+        self._primary.complete_write(keys, success=True)
+        if request is None or request.is_finished:
+            return
+        self._primary.pin(keys)
+        request.held.update(dict.fromkeys(keys))
+        self._held += len(keys)
+
+    def fail(self, keys: Sequence[OffloadKey]) -> None:
+        """Free the slots of blocks that did not come; the keys become absent."""
+        self._in_flight -= len(keys)
+        self._primary.complete_write(keys, success=False)
+
+    def disown(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Give up blocks whose copy still runs; return their slots, which stay held."""
+        self._in_flight -= len(keys)
+        return self._primary.disown_write(keys)
+
+    def let_go(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """Stop keeping landed blocks for the request."""
+        unpinned = [key for key in keys if request.held.pop(key, self) is None]
+        self._held -= len(unpinned)
+        self._primary.unpin(unpinned)
+
+    def reset(self) -> None:
+        """Forget everything; the primary is about to be emptied."""
+        for _ in self.flush():
+            pass  # flushing detaches the batches; the jobs are never made
+        self._in_flight = self._held = 0

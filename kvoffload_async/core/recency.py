@@ -1,0 +1,65 @@
+"""Which blocks each live request used, committed to the policy once, when the request ends.
+
+Committing per request and in token order makes the ranking independent of the order in which
+transfers end, and lets the tail of a prompt go before its head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.errors import StateError
+from kvoffload_async.types import OffloadKey, ReqContext
+
+
+class RecencyLog:
+    """Logical accesses of the live requests."""
+
+    def __init__(self, policy: CachePolicy) -> None:
+        self._policy = policy
+        self._accesses: dict[str, dict[OffloadKey, bool]] = {}
+
+    def open(self, ctx: ReqContext) -> None:
+        """Begin a request.
+
+        Raises:
+            StateError: A request with this id is live.
+        """
+        if ctx.req_id in self._accesses:
+            raise StateError(f"request {ctx.req_id!r} is known already")
+        self._accesses[ctx.req_id] = {}
+
+    def knows(self, ctx: ReqContext) -> bool:
+        """Tell whether the request is live."""
+        return ctx.req_id in self._accesses
+
+    def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
+        """Record that a live request used keys; the first use of a key decides how it counts.
+
+        Raises:
+            StateError: The request is not live.
+        """
+        accesses = self._accesses.get(ctx.req_id)
+        if accesses is None:
+            raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
+        for key in keys:
+            accesses.setdefault(key, reused)
+
+    def commit(self, ctx: ReqContext) -> None:
+        """End a request: rank what it used.
+
+        Raises:
+            StateError: The request is not live.
+        """
+        accesses = self._accesses.pop(ctx.req_id, None)
+        if accesses is None:
+            raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
+        last = max(ctx.key_positions.values(), default=0) + 1
+        positions = ctx.key_positions
+        ordered = sorted(accesses, key=lambda key: positions.get(key, last))
+        self._policy.access(ordered, accesses.__getitem__)
+
+    def live_requests(self) -> set[str]:
+        """Return the ids of the live requests."""
+        return set(self._accesses)

@@ -1,0 +1,77 @@
+"""What the engine remembers of one live request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvoffload_async.types import OffloadKey, ReqContext
+
+
+class RequestState:
+    """One request, from `on_new_request` until every tier was told that it has finished."""
+
+    __slots__ = (
+        "_deferred_at_s",
+        "_deferred_s",
+        "ctx",
+        "failed",
+        "held",
+        "is_expired",
+        "is_finished",
+        "parked",
+        "request_level_tiers",
+        "unflushed_promotions",
+        "writing",
+    )
+
+    def __init__(self, ctx: ReqContext, request_level_tiers: Collection[int]) -> None:
+        self.ctx = ctx
+        self.request_level_tiers = tuple(request_level_tiers)
+        self.is_finished = False
+        self.is_expired = False
+        """Whether the request was deferred for too long: pending means missing from now on."""
+        self.writing: set[OffloadKey] = set()
+        """Keys that were granted slots and whose write has not ended."""
+        self.unflushed_promotions = 0
+        """Slots reserved in this step whose job is not submitted yet."""
+        self.parked: dict[OffloadKey, None] = {}
+        """Keys to cascade to the request-level tiers once another request has written them."""
+        self.held: dict[OffloadKey, None] = {}
+        """Promoted blocks that landed and wait, pinned, to be loaded."""
+        self.failed: set[tuple[int, OffloadKey]] = set()
+        """Promotions that failed: not tried again for this request."""
+        self._deferred_s = 0.0
+        self._deferred_at_s: float | None = None
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the tiers may be told that nothing more will be submitted."""
+        return (
+            self.is_finished
+            and not self.writing
+            and not self.unflushed_promotions
+            and not self.parked
+        )
+
+    def defer(self, now_s: float, limit_s: float) -> bool:
+        """Note a deferred lookup; return True if the request has now been deferred for too long.
+
+        Time adds up from one deferred lookup to the next, and a failed round does not reset it.
+        """
+        if self._deferred_at_s is not None:
+            self._deferred_s += max(0.0, now_s - self._deferred_at_s)
+        self._deferred_at_s = now_s
+        if self.is_expired or self._deferred_s < limit_s:
+            return False
+        self.is_expired = True
+        return True
+
+    def proceed(self) -> None:
+        """Note that the request was scheduled: it is not being deferred any more."""
+        self._deferred_at_s = None
+
+    def forget_blocks(self) -> None:
+        """Forget what a reset of the primary has made void."""
+        self.writing.clear()
+        self.parked.clear()
+        self.held.clear()

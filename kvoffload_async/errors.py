@@ -1,0 +1,81 @@
+"""The error tree: the name of an error says who is at fault.
+
+`ConfigError` is the fault of whoever wrote the configuration, `StateError` and `ClosedError` of
+the calling code, `BusyError` of nobody (a bound was reached: try again later), `TierError` of a
+storage tier, `TransportError` of the device transport. Errors of third-party libraries are mapped
+onto this tree once, at the edge where they enter.
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """A configuration value is unusable; the message names the key, the value and the remedy."""
+
+
+class UnknownNameError(ConfigError):
+    """A name (tier, policy, key) is not known; the message lists the ones that are."""
+
+
+class StateError(OffloadError):
+    """The caller broke a precondition: an unknown request, unequal lengths, a foreign job."""
+
+
+class IllegalTransitionError(StateError):
+    """An event reached a job in a state in which it cannot happen: a defect, never bad luck."""
+
+
+class InvariantError(OffloadError):
+    """A law of the engine does not hold: a defect of the engine, found by its own checks."""
+
+
+class ClosedError(StateError):
+    """The object was closed before the call."""
+
+
+class BusyError(OffloadError):
+    """A bound was reached; nothing was changed, and the call may succeed later."""
+
+
+class TierError(OffloadError):
+    """A block of a job failed in a storage tier."""
+
+
+class TierUnavailableError(TierError):
+    """The tier, or the device or service behind it, failed; not the fault of one block."""
+
+
+class TierTimeoutError(TierUnavailableError):
+    """A job did not end before its deadline."""
+
+
+class TierBusyError(TierError, BusyError):
+    """The tier's mailbox was full when the job arrived."""
+
+
+class TierFullError(TierError):
+    """No room was left for the block, and none could be made."""
+
+
+class TierClosedError(TierError):
+    """The tier was shut down before the job had ended."""
+
+
+class BlockMissingError(TierError):
+    """The tier does not have the block."""
+
+
+class CorruptBlockError(TierError):
+    """The stored bytes are not the bytes that were given: a wrong checksum or a short read."""
+
+
+class JobCancelledError(TierError):
+    """The job's task was cancelled."""
+
+
+class TransportError(OffloadError):
+    """A copy between device and host failed."""

@@ -1,0 +1,1 @@
+"""The cache policies: who leaves when a cache of blocks is full."""
