@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
-from kvoffload_async.types import JobMetadata, Locality, Medium, OffloadKey
+from kvoffload_async.types import JobId, JobMetadata, Locality, Medium, OffloadKey
 
 T = TypeVar("T")
 
@@ -60,6 +60,24 @@ class TierBounds:
     concurrent_stores: int = 4
     queued_jobs: int = 1024
     concurrent_probes: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """What closing a tier left behind.
+
+    Attributes:
+        unfinished_jobs: Jobs whose copies still run; their memory must not be released.
+        error: Why closing failed, if it did.
+    """
+
+    unfinished_jobs: tuple[JobId, ...] = ()
+    error: Exception | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was left behind."""
+        return not self.unfinished_jobs and self.error is None
 
 
 class IoRunner(Protocol):

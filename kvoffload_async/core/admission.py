@@ -16,17 +16,16 @@ class AdmissionFilter:
         self.tracked_keys = tracked_keys
         self._offers: OrderedDict[OffloadKey, int] = OrderedDict()
 
-    def admit(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Count one offer of each key and return those that have had enough."""
-        admitted = []
+    def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the offered keys that have had enough offers, this one included."""
+        return [key for key in keys if self._offers.get(key, 0) + 1 >= self.threshold]
+
+    def offered(self, keys: Sequence[OffloadKey]) -> None:
+        """Count one offer of each key."""
         for key in keys:
-            offers = self._offers.pop(key, 0) + 1
-            self._offers[key] = offers
-            if offers >= self.threshold:
-                admitted.append(key)
+            self._offers[key] = self._offers.pop(key, 0) + 1
         while len(self._offers) > self.tracked_keys:
             self._offers.popitem(last=False)
-        return admitted
 
     def clear(self) -> None:
         """Forget every offer."""

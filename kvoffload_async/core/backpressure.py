@@ -103,7 +103,8 @@ class Backpressure:
     def _set(self, ema: float, now_s: float) -> None:
         self._ema = ema
         self._updated_s = now_s
-        if self._samples < _SEED_SAMPLES and self._failures < _FAILURES_IN_A_ROW:
+        known = self._samples >= _SEED_SAMPLES or self._failures >= _FAILURES_IN_A_ROW
+        if not known and not self._pressed:
             return
         if ema > self._settings.high_water_s_per_mib:
             self._pressed = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kvoffload_async.core.effects import EngineEffect, FinishRequest, SubmitJob
 from kvoffload_async.core.events import (
@@ -188,7 +188,7 @@ class Engine:
 
     def handle(self, event: EngineEvent) -> tuple[EngineEffect, ...]:
         """Apply an event; return the effects that are due, oldest first."""
-        _HANDLERS[type(event)](self, event)
+        self._HANDLERS[type(event)](self, event)
         return self.take_effects()
 
     def take_effects(self) -> tuple[EngineEffect, ...]:
@@ -219,6 +219,8 @@ class Engine:
     def _promotion_ended(self, event: JobReported, job: JobMetadata) -> None:
         result = event.result
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
+        if result.disowned:
+            good = frozenset()  # whatever the tier says: while the copy runs, nothing has landed
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
         request = self.requests.get(job.req_context.req_id)
@@ -371,12 +373,11 @@ class Engine:
         del self.requests[request.ctx.req_id]
         self._effects.extend(FinishRequest(i, request.ctx) for i in range(len(self.tiers)))
 
-
-_HANDLERS: dict[type[EngineEvent], Callable[[Engine, Any], None]] = {
-    StepBegan: Engine._step_began,
-    JobReported: Engine._job_reported,
-    JobReleased: Engine._job_released,
-    StepEnded: Engine._step_ended,
-    CacheReset: Engine._cache_reset,
-    ResetFlushed: Engine._reset_flushed,
-}
+    _HANDLERS: ClassVar[dict[type[EngineEvent], Callable[[Engine, Any], None]]] = {
+        StepBegan: _step_began,
+        JobReported: _job_reported,
+        JobReleased: _job_released,
+        StepEnded: _step_ended,
+        CacheReset: _cache_reset,
+        ResetFlushed: _reset_flushed,
+    }

@@ -37,10 +37,12 @@ class KeyIndex(ABC):
         """Return the probe to start now, at the end of a step."""
         return None
 
-    def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
+    def answered(  # noqa: B027 - an exact index never asks
+        self, generation: int, present: frozenset[OffloadKey]
+    ) -> None:
         """A probe ended."""
 
-    def forget_request(self, req_id: str) -> None:
+    def forget_request(self, req_id: str) -> None:  # noqa: B027 - nor remembers who asked
         """A request ended."""
 
     @property
@@ -55,7 +57,7 @@ class ExactIndex(KeyIndex):
     def __init__(self) -> None:
         self._present: set[OffloadKey] = set()
 
-    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:  # noqa: ARG002 - contract
+    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
         """Return HIT or MISS."""
         return LookupResult.HIT if key in self._present else LookupResult.MISS
 
@@ -130,7 +132,7 @@ class ProbedIndex(KeyIndex):
         """Flip the verdicts that live requests hold to present."""
         self._flip(keys, present=True)
 
-    def vanished(self, keys: Iterable[OffloadKey], *, surely: bool) -> None:  # noqa: ARG002 - contract
+    def vanished(self, keys: Iterable[OffloadKey], *, surely: bool) -> None:
         """Flip the verdicts that live requests hold to absent, so that none asks for ever."""
         self._flip(keys, present=False)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvoffload_async.abc.events import JobOverdue, JobSettled
 from kvoffload_async.errors import IllegalTransitionError, StateError
@@ -59,6 +60,14 @@ def refused(job: JobMetadata, error: Exception) -> JobResult:
     return JobResult(job.job_id, success=False, error=error)
 
 
+_Handler = Callable[["Ledger", _Record, JobEvent], None]
+
+
+def abandoned(job: JobMetadata, error: Exception) -> JobResult:
+    """Return the result of a job whose tier went away without reporting it."""
+    return JobResult(job.job_id, success=False, error=error, disowned=True)
+
+
 class Ledger:
     """The jobs of one tier, from acceptance to report.
 
@@ -100,7 +109,7 @@ class Ledger:
         record = self._records.get(event.job_id)
         if record is None:
             raise IllegalTransitionError(f"{event!r}: the job is unknown, or has ended already")
-        handler = TRANSITIONS[record.state, type(event)]
+        handler = self.TRANSITIONS[record.state, type(event)]
         if handler is None:
             raise IllegalTransitionError(f"{event!r}: the job is {record.state.name}")
         handler(self, record, event)
@@ -188,27 +197,24 @@ class Ledger:
         self._unfinished -= 1
         self._finished.append(result)
 
-
-_Handler = Callable[[Ledger, _Record, JobEvent], None]
-
-# Total: every state meets every event; None marks what cannot happen.
-TRANSITIONS: dict[tuple[JobState, type[JobEvent]], _Handler | None] = {
-    (JobState.QUEUED, Launched): Ledger._launch,
-    (JobState.QUEUED, JobSettled): None,
-    (JobState.QUEUED, JobOverdue): None,
-    (JobState.QUEUED, JobAbandoned): Ledger._give_up,
-    (JobState.FLYING, Launched): None,
-    (JobState.FLYING, JobSettled): Ledger._settle,
-    (JobState.FLYING, JobOverdue): Ledger._disown,
-    (JobState.FLYING, JobAbandoned): Ledger._disown,
-    (JobState.DISOWNED, Launched): None,
-    (JobState.DISOWNED, JobSettled): Ledger._release,
-    # The owner gave up first; the tier's own deadline passes later, or the other way round.
-    (JobState.DISOWNED, JobOverdue): Ledger._stay,
-    (JobState.DISOWNED, JobAbandoned): Ledger._stay,
-    (JobState.SETTLED, Launched): None,
-    (JobState.SETTLED, JobSettled): None,
-    (JobState.SETTLED, JobOverdue): None,
-    # The owner gives up on everything that is left, settled or not.
-    (JobState.SETTLED, JobAbandoned): Ledger._stay,
-}
+    # Total: every state meets every event; None marks what cannot happen.
+    TRANSITIONS: ClassVar[dict[tuple[JobState, type[JobEvent]], _Handler | None]] = {
+        (JobState.QUEUED, Launched): _launch,
+        (JobState.QUEUED, JobSettled): None,
+        (JobState.QUEUED, JobOverdue): None,
+        (JobState.QUEUED, JobAbandoned): _give_up,
+        (JobState.FLYING, Launched): None,
+        (JobState.FLYING, JobSettled): _settle,
+        (JobState.FLYING, JobOverdue): _disown,
+        (JobState.FLYING, JobAbandoned): _disown,
+        (JobState.DISOWNED, Launched): None,
+        (JobState.DISOWNED, JobSettled): _release,
+        # The owner gave up first; the tier's own deadline passes later, or the other way round.
+        (JobState.DISOWNED, JobOverdue): _stay,
+        (JobState.DISOWNED, JobAbandoned): _stay,
+        (JobState.SETTLED, Launched): None,
+        (JobState.SETTLED, JobSettled): None,
+        (JobState.SETTLED, JobOverdue): None,
+        # The owner gives up on everything that is left, settled or not.
+        (JobState.SETTLED, JobAbandoned): _stay,
+    }

@@ -135,6 +135,7 @@ class TierPort:
 
     def abandon_rest(self) -> list[JobId]:
         """Fail everything that has no result yet; return the jobs whose copies still run."""
+        self._effects = [e for e in self._effects if not isinstance(e, StartJob)]
         self._abandon(JobState.QUEUED, JobState.FLYING)
         return self.ledger.ids_in(JobState.DISOWNED)
 
@@ -152,9 +153,14 @@ class TierPort:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job has no result yet, a result was not taken, or a probe is outstanding."""
+        """Whether a job has no result yet, a result was not taken, or a probe is outstanding.
+
+        Nobody waits for a probe once the port is closed: it may never have been started.
+        """
         return bool(
-            self.ledger.unfinished_count or self.ledger.has_results or self.index.is_waiting
+            self.ledger.unfinished_count
+            or self.ledger.has_results
+            or (self.index.is_waiting and not self._closed)
         )
 
     def _check(self, job: JobMetadata) -> None:

@@ -90,7 +90,7 @@ class Primary:
         self._accept_prefix = accept_prefix
         self._admission = admission
         self._events = EventLog(Medium.CPU, enabled=enable_events)
-        self._loads: dict[str, dict[OffloadKey, int]] = {}
+        self._loads: dict[str, Counter[OffloadKey]] = {}
         self._idle = 0
         self._writing = 0
         self._epoch = 0
@@ -130,9 +130,7 @@ class Primary:
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
-        loads = self._loads.setdefault(ctx.req_id, {})
-        for key in keys:
-            loads[key] = loads.get(key, 0) + 1
+        self._loads.setdefault(ctx.req_id, Counter()).update(keys)
         self._recency.note(ctx, keys, reused=True)
         return slots
 
@@ -142,16 +140,13 @@ class Primary:
         Raises:
             StateError: The request did not load a key, and no reset has happened.
         """
-        loads = self._loads.get(ctx.req_id, {})
+        loads = self._loads.get(ctx.req_id, Counter())
         asked = Counter(keys)
-        known = {key: min(count, loads.get(key, 0)) for key, count in asked.items()}
+        known = asked & loads
         if known != asked and not self._epoch:
             raise StateError(f"request {ctx.req_id!r} completes a load that it did not prepare")
-        for key, count in known.items():
-            loads[key] = loads.get(key, 0) - count
-            if not loads[key]:
-                del loads[key]
-            self.unpin([key] * count)
+        loads -= known
+        self.unpin(known.elements())
         if not loads:
             self._loads.pop(ctx.req_id, None)
 
@@ -213,20 +208,21 @@ class Primary:
             elif block.refs >= 0:
                 readable.append(key)
                 protected_idle += block.refs == 0
-        if self._admission is not None:
-            missing = self._admission.admit(missing)
+        wanted = missing if self._admission is None else self._admission.admitted(missing)
         room = self._pool.free_count + self._idle - protected_idle
-        if len(missing) > room:
+        if len(wanted) > room:
             if not self._accept_prefix or not room:
                 return None
-            del missing[room:]
-        evicted = self._reserve(missing, offered.__contains__, ctx.req_id)
+            wanted = wanted[:room]
+        evicted = self._reserve(wanted, offered.__contains__, ctx.req_id)
         if evicted is None:
             return None
+        if self._admission is not None:
+            self._admission.offered(missing)
         self._recency.note(ctx, readable, reused=True)
-        self._recency.note(ctx, missing, reused=False)
-        slots = as_block_ids([self._blocks[key].slot for key in missing])
-        return PrepareStoreOutput(missing, CPULoadStoreSpec(slots), evicted)
+        self._recency.note(ctx, wanted, reused=False)
+        slots = as_block_ids([self._blocks[key].slot for key in wanted])
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
     def reserve(self, key: OffloadKey, protected: Collection[OffloadKey]) -> int | None:
         """Reserve a slot for one absent key, evicting at most one other that is not protected.
@@ -263,8 +259,8 @@ class Primary:
     def complete_write(self, keys: Sequence[OffloadKey], *, success: bool) -> None:
         """End writes: the keys become readable, or absent and their slots free."""
         if success:
-            for key in keys:
-                self._writing_block(key).refs = 0
+            for block in [self._writing_block(key) for key in keys]:
+                block.refs = 0
             self._writing -= len(keys)
             self._idle += len(keys)
             self._events.add(keys, removed=False)
@@ -353,6 +349,10 @@ class Primary:
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
         """Iterate over (key, slot, reference count), -1 for writing. For laws and inspection."""
         return ((key, block.slot, block.refs) for key, block in self._blocks.items())
+
+    def loads(self) -> Counter[OffloadKey]:
+        """Return how many loads pin each key. For laws and inspection."""
+        return sum(self._loads.values(), Counter())
 
     # -- inside ---------------------------------------------------------------------------------
 

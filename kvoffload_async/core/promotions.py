@@ -30,10 +30,10 @@ class Promotions:
         """Slots that count against the cap."""
         return self._in_flight + self._held
 
-    @property
-    def unflushed(self) -> int:
-        """Reservations of this step."""
-        return sum(len(keys) for _, keys, _ in self._batches.values())
+    def unflushed(self) -> Iterator[tuple[OffloadKey, int]]:
+        """Iterate over (key, slot) of this step's reservations. For laws and inspection."""
+        for _, keys, slots in self._batches.values():
+            yield from zip(keys, slots, strict=True)
 
     def reserve(
         self, tier: int, request: RequestState, key: OffloadKey, protected: Collection[OffloadKey]

@@ -18,7 +18,6 @@ from kvoffload_async.types import (
     ReqContext,
 )
 
-
 _FAULT_OF_ONE_BLOCK = (BlockMissingError, CorruptBlockError, TierFullError)
 
 

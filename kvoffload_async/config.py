@@ -1,0 +1,199 @@
+"""The configuration of an engine: parsed once, checked before anything has started.
+
+Keys that vLLM's offloading specs have keep their names. Sizes are bytes, as an integer or as text
+with a unit (`"4GiB"`, `"512 MB"`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, NoReturn
+
+from kvoffload_async.errors import ConfigError, UnknownNameError
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+_MAX_SECONDS: Final = 1e9
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size_bytes(value: object, key: str) -> int:
+    """Return a size in bytes, given as an integer or as text with a unit.
+
+    Raises:
+        ConfigError: It is neither, or not positive.
+    """
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            _reject(key, value, 'a number of bytes, or text such as "64KiB", "4GiB" or "512 MB"')
+        value = int(float(match[1]) * unit)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        _reject(key, value, "a positive number of bytes")
+    return value
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return a hint that names the valid name closest to a wrong one, or an empty string."""
+    close = difflib.get_close_matches(name, list(allowed), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def reject_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Raise UnknownNameError for the first given key that is not allowed."""
+    names = sorted(allowed)
+    for key in given:
+        if key not in names:
+            hint = nearest(str(key), names)
+            raise UnknownNameError(
+                f"{where}: unknown key {key!r}{hint}; allowed: {', '.join(names)}"
+            )
+
+
+def _reject(key: str, value: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"{key}: {value!r} is not valid; it must be {allowed}")
+
+
+_Parser = Callable[[object, str], Any]
+
+
+def _int(minimum: int) -> _Parser:
+    def parse(value: object, key: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            _reject(key, value, f"an integer of at least {minimum}")
+        return value
+
+    return parse
+
+
+def _seconds(value: object, key: str) -> float:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value < _MAX_SECONDS
+    ):
+        _reject(key, value, "a positive number of seconds")
+    return float(value)
+
+
+def _fraction(value: object, key: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        _reject(key, value, "a number above 0 and at most 1")
+    return float(value)
+
+
+def _bool(value: object, key: str) -> bool:
+    if not isinstance(value, bool):
+        _reject(key, value, "true or false")
+    return value
+
+
+def _name(value: object, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        _reject(key, value, "a name")
+    return value
+
+
+def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list | tuple):
+        _reject(key, value, 'a list of objects, each with a "type"')
+    for index, tier in enumerate(value):
+        if not isinstance(tier, Mapping):
+            _reject(f"{key}[{index}]", tier, 'an object with a "type"')
+    return tuple(value)
+
+
+def _option(parse: _Parser, default: Any) -> Any:  # noqa: ANN401 - a dataclass field of any type
+    return field(default=default, metadata={"parse": parse})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Every setting of an engine.
+
+    Attributes:
+        cpu_bytes_to_use: Memory of the primary tier, in bytes, over all workers.
+        block_bytes: Bytes of one offload unit (`blocks_per_chunk` device blocks) on one worker.
+        block_size: Tokens of one device block.
+        blocks_per_chunk: Device blocks of one offload unit.
+        num_workers: Workers that share the primary; a row holds a cell for each.
+        eviction_policy: Name of the primary's cache policy.
+        store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
+        max_tracker_size: Keys whose offers are remembered.
+        accept_prefix: Store the longest head of a batch that fits, instead of all or nothing.
+        enable_kv_cache_events: Whether `take_events` tells anything.
+        promotion_fraction: Share of the primary that promotions may occupy until loaded.
+        cascade_fraction: Share of the primary that may be in cascade to one tier at once.
+        deferral_timeout_s: Seconds that a request may be deferred in all.
+        breaker_fault_threshold: Faults in a row after which a tier is left alone.
+        breaker_retry_s: Seconds until a tier that was left alone is tried again.
+        drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
+        shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
+        n_read_threads: I/O threads that prefer loads.
+        n_write_threads: I/O threads that prefer stores.
+        prefault: Touch the primary's memory at the start.
+        check_laws: Check every invariant at the end of every step; for debugging.
+        secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
+    """
+
+    cpu_bytes_to_use: int = _option(parse_size_bytes, None)
+    block_bytes: int = _option(parse_size_bytes, None)
+    block_size: int = _option(_int(1), 16)
+    blocks_per_chunk: int = _option(_int(1), 1)
+    num_workers: int = _option(_int(1), 1)
+    eviction_policy: str = _option(_name, "lru")
+    store_threshold: int = _option(_int(0), 0)
+    max_tracker_size: int = _option(_int(1), 64_000)
+    accept_prefix: bool = _option(_bool, default=False)
+    enable_kv_cache_events: bool = _option(_bool, default=False)
+    promotion_fraction: float = _option(_fraction, 0.5)
+    cascade_fraction: float = _option(_fraction, 0.5)
+    deferral_timeout_s: float = _option(_seconds, 30.0)
+    breaker_fault_threshold: int = _option(_int(1), 3)
+    breaker_retry_s: float = _option(_seconds, 5.0)
+    drain_timeout_s: float = _option(_seconds, 30.0)
+    shutdown_timeout_s: float = _option(_seconds, 30.0)
+    n_read_threads: int = _option(_int(1), 2)
+    n_write_threads: int = _option(_int(1), 1)
+    prefault: bool = _option(_bool, default=True)
+    check_laws: bool = _option(_bool, default=False)
+    secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, ())
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> OffloadConfig:
+        """Check and convert a mapping, such as a parsed JSON object; it is not changed.
+
+        Raises:
+            ConfigError: A key is unknown or missing, or a value is of the wrong type or
+                impossible; the message names the key, the value and what is allowed.
+        """
+        if not isinstance(raw, Mapping):
+            _reject("config", raw, "an object of keys and values")
+        parsers = {option.name: option.metadata["parse"] for option in fields(cls)}
+        reject_unknown(raw, parsers, "config")
+        config = cls(**{key: parsers[key](value, key) for key, value in raw.items()})
+        for key in ("cpu_bytes_to_use", "block_bytes"):
+            if getattr(config, key) is None:
+                raise ConfigError(f"{key}: missing; give {_required_hint(key)}")
+        if config.store_threshold > 1 and config.secondary_tiers:
+            raise ConfigError(
+                f"store_threshold: {config.store_threshold} does not go with secondary_tiers; "
+                "leave it out, or use a primary alone"
+            )
+        return config
+
+
+def _required_hint(key: str) -> str:
+    """Return what a required key stands for, for the message that misses it."""
+    return {
+        "cpu_bytes_to_use": 'the memory of the primary tier, such as "4GiB"',
+        "block_bytes": 'the bytes of one offload unit on one worker, such as "256KiB"',
+    }[key]

@@ -1,0 +1,1 @@
+"""The synchronous surface: what a scheduler that knows nothing of asyncio calls."""

@@ -1,0 +1,129 @@
+"""The primary tier on its own, behind the manager contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvoffload_async.core.admission import AdmissionFilter
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.errors import ClosedError, ConfigError
+from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.factory import create_policy
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.types import (
+    CPULoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    as_block_ids,
+)
+
+
+class CPUPrimaryTierOffloadingManager(OffloadingManager):
+    """A bounded cache of blocks in host memory, with pins and an eviction policy.
+
+    Usable alone, or as the front of a `TieringOffloadingManager`, which then is its only caller.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        cache_policy: str = "lru",
+        buffer: PrimaryBuffer | None = None,
+        accept_prefix: bool = False,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        enable_events: bool = False,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            num_blocks: Capacity.
+            cache_policy: Name of the eviction policy.
+            buffer: The memory behind the slots; owned from now on. None: account only.
+            accept_prefix: Store the longest head of a batch that fits, not all or nothing.
+            store_threshold: A block is stored at its n-th offer; 0 and 1 mean at once.
+            max_tracker_size: Keys whose offers are remembered.
+            enable_events: Whether `take_events` tells anything.
+
+        Raises:
+            ConfigError: `num_blocks` is below 1, or the policy is unknown.
+        """
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks: {num_blocks} is not valid; it must be at least 1")
+        admission = AdmissionFilter(store_threshold, max_tracker_size)
+        self.core = Primary(
+            num_blocks,
+            create_policy(cache_policy, num_blocks),
+            accept_prefix=accept_prefix,
+            admission=admission if store_threshold > 1 else None,
+            enable_events=enable_events,
+        )
+        """The accounting itself. For the composing manager, laws and inspection."""
+        self._buffer = buffer
+        self._closed = False
+
+    def get_primary_kv_view(self) -> memoryview:
+        """Return the slots' memory, shape `[num_slots, slot_bytes]` uint8, C-contiguous.
+
+        Raises:
+            ClosedError: There is no memory behind this manager, or no longer.
+        """
+        if self._buffer is None or self._closed:
+            raise ClosedError("this manager has no buffer")
+        return self._buffer.view
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.core.open_request(req_context)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return self.core.lookup(key)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        return CPULoadStoreSpec(as_block_ids(self.core.prepare_load(req_context, keys)))
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.core.complete_load(req_context, keys)
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        return self.core.prepare_store(req_context, keys)
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        self.core.complete_store(req_context, keys, success=success)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.core.touch(req_context, keys)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.core.close_request(req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
+        """Nothing: a primary alone defers nothing."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self.core.take_events()
+
+    def has_pending_work(self) -> bool:
+        return False
+
+    def reset_cache(self) -> None:
+        self.core.reset()
+
+    def on_reset_flushed(self) -> None:
+        """Nothing: a primary alone writes no slot itself."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Release the memory; idempotent."""
+        self._closed = True
+        if self._buffer is not None:
+            self._buffer.release()

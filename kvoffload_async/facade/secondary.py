@@ -1,0 +1,254 @@
+"""A secondary tier behind plain calls: wraps any async tier for a synchronous owner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypedDict
+
+from kvoffload_async.abc.tier import AsyncTier, CloseReport
+from kvoffload_async.core.backpressure import Backpressure
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
+from kvoffload_async.core.port import TierPort
+from kvoffload_async.errors import StateError
+from kvoffload_async.runtime.bridge import Bridge, TierLink
+from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.types import (
+    JobId,
+    JobMetadata,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TierOptions(TypedDict, total=False):
+    """The options that every tier takes; times in seconds."""
+
+    runtime: Bridge | None
+    io_timeout_s: float
+    probe_timeout_s: float
+    open_timeout_s: float
+    close_timeout_s: float
+    enable_kv_events: bool
+    backpressure_detector: Backpressure | None
+
+
+class SecondaryTierManager:
+    """One secondary tier, as a scheduler sees it: submit jobs, poll for results.
+
+    Only the constructor, `drain_jobs` and `shutdown` wait, each with a deadline. Every accepted
+    job gets exactly one `JobResult`, also through failure, deadline and shutdown.
+
+    Thread: owner, for all of it. One thread at a time is enough; its identity does not matter.
+
+    Attributes:
+        tier_type: The name under which the tier was configured.
+        medium: Where its blocks lie.
+        locality: How far away that is.
+        backpressure_detector: Spares the tier some cascades when it is slow, or None.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: object,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        tier: AsyncTier,
+        *,
+        runtime: Bridge | None = None,
+        io_timeout_s: float = 30.0,
+        probe_timeout_s: float = 2.0,
+        open_timeout_s: float = 30.0,
+        close_timeout_s: float = 30.0,
+        enable_kv_events: bool = False,
+        backpressure_detector: Backpressure | None = None,
+    ) -> None:
+        """Open the tier; waits for that.
+
+        Args:
+            offloading_spec: The spec that the tier belongs to. Its `runtime` is shared, if it has
+                one; a tier on its own starts threads of its own.
+            primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`, one byte an
+                item, C-contiguous.
+            tier_type: The name under which the tier was configured.
+            tier: What to wrap; owned from now on.
+            runtime: Where the tier runs, if not in the spec's runtime.
+            io_timeout_s: Seconds from a job's submission until it is reported failed.
+            probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
+            open_timeout_s: Seconds for opening.
+            close_timeout_s: Seconds for `shutdown`, where the call does not say.
+            enable_kv_events: Whether `take_events` tells anything.
+            backpressure_detector: See the class.
+
+        Raises:
+            ConfigError: The tier cannot work with its options; nothing is left running.
+            TierUnavailableError: The tier's place cannot be reached.
+            TimeoutError: It did not open in time.
+        """
+        shape = primary_kv_view.shape
+        if shape is None or len(shape) != 2 or primary_kv_view.itemsize != 1:  # noqa: PLR2004 - 2-D
+            raise StateError("primary_kv_view must have shape [num_slots, slot_bytes], in bytes")
+        self.tier_type = tier_type
+        self.tier = tier
+        self.medium: Medium = tier.capabilities.medium
+        self.locality: Locality = tier.capabilities.locality
+        self.backpressure_detector = backpressure_detector
+        self._policy = (
+            OffloadPolicy.REQUEST_LEVEL
+            if tier.capabilities.request_level
+            else OffloadPolicy.BLOCK_LEVEL
+        )
+        self._close_timeout_s = close_timeout_s
+        self._report: CloseReport | None = None
+        self._view = memoryview(primary_kv_view)
+        index: KeyIndex = (
+            ExactIndex()
+            if tier.capabilities.exclusive
+            else ProbedIndex(tier.bounds.concurrent_probes)
+        )
+        events = EventLog(self.medium, self.locality, enabled=enable_kv_events)
+        self._port = TierPort(index, shape[0], shape[1], events)
+        shared: Bridge | None = runtime or getattr(offloading_spec, "runtime", None)
+        self._host: RuntimeHost | None = None
+        if shared is None:
+            self._host = RuntimeHost()
+            shared = self._host.bridge
+        self._bridge: Bridge = shared
+        self.flushes_on_poll = True
+        """Whether polling hands submitted jobs over; a composing manager does it once a step."""
+        self._link = TierLink(
+            self._bridge,
+            self._port,
+            tier_type,
+            tier,
+            self._view,
+            io_timeout_s=io_timeout_s,
+            probe_timeout_s=probe_timeout_s,
+        )
+        try:
+            self._link.open(open_timeout_s)
+        except BaseException:
+            self._release_view()
+            if self._host is not None:
+                self._host.close()
+            raise
+        self._link.pump()
+
+    # -- a request's life -----------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Begin a request; returns which of its blocks the tier wants."""
+        return RequestOffloadingContext(self._policy)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Learn that nothing more will be submitted for a request; its jobs may still run."""
+        self._port.index.forget_request(req_context.req_id)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
+        return self._port.lookup(key, req_context.req_id)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Note a use of blocks, head to tail."""
+        self._port.touch(keys)
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        """Accept a cascade: its keys are copied from the primary's slots.
+
+        The slots must stay as they are until the job is reported, or, if the result says
+        `disowned`, until `get_released_jobs` names it. Copies nothing on this thread.
+
+        Raises:
+            StateError: Lengths differ, a key comes twice, or a slot does not exist.
+        """
+        self._port.submit(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        """Accept a promotion: its keys are copied into the primary's slots.
+
+        Ownership and errors as in `submit_store`.
+        """
+        self._port.submit(job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that ended since the last call, each once. Never waits."""
+        if self.flushes_on_poll and self._port.has_effects:
+            self._bridge.flush()
+        if self._link.inbox:
+            self._link.pump()
+        if not self._port.ledger.has_results:
+            return ()
+        return self._port.take_results()
+
+    def get_released_jobs(self) -> Sequence[JobId]:
+        """Return the disowned jobs whose copies ended since the last call, each once."""
+        return self._port.take_released()
+
+    def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
+        """End a step: existence probes that it asked for start, and submitted jobs run."""
+        self._port.end_step()
+        if self.flushes_on_poll:
+            self._bridge.flush()
+
+    def has_pending_work(self) -> bool:
+        """Tell whether a job has no result yet, a result waits, or a probe is unanswered."""
+        if self._link.inbox:
+            self._link.pump()
+        return self._port.has_pending_work
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Detach and return what appeared in and disappeared from the tier."""
+        return self._port.take_events()
+
+    # -- the calls that wait --------------------------------------------------------------------
+
+    def drain_jobs(self, timeout: float = 30.0) -> bool:
+        """Wait until every submitted job has its result; False if `timeout` seconds ran out.
+
+        The results are left for `get_finished_jobs`. Running copies are not aborted.
+        """
+        return self._link.drain(timeout)
+
+    def abandon_jobs(self) -> Sequence[JobId]:
+        """Give up every job that has no result yet: it fails now; return those still running."""
+        return self._port.abandon_rest()
+
+    def shutdown(self, timeout: float | None = None) -> CloseReport:
+        """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.
+
+        Results are still there for `get_finished_jobs`. A job that comes later fails at once.
+
+        Args:
+            timeout: Seconds for running jobs to end; by default `close_timeout_s`.
+
+        Returns:
+            What was left behind: while a job's copy still runs, the primary's memory must stay.
+        """
+        if self._report is None:
+            timeout_s = self._close_timeout_s if timeout is None else timeout
+            self._report = self._link.close(timeout_s)
+            if self._host is not None:
+                self._host.close(timeout_s)
+                self._link.pump()
+            if not self._report.unfinished_jobs:
+                self._release_view()
+        return self._report
+
+    def _release_view(self) -> None:
+        try:
+            self._view.release()
+        except BufferError:
+            logger.warning("%s: the tier still holds the primary's buffer", self.tier_type)

@@ -1,0 +1,323 @@
+"""The primary tier with secondary tiers behind it: the manager that a scheduler drives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvoffload_async.core.breaker import Breaker, BreakerSettings
+from kvoffload_async.core.effects import EngineEffect, FinishRequest, SubmitJob
+from kvoffload_async.core.engine import Engine, EngineLimits
+from kvoffload_async.core.events import (
+    CacheReset,
+    EngineEvent,
+    JobReleased,
+    JobReported,
+    ResetFlushed,
+    StepBegan,
+    StepEnded,
+)
+from kvoffload_async.core.laws import check_state
+from kvoffload_async.core.ledger import abandoned, refused
+from kvoffload_async.core.tierslot import TierSlot
+from kvoffload_async.errors import (
+    ClosedError,
+    OffloadError,
+    StateError,
+    TierClosedError,
+    TierUnavailableError,
+)
+from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.types import (
+    CPULoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    as_block_ids,
+)
+
+
+class TieringOffloadingManager(OffloadingManager):
+    """Cascades stored blocks to every secondary tier and promotes them back on a lookup.
+
+    Tiers are polled at most once a step, at the first lookup or store of it; submitted jobs are
+    handed over in one wake-up at the end of the step.
+
+    Thread: owner, the scheduler's. No lock, and none needed.
+
+    Attributes:
+        engine: The decisions behind this surface. For laws and inspection.
+        secondary_tiers: In the order of lookup.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        secondary_tiers: Sequence[SecondaryTierManager],
+        *,
+        bridge: Bridge | None = None,
+        promotion_fraction: float = 0.5,
+        cascade_fraction: float = 0.5,
+        deferral_timeout_s: float = 30.0,
+        breaker: BreakerSettings | None = None,
+        drain_timeout_s: float = 30.0,
+        shutdown_timeout_s: float = 30.0,
+        check_laws: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Compose; primary and tiers are owned from now on.
+
+        Args:
+            primary: The front; nobody else may call it.
+            secondary_tiers: In the order of lookup.
+            bridge: The bridge that the tiers share; then this manager hands jobs over once a
+                step. None: each tier hands its own over.
+            promotion_fraction: Share of the primary that promotions may occupy until loaded.
+            cascade_fraction: Share of the primary that may be in cascade to one tier.
+            deferral_timeout_s: Seconds that a request may be deferred in all.
+            breaker: When a failing tier is left alone.
+            drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
+            shutdown_timeout_s: Seconds that `shutdown` waits, a tier.
+            check_laws: Check every invariant at the end of every step; for debugging.
+            clock: Monotonic seconds.
+        """
+        self._primary = primary
+        self.secondary_tiers = tuple(secondary_tiers)
+        self._bridge = bridge
+        self._clock = clock
+        self._drain_timeout_s = drain_timeout_s
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._check_laws = check_laws
+        slots = primary.core.num_slots
+        self.engine = Engine(
+            primary.core,
+            [
+                TierSlot(
+                    tier.tier_type,
+                    tier,
+                    Breaker(breaker or BreakerSettings()),
+                    medium=tier.medium,
+                    locality=tier.locality,
+                    backpressure=tier.backpressure_detector,
+                )
+                for tier in self.secondary_tiers
+            ],
+            EngineLimits(
+                promotion_slots=max(1, int(slots * promotion_fraction)),
+                cascade_blocks=max(1, int(slots * cascade_fraction)),
+                deferral_s=deferral_timeout_s,
+            ),
+        )
+        for tier in self.secondary_tiers:
+            tier.flushes_on_poll = bridge is None
+        self._polled_this_step = False
+        self._closed = False
+
+    # -- a request's life -----------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Begin a request; it is REQUEST_LEVEL as soon as one tier wants whole requests."""
+        self._ensure_open()
+        wanting = [
+            index
+            for index, tier in enumerate(self.secondary_tiers)
+            if tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
+        ]
+        self.engine.on_new_request(req_context, wanting)
+        policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
+        return RequestOffloadingContext(policy)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """End a request. The tiers learn of it once nothing more can be submitted for it."""
+        self.engine.on_request_finished(req_context)
+        self._run(self.engine.take_effects())
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return what is known of a block; a hit in a secondary tier queues its promotion."""
+        if not self._polled_this_step:
+            self._poll()
+        return self.engine.lookup(key, req_context)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        return CPULoadStoreSpec(as_block_ids(self.engine.prepare_load(keys, req_context)))
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.engine.complete_load(keys, req_context)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.engine.touch(keys, req_context)
+        for tier in self.secondary_tiers:
+            tier.touch(keys, req_context)
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        if not self._polled_this_step:
+            self._poll()
+        output = self.engine.prepare_store(keys, req_context)
+        self._run(self.engine.take_effects())
+        return output
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        if self._closed:
+            return  # a copy that ended after the shutdown: nothing can follow from it
+        self.engine.complete_store(keys, req_context, success=success)
+        self._run(self.engine.take_effects())
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
+        """End a step: submit the step's promotions, retry parked cascades, hand everything over."""
+        if self._closed:
+            return
+        if not self._polled_this_step:
+            self._poll()
+        self._polled_this_step = False
+        self._handle(StepEnded())
+        for tier in self.secondary_tiers:
+            tier.on_schedule_end(context)
+        if self._bridge is not None:
+            self._bridge.flush()
+        if self._check_laws:
+            check_state(self.engine)
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Detach and return the events of the primary and of every tier."""
+        events = list(self._primary.take_events())
+        for tier in self.secondary_tiers:
+            events.extend(tier.take_events())
+        return iter(events)
+
+    def has_pending_work(self) -> bool:
+        return self.engine.has_pending_work or any(
+            tier.has_pending_work() for tier in self.secondary_tiers
+        )
+
+    def wait_for_progress(self, timeout_s: float) -> bool:
+        """Wait until a tier has something to report, at most `timeout_s` seconds.
+
+        For drivers that have nothing else to do between steps; a scheduler never needs it.
+
+        Returns:
+            Whether something is to be reported.
+
+        Raises:
+            StateError: The tiers share no bridge.
+        """
+        if self._bridge is None:
+            raise StateError("the tiers share no bridge: poll them instead")
+        return self._bridge.wait_for_progress(timeout_s)
+
+    # -- the calls that wait --------------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        """Empty the primary, between steps; the secondary tiers keep their blocks.
+
+        Waits for running jobs, at most `drain_timeout_s` a tier. What still runs then is given
+        up, and its slots stay out of use until its copy has ended. Promotions are held back
+        until `on_reset_flushed`.
+        """
+        for tier in self.secondary_tiers:
+            if not tier.drain_jobs(self._drain_timeout_s):
+                tier.abandon_jobs()
+        self._poll()
+        self._polled_this_step = False
+        self._handle(CacheReset())
+
+    def on_reset_flushed(self) -> None:
+        self._handle(ResetFlushed())
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Shut every tier down, then release the primary's memory; idempotent.
+
+        The memory is not released while a copy may still touch it.
+
+        Args:
+            timeout: Seconds to wait for running jobs, all tiers together.
+
+        Raises:
+            OffloadError: A tier failed to close; every tier had its chance, and the primary's
+                memory stays.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._polled_this_step = False
+        deadline_s = self._clock() + (self._shutdown_timeout_s if timeout is None else timeout)
+        errors: list[Exception] = []
+        unfinished = 0
+        for tier in self.secondary_tiers:
+            try:
+                report = tier.shutdown(max(0.0, deadline_s - self._clock()))
+            except Exception as error:  # noqa: BLE001 - the other tiers must have their chance
+                errors.append(error)
+                continue
+            unfinished += len(report.unfinished_jobs)
+            if report.error is not None and not report.unfinished_jobs:
+                errors.append(report.error)
+        self._collect()
+        for index, job in list(self.engine.jobs.values()):
+            # Only a tier whose own shutdown failed leaves jobs behind.
+            self._handle(JobReported(index, abandoned(job, TierClosedError("shut down"))))
+        if not errors and not unfinished:
+            self._primary.shutdown()
+        if errors:
+            names = ", ".join(str(error) for error in errors)
+            raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the manager was shut down")
+
+    def _poll(self) -> None:
+        """Take in what the tiers have to report. Once a step."""
+        self._ensure_open()
+        self._polled_this_step = True
+        self._handle(StepBegan(self._clock()))
+        self._collect()
+
+    def _collect(self) -> None:
+        for index, tier in enumerate(self.secondary_tiers):
+            for result in tier.get_finished_jobs():
+                self._handle(JobReported(index, result))
+            for job_id in tier.get_released_jobs():
+                self._handle(JobReleased(index, job_id))
+
+    def _handle(self, event: EngineEvent) -> None:
+        self._run(self.engine.handle(event))
+
+    def _run(self, effects: tuple[EngineEffect, ...]) -> None:
+        for effect in effects:
+            match effect:
+                case SubmitJob():
+                    self._submit(effect)
+                case FinishRequest(tier, ctx):
+                    self.secondary_tiers[tier].on_request_finished(ctx)
+
+    def _submit(self, effect: SubmitJob) -> None:
+        tier = self.secondary_tiers[effect.tier]
+        try:
+            if effect.job.is_promotion:
+                tier.submit_load(effect.job)
+            else:
+                tier.submit_store(effect.job)
+        except Exception as cause:  # noqa: BLE001 - third-party code; it becomes the job's result
+            error = TierUnavailableError(f"{tier.tier_type} refused the job: {cause}")
+            error.__cause__ = cause
+            self._handle(JobReported(effect.tier, refused(effect.job, error)))

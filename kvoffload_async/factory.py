@@ -1,0 +1,106 @@
+"""Names to classes, imported only when they are asked for; the cache policies among them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.config import nearest
+from kvoffload_async.errors import ConfigError, UnknownNameError
+
+
+class Registry:
+    """Lazily imported classes of one kind, under the names that configurations use.
+
+    Third parties add to it by an entry point, so that a name needs no registration call.
+    """
+
+    def __init__(self, kind: str, entry_point_group: str) -> None:
+        self.kind = kind
+        self._group = entry_point_group
+        self._loaders: dict[str, Callable[[], type]] = {}
+
+    def register(self, name: str, import_path: str, class_name: str) -> None:
+        """Add a name; nothing is imported.
+
+        Raises:
+            ConfigError: The name is taken.
+        """
+        if name in self._loaders:
+            raise ConfigError(f"{self.kind} {name!r} is already registered")
+        self._loaders[name] = lambda: load_class(import_path, class_name)
+
+    def names(self) -> list[str]:
+        """Return every name, those of entry points included."""
+        return sorted({*self._loaders, *self._entry_points()})
+
+    def load(self, name: str) -> type:
+        """Import the class behind a name.
+
+        Raises:
+            UnknownNameError: No such name; the message lists those that are.
+            ImportError: Its module cannot be imported.
+            AttributeError: Its module has no such class.
+        """
+        loader = self._loaders.get(name)
+        if loader is not None:
+            return loader()
+        point = self._entry_points().get(name)
+        if point is None:
+            names = self.names()
+            raise UnknownNameError(
+                f"Unknown {self.kind} type: {name!r}{nearest(name, names)}. "
+                f"Supported types: {names}"
+            )
+        loaded = point.load()
+        return _as_class(loaded, point.value)
+
+    def _entry_points(self) -> dict[str, Any]:
+        return {point.name: point for point in entry_points(group=self._group)}
+
+
+def load_class(import_path: str, class_name: str) -> type:
+    """Import a class.
+
+    Raises:
+        ImportError: The module cannot be imported.
+        AttributeError: The module has no such class.
+    """
+    loaded = getattr(importlib.import_module(import_path), class_name)
+    return _as_class(loaded, f"{import_path}.{class_name}")
+
+
+def _as_class(loaded: object, where: str) -> type:
+    if isinstance(loaded, type):
+        return loaded
+    raise ConfigError(f"{where} is no class")
+
+
+POLICIES = Registry("eviction_policy", "kvoffload_async.policies")
+POLICIES.register("lru", "kvoffload_async.policies.lru", "LruPolicy")
+POLICIES.register("arc", "kvoffload_async.policies.arc", "ArcPolicy")
+
+
+def check_policy(name: str) -> type[CachePolicy]:
+    """Return the class of a cache policy by name.
+
+    Raises:
+        UnknownNameError: No such policy; the message lists those that are.
+    """
+    if name not in POLICIES.names():
+        names = POLICIES.names()
+        raise UnknownNameError(
+            f"eviction_policy: {name!r} is unknown{nearest(name, names)}; allowed: {names}"
+        )
+    loaded = POLICIES.load(name)
+    if not issubclass(loaded, CachePolicy):
+        raise ConfigError(f"eviction_policy: {name!r} is no subclass of CachePolicy")
+    return loaded
+
+
+def create_policy(name: str, capacity_blocks: int) -> CachePolicy:
+    """Return a new cache policy by name; raises what `check_policy` raises."""
+    return check_policy(name)(capacity_blocks)

@@ -1,0 +1,60 @@
+"""The primary tier's memory: one anonymous mapping, a row a slot."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+
+import numpy as np
+
+from kvoffload_async.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def row_stride_bytes(block_bytes: int, num_workers: int = 1, page_bytes: int = PAGE_BYTES) -> int:
+    """Return the bytes of one row: a cell a worker, padded to whole pages."""
+    return -(-block_bytes * num_workers // page_bytes) * page_bytes
+
+
+class PrimaryBuffer:
+    """`num_slots` rows of `stride_bytes`; `view` has shape `[num_slots, stride_bytes]` uint8."""
+
+    def __init__(self, num_slots: int, stride_bytes: int, *, prefault: bool = True) -> None:
+        """Map the memory and, with `prefault`, touch it: first touches are slow.
+
+        Raises:
+            ConfigError: The system does not give that much memory.
+        """
+        size_bytes = num_slots * stride_bytes
+        try:
+            self._map = mmap.mmap(-1, size_bytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"cpu_bytes_to_use: cannot map {size_bytes} bytes of memory ({error}); use less"
+            ) from error
+        if prefault:
+            np.frombuffer(self._map, dtype=np.uint8)[::PAGE_BYTES] = 0
+        self.view = memoryview(self._map).cast("B", (num_slots, stride_bytes))
+        self.stride_bytes = stride_bytes
+        self._released = False
+
+    def release(self) -> bool:
+        """Unmap the memory; idempotent.
+
+        Returns:
+            Whether it is unmapped. While somebody still exports it, it stays mapped, with a
+            warning: memory is never taken away under a copy.
+        """
+        if self._released:
+            return True
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            logger.warning("the primary buffer is still in use and stays mapped")
+            return False
+        self._released = True
+        return True

@@ -1,0 +1,163 @@
+"""A few threads for few, large, GIL-free system calls; loads and stores cannot starve each other.
+
+Half of the threads take a load first and a store if there is none, the other half the reverse.
+Finished calls are handed to the loop in batches, with one wake-up a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.errors import BusyError, TierClosedError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    call: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: BaseException | None = None
+
+
+class IoPool:
+    """Threads that run blocking calls for coroutines; an `IoRunner`.
+
+    The threads are daemons: one that hangs in a system call cannot keep the process alive.
+    """
+
+    def __init__(
+        self,
+        load_preferring_threads: int = 2,
+        store_preferring_threads: int = 1,
+        *,
+        queued_calls: int = 4096,
+        name: str = "kvoffload-io",
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            load_preferring_threads: Threads that take loads first.
+            store_preferring_threads: Threads that take stores first.
+            queued_calls: Calls that may wait in each direction; one more raises BusyError.
+            name: Prefix of the threads' names.
+        """
+        self._queues: dict[Direction, deque[_Call]] = {d: deque() for d in Direction}
+        self._queued_calls = queued_calls
+        self._condition = threading.Condition()
+        self._stopping = False
+        self._done: deque[_Call] = deque()
+        self._wake_pending = False
+        orders = [(Direction.LOAD, Direction.STORE)] * load_preferring_threads
+        orders += [(Direction.STORE, Direction.LOAD)] * store_preferring_threads
+        self._threads = [
+            threading.Thread(target=self._work, args=(order,), name=f"{name}-{i}", daemon=True)
+            for i, order in enumerate(orders)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    async def run(self, direction: Direction, call: Callable[[], T]) -> T:
+        """Await `call()` on one of the threads; see `IoRunner.run`.
+
+        Raises:
+            BusyError: Too many calls are queued.
+            TierClosedError: The pool is closed, or closes before the call has begun.
+
+        Thread: loop.
+        """
+        loop = asyncio.get_running_loop()
+        work = _Call(call, loop, loop.create_future())
+        with self._condition:
+            if self._stopping:
+                raise TierClosedError("the I/O pool is closed")
+            if len(self._queues[direction]) >= self._queued_calls:
+                raise BusyError(f"{self._queued_calls} calls are queued")
+            self._queues[direction].append(work)
+            self._condition.notify()
+        cancelled: asyncio.CancelledError | None = None
+        while not work.future.done():
+            try:
+                await asyncio.shield(work.future)
+            except asyncio.CancelledError as error:  # the call still touches memory: wait on
+                cancelled = error
+            except Exception:  # noqa: BLE001 - the call's own error, raised below
+                break
+        if cancelled is not None:
+            work.future.exception()  # retrieved: nobody will ask any more
+            raise cancelled
+        return work.future.result()  # type: ignore[no-any-return]  # the call's own type
+
+    def close(self, timeout_s: float) -> int:
+        """Fail the queued calls, let the running ones end, join the threads.
+
+        Returns:
+            Threads that are still in a call after `timeout_s`; they are left behind.
+
+        Thread: any but the pool's own.
+        """
+        with self._condition:
+            self._stopping = True
+            queued = [work for queue in self._queues.values() for work in queue]
+            for queue in self._queues.values():
+                queue.clear()
+            self._condition.notify_all()
+        for work in queued:
+            work.error = TierClosedError("the I/O pool was closed before the call had begun")
+            self._finish(work)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def _work(self, order: tuple[Direction, Direction]) -> None:
+        first, second = (self._queues[direction] for direction in order)
+        while True:
+            with self._condition:
+                while not (first or second or self._stopping):
+                    self._condition.wait()
+                if not (first or second):
+                    return
+                work = first.popleft() if first else second.popleft()
+            try:
+                work.result = work.call()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
+                work.error = error
+            self._finish(work)
+            del work
+
+    def _finish(self, work: _Call) -> None:
+        self._done.append(work)
+        # Appended before the flag is read, and the loop clears the flag before it reads the
+        # queue: whichever comes first, the call is seen.
+        if self._wake_pending:
+            return
+        self._wake_pending = True
+        try:
+            work.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            # A call that hung until after the loop was closed: nobody awaits it any more.
+            logger.debug("a late I/O call ended after its loop")
+
+    def _deliver(self) -> None:
+        self._wake_pending = False
+        while self._done:
+            work = self._done.popleft()
+            if work.future.done():
+                continue
+            if work.error is not None:
+                work.future.set_exception(work.error)
+            else:
+                work.future.set_result(work.result)

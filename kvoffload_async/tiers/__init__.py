@@ -1,0 +1,1 @@
+"""Storage tiers as async actors, one module each."""

@@ -1,0 +1,285 @@
+"""The actor that runs a tier: a bounded mailbox, one task a job, an end for every one of them.
+
+What settles a job is its task's done-callback and not the coroutine's last line: a task that is
+cancelled before its first step never runs its body, and still ends its job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvoffload_async.abc.events import (
+    BlockFailures,
+    BlocksAppeared,
+    BlocksEvicted,
+    JobOverdue,
+    JobSettled,
+    ProbeAnswered,
+    TierEvent,
+)
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, Direction, IoRunner
+from kvoffload_async.errors import (
+    BlockMissingError,
+    JobCancelledError,
+    TierBusyError,
+    TierClosedError,
+    TierError,
+    TierTimeoutError,
+    TierUnavailableError,
+)
+from kvoffload_async.types import JobId, JobMetadata, OffloadKey
+
+logger = logging.getLogger(__name__)
+
+Post = Callable[[TierEvent], None]
+
+_CANCEL_GRACE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ActorEnvironment:
+    """The `TierEnvironment` that an actor gives its tier."""
+
+    kv_view: memoryview
+    io: IoRunner
+    post: Post
+
+    def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
+        """Post the news to the owner."""
+        self.post(BlocksAppeared(tuple(keys)))
+
+    def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
+        """Post the news to the owner."""
+        self.post(BlocksEvicted(tuple(keys)))
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One accepted job; `task` is None while it waits."""
+
+    job: JobMetadata
+    direction: Direction
+    accepted_s: float
+    timer: asyncio.TimerHandle | None = None
+    task: asyncio.Task[BlockFailures] | None = None
+
+
+class TierActor:
+    """Runs one tier on one event loop.
+
+    Loads and stores have a queue and a concurrency bound each, so that neither starves the other.
+    A job that is still running at its deadline is reported and left alone: a copy in flight is
+    disowned, never cancelled. Only `close` cancels, after its own deadline.
+
+    Thread: loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tier: AsyncTier,
+        env: ActorEnvironment,
+        *,
+        io_timeout_s: float,
+        probe_timeout_s: float,
+    ) -> None:
+        """Prepare; nothing runs before `open`.
+
+        Args:
+            name: For task names and log lines.
+            tier: What to run; closed by this actor.
+            env: What the tier may use; its `post` receives every event, in order.
+            io_timeout_s: Seconds from a job's acceptance to its deadline, waiting included.
+            probe_timeout_s: Seconds until an unanswered probe counts as "absent".
+        """
+        self.name = name
+        self._tier = tier
+        self._env = env
+        self._post = env.post
+        self._io_timeout_s = io_timeout_s
+        self._probe_timeout_s = probe_timeout_s
+        self._waiting: dict[Direction, dict[JobId, _Run]] = {d: {} for d in Direction}
+        self._running: dict[Direction, dict[JobId, _Run]] = {d: {} for d in Direction}
+        self._probes: set[asyncio.Task[frozenset[OffloadKey]]] = set()
+        self._unanswered: dict[int, asyncio.TimerHandle] = {}
+        self._limits = {
+            Direction.LOAD: tier.bounds.concurrent_loads,
+            Direction.STORE: tier.bounds.concurrent_stores,
+        }
+        self._closing = False
+
+    async def open(self) -> None:
+        """Open the tier; on failure it is closed again, and the error goes on."""
+        try:
+            await self._tier.open(self._env)
+        except BaseException:
+            await self._close_tier()
+            raise
+
+    def start_job(self, job: JobMetadata) -> None:
+        """Accept a job: from now on it settles exactly once."""
+        direction = Direction.LOAD if job.is_promotion else Direction.STORE
+        loop = asyncio.get_running_loop()
+        run = _Run(job, direction, loop.time())
+        if self._closing:
+            self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
+        elif len(self._waiting[direction]) >= self._tier.bounds.queued_jobs:
+            self._settle_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
+        else:
+            run.timer = loop.call_later(self._io_timeout_s, self._deadline_passed, run)
+            self._waiting[direction][job.job_id] = run
+            self._start_ready(direction)
+
+    def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
+        """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
+        if self._closing:
+            self._post(ProbeAnswered(generation, frozenset()))
+            return
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._tier.contains(keys), name=f"{self.name}:probe:{generation}")
+        self._probes.add(task)
+        self._unanswered[generation] = loop.call_later(
+            self._probe_timeout_s, self._answer_probe, generation, frozenset()
+        )
+        task.add_done_callback(lambda ended: self._probe_ended(ended, generation))
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Pass a use of blocks on to the tier."""
+        self._tier.touch(keys)
+
+    async def close(self, timeout_s: float) -> CloseReport:
+        """Stop the intake, fail what waits, let what runs end, cancel the rest, close the tier.
+
+        Args:
+            timeout_s: Seconds for the running jobs to end, and again for the tier to close.
+
+        Returns:
+            What was left behind. The tier itself is closed only if nothing was.
+        """
+        self._closing = True
+        for waiting in self._waiting.values():
+            for run in list(waiting.values()):
+                self._settle_unrun(run, TierClosedError(f"{self.name} was shut down"))
+            waiting.clear()
+        tasks = self._tasks()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        late = self._tasks()
+        if late:
+            for task in late:
+                task.cancel()
+            await asyncio.wait(late, timeout=_CANCEL_GRACE_S)
+        await asyncio.sleep(0)  # the done-callbacks of tasks that ended just now
+        unfinished = tuple(job_id for runs in self._running.values() for job_id in runs)
+        if self._tasks():
+            error = TierTimeoutError(f"{self.name}: {len(self._tasks())} calls did not end")
+            return CloseReport(unfinished, error)
+        return CloseReport(unfinished, await self._close_tier(timeout_s))
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _tasks(self) -> set[asyncio.Task[BlockFailures] | asyncio.Task[frozenset[OffloadKey]]]:
+        jobs = {run.task for runs in self._running.values() for run in runs.values() if run.task}
+        return jobs | self._probes
+
+    async def _close_tier(self, timeout_s: float | None = None) -> Exception | None:
+        """Close the tier; a failure is returned, so that it cannot stop what closes next."""
+        task = asyncio.get_running_loop().create_task(self._tier.close(), name=f"{self.name}:close")
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            logger.warning("%s: closing failed: %s", self.name, error)
+            return error
+        return None
+
+    def _start_ready(self, direction: Direction) -> None:
+        waiting, running = self._waiting[direction], self._running[direction]
+        loop = asyncio.get_running_loop()
+        while waiting and len(running) < self._limits[direction]:
+            job_id = next(iter(waiting))
+            run = running[job_id] = waiting.pop(job_id)
+            run.task = loop.create_task(
+                self._perform(run), name=f"{self.name}:{direction.name.lower()}:{job_id}"
+            )
+            run.task.add_done_callback(partial(self._job_ended, run))
+
+    async def _perform(self, run: _Run) -> BlockFailures:
+        if not run.job.keys:
+            return {}
+        operation = self._tier.load if run.direction is Direction.LOAD else self._tier.store
+        return await operation(run.job)
+
+    def _job_ended(self, run: _Run, task: asyncio.Task[BlockFailures]) -> None:
+        if run.timer is not None:
+            run.timer.cancel()
+        del self._running[run.direction][run.job.job_id]
+        failures, error = _outcome(task, len(run.job.keys))
+        first = error or next(iter(failures.values()), None)
+        if first is not None:
+            level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
+            logger.log(level, "Job %s block I/O failed: %s", run.job.job_id, first)
+        self._post(self._settled(run, failures, error))
+        if not self._closing:
+            self._start_ready(run.direction)
+
+    def _settle_unrun(self, run: _Run, error: TierError) -> None:
+        """Settle a job that never ran: its memory was never touched."""
+        if run.timer is not None:
+            run.timer.cancel()
+        self._post(self._settled(run, {}, error))
+
+    def _settled(self, run: _Run, failures: BlockFailures, error: TierError | None) -> JobSettled:
+        seconds = asyncio.get_running_loop().time() - run.accepted_s
+        return JobSettled(run.job.job_id, failures, error, seconds)
+
+    def _deadline_passed(self, run: _Run) -> None:
+        error = TierTimeoutError(
+            f"{self.name}: job {run.job.job_id} did not end within {self._io_timeout_s} s"
+        )
+        if self._waiting[run.direction].pop(run.job.job_id, None) is not None:
+            self._settle_unrun(run, error)
+        else:
+            logger.error("Job %s block I/O failed: %s", run.job.job_id, error)
+            self._post(JobOverdue(run.job.job_id, error))
+
+    def _probe_ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
+        self._probes.discard(task)
+        present: frozenset[OffloadKey] = frozenset()
+        if task.cancelled():
+            logger.warning("%s: probe %s was cancelled", self.name, generation)
+        elif (error := task.exception()) is not None:
+            logger.warning("%s: probe %s failed: %s", self.name, generation, error)
+        else:
+            present = frozenset(task.result())
+        self._answer_probe(generation, present)
+
+    def _answer_probe(self, generation: int, present: frozenset[OffloadKey]) -> None:
+        timer = self._unanswered.pop(generation, None)
+        if timer is not None:  # else the deadline has answered already
+            timer.cancel()
+            self._post(ProbeAnswered(generation, present))
+
+
+def _outcome(
+    task: asyncio.Task[BlockFailures], num_blocks: int
+) -> tuple[BlockFailures, TierError | None]:
+    """Return how a job's task ended, in the vocabulary of its owner."""
+    if task.cancelled():
+        return {}, JobCancelledError("the job's task was cancelled")
+    error = task.exception()
+    if isinstance(error, TierError):
+        return {}, error
+    if error is not None:
+        failure = TierUnavailableError(f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return {}, failure
+    failures = dict(task.result())
+    if all(0 <= i < num_blocks and isinstance(e, TierError) for i, e in failures.items()):
+        return failures, None
+    return {}, TierUnavailableError(f"the tier broke its contract: it returned {failures!r}")

@@ -1,0 +1,89 @@
+"""The reference tier: a dictionary of real bytes, unlimited, gone with the process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.tier import AsyncTier, Direction, TierCapabilities, TierEnvironment
+from kvoffload_async.errors import BlockMissingError, TierClosedError
+from kvoffload_async.types import JobMetadata, Medium, OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_Rows = npt.NDArray[np.uint8]
+
+
+class ExampleTier(AsyncTier):
+    """Keeps a copy of every block that it is given.
+
+    One call of the I/O runner a job: the copies run off the loop thread, and numpy lets go of the
+    interpreter lock while it copies.
+    """
+
+    capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU)
+
+    def __init__(self, custom_param: int = 0) -> None:
+        """Start empty; `custom_param` shows how a tier takes options, and is logged only."""
+        logger.info("example tier: custom_param=%d", custom_param)
+        self._blocks: dict[OffloadKey, _Rows] = {}
+        self._rows: _Rows | None = None
+        self._env: TierEnvironment | None = None
+
+    async def open(self, env: TierEnvironment) -> None:
+        """Look at the primary's buffer."""
+        self._env = env
+        self._rows = np.asarray(env.kv_view)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return the keys that are kept."""
+        return frozenset(key for key in keys if key in self._blocks)
+
+    async def store(self, job: JobMetadata) -> BlockFailures:
+        """Copy the missing ones of the job's slots."""
+        env, rows = self._opened()
+
+        def copy() -> dict[OffloadKey, _Rows]:
+            return {
+                key: rows[slot].copy()
+                for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True)
+                if key not in self._blocks
+            }
+
+        self._blocks.update(await env.io.run(Direction.STORE, copy))
+        return {}
+
+    async def load(self, job: JobMetadata) -> BlockFailures:
+        """Copy blocks into the job's slots; a missing one fails alone."""
+        env, rows = self._opened()
+        found = [self._blocks.get(key) for key in job.keys]
+
+        def copy() -> None:
+            for block, slot in zip(found, job.block_ids.tolist(), strict=True):
+                if block is not None:
+                    np.copyto(rows[slot], block)
+
+        await env.io.run(Direction.LOAD, copy)
+        return {
+            i: BlockMissingError(f"block {job.keys[i].hex()} is not here")
+            for i, block in enumerate(found)
+            if block is None
+        }
+
+    async def close(self) -> None:
+        """Let go of the buffer; the blocks stay until the tier itself is dropped."""
+        self._env = None
+        self._rows = None
+
+    def get_num_blocks(self) -> int:
+        """Return how many blocks are kept. Thread: any."""
+        return len(self._blocks)
+
+    def _opened(self) -> tuple[TierEnvironment, _Rows]:
+        if self._env is None or self._rows is None:
+            raise TierClosedError("the example tier is not open")
+        return self._env, self._rows

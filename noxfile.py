@@ -1,0 +1,101 @@
+"""The project's checks, each in an environment of its own: nox -l lists them."""
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["lint", "types", "imports", "tests"]
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
+PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Installs, every version as pinned in constraints.txt."""
+    session.install(*CONSTRAINTS, *what)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Rules and formatting."""
+    install(session, "ruff")
+    session.run("python", "-m", "ruff", "check", ".")
+    session.run("python", "-m", "ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types."""
+    install(session, "-e", ".[dev]")
+    session.run("python", "-m", "mypy")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Who may import whom; reads the source without importing it."""
+    install(session, "import-linter")
+    session.run("lint-imports")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests with branch coverage: 95 % of the whole, all of core and policies."""
+    install(session, "-e", ".[test]")
+    session.run("python", "-m", "pytest", "--cov", "--cov-report=term", *session.posargs)
+    session.run("python", "-m", "coverage", "report", f"--include={PURE}", "--fail-under=100")
+
+
+@nox.session(default=False)
+def stateful(session: nox.Session) -> None:
+    """The state machines at length, with new seeds."""
+    install(session, "-e", ".[test]")
+    session.run(
+        *("python", "-m", "pytest", "-m", "stateful", "--timeout=0"),
+        *("-o", "faulthandler_timeout=0", *session.posargs),
+        env={"KVOFFLOAD_HYPOTHESIS_PROFILE": "nightly"},
+    )
+
+
+@nox.session(default=False)
+def examples(session: nox.Session) -> None:
+    """Runs each example as a user would, against the installed package."""
+    install(session, ".")
+    scripts = sorted(ROOT.glob("examples/*.py"))
+    if not scripts:
+        session.error("there are no examples")
+    session.cd(session.create_tmp())
+    for script in scripts:
+        session.run("python", str(script))
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """The benchmarks, measured."""
+    install(session, "-e", ".[test]")
+    session.run(
+        *("python", "-m", "pytest", "tests/benchmarks"),
+        *("--benchmark-enable", "--benchmark-only", *session.posargs),
+    )
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Builds both archives and imports the wheel where the source is out of reach."""
+    install(session, "build")
+    dist = Path(session.create_tmp()).resolve() / "dist"
+    for old in dist.glob("*"):
+        old.unlink()
+    session.run("python", "-m", "build", "--outdir", str(dist))
+    (wheel,) = dist.glob("*.whl")
+    install(session, str(wheel))
+    session.cd(dist)
+    # -I: neither the working directory nor PYTHONPATH can supply the package.
+    code = "import kvoffload_async as k; print(k.__file__)"
+    where = session.run("python", "-I", "-c", code, silent=True)
+    if where is None or str(ROOT) + os.sep + "kvoffload_async" in where:
+        session.error(f"imported the source, not the wheel: {where}")
+    session.run("kvoffload", "--help")

@@ -1,0 +1,64 @@
+"""What every test gets: a hypothesis profile and a check for leaked threads."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+PROFILE_VARIABLE = "KVOFFLOAD_HYPOTHESIS_PROFILE"
+THREAD_PREFIX = "kvoffload"
+THREAD_GRACE_S = 2.0
+
+# Every profile starts from hypothesis' own defaults: under CI it loads a profile by itself, and a
+# profile registered without a parent would silently inherit from that one. No deadline per example:
+# on a shared machine it measures the neighbours.
+_DEFAULTS = settings.get_profile("default")
+PROFILES = {
+    "dev": settings(_DEFAULTS, max_examples=50, deadline=None),
+    "ci": settings(
+        _DEFAULTS,
+        max_examples=300,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=True,
+    ),
+    "nightly": settings(
+        _DEFAULTS,
+        max_examples=2000,
+        stateful_step_count=100,
+        deadline=None,
+        print_blob=True,
+    ),
+}
+
+
+def pytest_configure() -> None:
+    name = os.environ.get(PROFILE_VARIABLE, "dev")
+    if name not in PROFILES:
+        allowed = ", ".join(PROFILES)
+        raise pytest.UsageError(f"{PROFILE_VARIABLE}={name!r}: the profiles are {allowed}")
+    for profile, values in PROFILES.items():
+        settings.register_profile(profile, values)
+    settings.load_profile(name)
+
+
+def _live_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)}
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """Fails a test that leaves one of the package's threads running, daemon or not."""
+    before = _live_threads()
+    yield
+    deadline = time.monotonic() + THREAD_GRACE_S
+    started = _live_threads() - before
+    for thread in started:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    leaked = sorted(t.name for t in started if t.is_alive())
+    if leaked:
+        pytest.fail(f"threads still running {THREAD_GRACE_S:g} s after the test: {leaked}")
