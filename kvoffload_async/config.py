@@ -137,8 +137,6 @@ class OffloadConfig:
         breaker_retry_s: Seconds until a tier that was left alone is tried again.
         drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
         shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
-        n_read_threads: I/O threads that prefer loads.
-        n_write_threads: I/O threads that prefer stores.
         prefault: Touch the primary's memory at the start.
         check_laws: Check every invariant at the end of every step; for debugging.
         secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
@@ -161,8 +159,6 @@ class OffloadConfig:
     breaker_retry_s: float = _option(_seconds, 5.0)
     drain_timeout_s: float = _option(_seconds, 30.0)
     shutdown_timeout_s: float = _option(_seconds, 30.0)
-    n_read_threads: int = _option(_int(1), 2)
-    n_write_threads: int = _option(_int(1), 1)
     prefault: bool = _option(_bool, default=True)
     check_laws: bool = _option(_bool, default=False)
     secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, ())

@@ -23,6 +23,8 @@ class Direction(enum.Enum):
 
     LOAD = enum.auto()
     STORE = enum.auto()
+    NONE = enum.auto()
+    """No payload moves: existence probes, sweeps, journals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class TierBounds:
     concurrent_loads: int = 4
     concurrent_stores: int = 4
     queued_jobs: int = 1024
-    concurrent_probes: int = 4
+    concurrent_probes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class IoRunner(Protocol):
     """Runs blocking calls off the loop thread."""
 
     async def run(self, direction: Direction, call: Callable[[], T]) -> T:
-        """Await `call()` on an I/O thread.
+        """Await `call()` on an I/O thread; calls that move no payload have threads of their own.
 
         Never returns, not even when cancelled, while the call is still touching memory; a
         cancellation is delivered when the call has ended.

@@ -40,6 +40,8 @@ class TierOptions(TypedDict, total=False):
     probe_timeout_s: float
     open_timeout_s: float
     close_timeout_s: float
+    n_read_threads: int
+    n_write_threads: int
     enable_kv_events: bool
     backpressure_detector: Backpressure | None
 
@@ -71,6 +73,8 @@ class SecondaryTierManager:
         probe_timeout_s: float = 2.0,
         open_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
+        n_read_threads: int = 2,
+        n_write_threads: int = 1,
         enable_kv_events: bool = False,
         backpressure_detector: Backpressure | None = None,
     ) -> None:
@@ -88,6 +92,8 @@ class SecondaryTierManager:
             probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
             open_timeout_s: Seconds for opening.
             close_timeout_s: Seconds for `shutdown`, where the call does not say.
+            n_read_threads: I/O threads that prefer loads.
+            n_write_threads: I/O threads that prefer stores.
             enable_kv_events: Whether `take_events` tells anything.
             backpressure_detector: See the class.
 
@@ -133,6 +139,9 @@ class SecondaryTierManager:
             tier_type,
             tier,
             self._view,
+            self._bridge.create_pool(
+                n_read_threads, n_write_threads, tier.bounds.concurrent_probes
+            ),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
         )

@@ -104,7 +104,7 @@ class TieringOffloadingSpec(_Spec):
     def runtime(self) -> Bridge:
         """Where this spec's tiers run; its threads start with the first use."""
         if self._host is None:
-            self._host = RuntimeHost(self.config.n_read_threads, self.config.n_write_threads)
+            self._host = RuntimeHost()
         return self._host.bridge
 
     def get_manager(self) -> TieringOffloadingManager:

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from kvoffload_async.abc.events import TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner
 from kvoffload_async.core.port import TierPort
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.runtime.interpreter import execute
+from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.runner import LoopRunner
 from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_MARGIN_S = 0.5
+_STOP_THREADS_S = 0.2
+
+
+class PoolRunner(IoRunner, Protocol):
+    """An `IoRunner` that can be closed."""
+
+    def close(self, timeout_s: float) -> int:
+        """Stop; return how many threads are still in a call."""
+        ...
 
 
 class TierLink:
@@ -35,17 +47,20 @@ class TierLink:
         name: str,
         tier: AsyncTier,
         kv_view: memoryview,
+        pool: PoolRunner,
         *,
         io_timeout_s: float,
         probe_timeout_s: float,
     ) -> None:
+        """Connect; nothing runs before `open`. The pool is closed with the link."""
         self.port = port
+        self._pool = pool
         self.inbox: deque[TierEvent] = deque()
         self._bridge = bridge
         self.actor = TierActor(
             name,
             tier,
-            ActorEnvironment(kv_view, bridge.io, self._post),
+            ActorEnvironment(kv_view, pool, self._post),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
         )
@@ -58,7 +73,11 @@ class TierLink:
 
     def open(self, timeout_s: float) -> None:
         """Open the tier and join the bridge; waits. Raises what the tier's `open` raises."""
-        self._bridge.runner.run(self.actor.open(), timeout_s)
+        try:
+            self._bridge.runner.run(self.actor.open(), timeout_s)
+        except BaseException:
+            self._pool.close(_STOP_THREADS_S)
+            raise
         self._bridge.links.append(self)
 
     def drain(self, timeout_s: float) -> bool:
@@ -78,6 +97,7 @@ class TierLink:
             )
         except (OffloadError, TimeoutError) as error:
             report = CloseReport(error=error)
+        self._pool.close(_STOP_THREADS_S)
         self.pump()
         late = tuple(self.port.abandon_rest())
         if self in self._bridge.links:
@@ -100,9 +120,19 @@ class Bridge:
     Thread: owner.
     """
 
-    def __init__(self, runner: LoopRunner, io: IoRunner) -> None:
+    def __init__(
+        self, runner: LoopRunner, create_pool: Callable[[int, int, int], PoolRunner] = IoPool
+    ) -> None:
+        """Connect nothing yet.
+
+        Args:
+            runner: The loop.
+            create_pool: Makes a tier's I/O pool, given its threads that prefer loads, those that
+                prefer stores, and those for calls without payload. A pool a tier: one that hangs
+                takes no other tier's threads.
+        """
         self.runner = runner
-        self.io = io
+        self.create_pool = create_pool
         self.links: list[TierLink] = []
         self.wake_ups = 0
 

@@ -1,7 +1,7 @@
 """A few threads for few, large, GIL-free system calls; loads and stores cannot starve each other.
 
-Half of the threads take a load first and a store if there is none, the other half the reverse.
-Finished calls are handed to the loop in batches, with one wake-up a batch.
+Some threads take a load first and a store if there is none, others the reverse, and a few take only
+calls that move no payload, so that a probe never waits behind a transfer. Finished calls are handed to the loop in batches, with one wake-up a batch.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class IoPool:
         self,
         load_preferring_threads: int = 2,
         store_preferring_threads: int = 1,
+        payload_free_threads: int = 1,
         *,
         queued_calls: int = 4096,
         name: str = "kvoffload-io",
@@ -51,6 +52,7 @@ class IoPool:
         Args:
             load_preferring_threads: Threads that take loads first.
             store_preferring_threads: Threads that take stores first.
+            payload_free_threads: Threads that take calls without payload only.
             queued_calls: Calls that may wait in each direction; one more raises BusyError.
             name: Prefix of the threads' names.
         """
@@ -62,6 +64,7 @@ class IoPool:
         self._wake_pending = False
         orders = [(Direction.LOAD, Direction.STORE)] * load_preferring_threads
         orders += [(Direction.STORE, Direction.LOAD)] * store_preferring_threads
+        orders += [(Direction.NONE, Direction.NONE)] * payload_free_threads
         self._threads = [
             threading.Thread(target=self._work, args=(order,), name=f"{name}-{i}", daemon=True)
             for i, order in enumerate(orders)
@@ -86,7 +89,7 @@ class IoPool:
             if len(self._queues[direction]) >= self._queued_calls:
                 raise BusyError(f"{self._queued_calls} calls are queued")
             self._queues[direction].append(work)
-            self._condition.notify()
+            self._condition.notify_all()  # one thread in particular may not take this direction
         cancelled: asyncio.CancelledError | None = None
         while not work.future.done():
             try:

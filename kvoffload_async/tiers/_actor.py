@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 Post = Callable[[TierEvent], None]
 
 _CANCEL_GRACE_S = 0.2
+_JOB_DIRECTIONS = (Direction.LOAD, Direction.STORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,8 @@ class TierActor:
         self._post = env.post
         self._io_timeout_s = io_timeout_s
         self._probe_timeout_s = probe_timeout_s
-        self._waiting: dict[Direction, dict[JobId, _Run]] = {d: {} for d in Direction}
-        self._running: dict[Direction, dict[JobId, _Run]] = {d: {} for d in Direction}
+        self._waiting: dict[Direction, dict[JobId, _Run]] = {d: {} for d in _JOB_DIRECTIONS}
+        self._running: dict[Direction, dict[JobId, _Run]] = {d: {} for d in _JOB_DIRECTIONS}
         self._probes: set[asyncio.Task[frozenset[OffloadKey]]] = set()
         self._unanswered: dict[int, asyncio.TimerHandle] = {}
         self._limits = {
