@@ -29,6 +29,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
 from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -78,6 +79,7 @@ __all__ = [
     "CorruptBlockError",
     "Direction",
     "ExampleSecondaryTierManager",
+    "FileSystemTierManager",
     "GPULoadStoreSpec",
     "IoRunner",
     "JobMetadata",

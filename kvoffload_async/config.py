@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from typing import Any, Final, NoReturn
 
 from kvoffload_async.errors import ConfigError, UnknownNameError
@@ -35,7 +36,7 @@ def parse_size_bytes(value: object, key: str) -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             _reject(key, value, 'a number of bytes, or text such as "64KiB", "4GiB" or "512 MB"')
-        value = int(float(match[1]) * unit)
+        value = int(Fraction(match[1]) * unit)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         _reject(key, value, "a positive number of bytes")
     return value
@@ -62,10 +63,13 @@ def _reject(key: str, value: object, allowed: str) -> NoReturn:
     raise ConfigError(f"{key}: {value!r} is not valid; it must be {allowed}")
 
 
-_Parser = Callable[[object, str], Any]
+Parser = Callable[[object, str], Any]
+"""Takes a value and its key; returns the value, or raises a ConfigError that names both."""
 
 
-def _int(minimum: int) -> _Parser:
+def at_least(minimum: int) -> Parser:
+    """Return the parser of an integer with a lower bound."""
+
     def parse(value: object, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             _reject(key, value, f"an integer of at least {minimum}")
@@ -74,7 +78,8 @@ def _int(minimum: int) -> _Parser:
     return parse
 
 
-def _seconds(value: object, key: str) -> float:
+def parse_seconds(value: object, key: str) -> float:
+    """Return a positive number of seconds; raises ConfigError."""
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
@@ -84,19 +89,22 @@ def _seconds(value: object, key: str) -> float:
     return float(value)
 
 
-def _fraction(value: object, key: str) -> float:
+def parse_fraction(value: object, key: str) -> float:
+    """Return a number above 0 and at most 1; raises ConfigError."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
         _reject(key, value, "a number above 0 and at most 1")
     return float(value)
 
 
-def _bool(value: object, key: str) -> bool:
+def parse_bool(value: object, key: str) -> bool:
+    """Return a truth value; raises ConfigError."""
     if not isinstance(value, bool):
         _reject(key, value, "true or false")
     return value
 
 
-def _name(value: object, key: str) -> str:
+def parse_name(value: object, key: str) -> str:
+    """Return a text that is not empty; raises ConfigError."""
     if not isinstance(value, str) or not value:
         _reject(key, value, "a name")
     return value
@@ -111,7 +119,7 @@ def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(value)
 
 
-def _option(parse: _Parser, default: Any) -> Any:  # noqa: ANN401 - a dataclass field of any type
+def _option(parse: Parser, default: Any) -> Any:  # noqa: ANN401 - a dataclass field of any type
     return field(default=default, metadata={"parse": parse})
 
 
@@ -144,23 +152,23 @@ class OffloadConfig:
 
     cpu_bytes_to_use: int = _option(parse_size_bytes, None)
     block_bytes: int = _option(parse_size_bytes, None)
-    block_size: int = _option(_int(1), 16)
-    blocks_per_chunk: int = _option(_int(1), 1)
-    num_workers: int = _option(_int(1), 1)
-    eviction_policy: str = _option(_name, "lru")
-    store_threshold: int = _option(_int(0), 0)
-    max_tracker_size: int = _option(_int(1), 64_000)
-    accept_prefix: bool = _option(_bool, default=False)
-    enable_kv_cache_events: bool = _option(_bool, default=False)
-    promotion_fraction: float = _option(_fraction, 0.5)
-    cascade_fraction: float = _option(_fraction, 0.5)
-    deferral_timeout_s: float = _option(_seconds, 30.0)
-    breaker_fault_threshold: int = _option(_int(1), 3)
-    breaker_retry_s: float = _option(_seconds, 5.0)
-    drain_timeout_s: float = _option(_seconds, 30.0)
-    shutdown_timeout_s: float = _option(_seconds, 30.0)
-    prefault: bool = _option(_bool, default=True)
-    check_laws: bool = _option(_bool, default=False)
+    block_size: int = _option(at_least(1), 16)
+    blocks_per_chunk: int = _option(at_least(1), 1)
+    num_workers: int = _option(at_least(1), 1)
+    eviction_policy: str = _option(parse_name, "lru")
+    store_threshold: int = _option(at_least(0), 0)
+    max_tracker_size: int = _option(at_least(1), 64_000)
+    accept_prefix: bool = _option(parse_bool, default=False)
+    enable_kv_cache_events: bool = _option(parse_bool, default=False)
+    promotion_fraction: float = _option(parse_fraction, 0.5)
+    cascade_fraction: float = _option(parse_fraction, 0.5)
+    deferral_timeout_s: float = _option(parse_seconds, 30.0)
+    breaker_fault_threshold: int = _option(at_least(1), 3)
+    breaker_retry_s: float = _option(parse_seconds, 5.0)
+    drain_timeout_s: float = _option(parse_seconds, 30.0)
+    shutdown_timeout_s: float = _option(parse_seconds, 30.0)
+    prefault: bool = _option(parse_bool, default=True)
+    check_laws: bool = _option(parse_bool, default=False)
     secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, ())
 
     @classmethod

@@ -123,7 +123,7 @@ class TierPort:
             case BlocksAppeared():
                 self.index.appeared(event.keys)
                 self._events.add(event.keys, removed=False)
-            case BlocksEvicted():
+            case BlocksEvicted():  # pragma: no branch - no other event exists
                 self.index.vanished(event.keys, surely=True)
                 self._events.add(event.keys, removed=True)
 

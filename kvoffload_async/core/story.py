@@ -302,7 +302,7 @@ def fact_of(happening: EngineEvent | EngineEffect) -> Fact | None:
             return RequestClosed(tier, ctx.req_id)
         case StepEnded():
             return StepClosed()
-        case StepBegan() | CacheReset() | ResetFlushed():
+        case StepBegan() | CacheReset() | ResetFlushed():  # pragma: no branch - nor anything else
             return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +16,7 @@ from kvoffload_async.core.backpressure import (
     BackpressureSettings,
 )
 from kvoffload_async.errors import ConfigError, UnknownNameError
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
 from kvoffload_async.factory import Registry, load_class
 
 
@@ -109,7 +110,17 @@ class SecondaryTierFactory:
         tier_type = config.pop("type", None)
         if not tier_type:
             raise ConfigError("Secondary tier configuration must include 'type'")
+        if tier_type in _RENAMED:
+            warnings.warn(
+                f"the secondary tier {tier_type!r} is called {_RENAMED[tier_type]!r} now",
+                DeprecationWarning,
+                stacklevel=4,
+            )
+            tier_type = _RENAMED[tier_type]
         module_path = config.pop("module_path", None)
+        for key, name in (("type", tier_type), ("module_path", module_path or "-")):
+            if not isinstance(name, str):
+                raise ConfigError(f"{key}: {name!r} is not valid; it must be a name")
         if module_path is None:
             loaded = cls.get_tier_class(tier_type)
         else:
@@ -123,6 +134,8 @@ class SecondaryTierFactory:
                     f"secondary tier {tier_type!r}: unknown key {name!r}{nearest(name, names)}; "
                     f"allowed: {', '.join(names)}"
                 )
+        own = accepted_options(loaded) if issubclass(loaded, AsyncTier) else set()
+        check_tier_options({key: config[key] for key in config if key not in own})
         return loaded, tier_type, config
 
     @staticmethod
@@ -139,8 +152,11 @@ SecondaryTierFactory.register_tier(
     "example", "kvoffload_async.facade.example", "ExampleSecondaryTierManager"
 )
 
+SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.fs", "FileSystemTierManager")
+
 _GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})
-_HIDDEN = frozenset({"backpressure_detector"})
+_HIDDEN = frozenset({"backpressure_detector", "ops"})
+_RENAMED = {"fs_python": "fs"}
 
 
 def accepted_options(cls: type) -> set[str]:

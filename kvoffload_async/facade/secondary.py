@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypedDict
 
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
+from kvoffload_async.config import Parser, at_least, parse_bool, parse_seconds
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
@@ -44,6 +45,27 @@ class TierOptions(TypedDict, total=False):
     n_write_threads: int
     enable_kv_events: bool
     backpressure_detector: Backpressure | None
+
+
+_PARSERS: Final[Mapping[str, Parser]] = {
+    "io_timeout_s": parse_seconds,
+    "probe_timeout_s": parse_seconds,
+    "open_timeout_s": parse_seconds,
+    "close_timeout_s": parse_seconds,
+    "n_read_threads": at_least(1),
+    "n_write_threads": at_least(1),
+    "enable_kv_events": parse_bool,
+}
+
+
+def check_tier_options(options: Mapping[str, Any]) -> None:
+    """Check those of `TierOptions` that a configuration can give; others are ignored.
+
+    Raises:
+        ConfigError: A value is of the wrong type, or impossible.
+    """
+    for name in options.keys() & _PARSERS.keys():
+        _PARSERS[name](options[name], name)
 
 
 class SecondaryTierManager:
@@ -102,6 +124,17 @@ class SecondaryTierManager:
             TierUnavailableError: The tier's place cannot be reached.
             TimeoutError: It did not open in time.
         """
+        check_tier_options(
+            {
+                "io_timeout_s": io_timeout_s,
+                "probe_timeout_s": probe_timeout_s,
+                "open_timeout_s": open_timeout_s,
+                "close_timeout_s": close_timeout_s,
+                "n_read_threads": n_read_threads,
+                "n_write_threads": n_write_threads,
+                "enable_kv_events": enable_kv_events,
+            }
+        )
         shape = primary_kv_view.shape
         if shape is None or len(shape) != 2 or primary_kv_view.itemsize != 1:  # noqa: PLR2004 - 2-D
             raise StateError("primary_kv_view must have shape [num_slots, slot_bytes], in bytes")
@@ -138,8 +171,8 @@ class SecondaryTierManager:
             self._port,
             tier_type,
             tier,
-            self._view,
-            self._bridge.create_pool(
+            kv_view=self._view,
+            pool=self._bridge.create_pool(
                 n_read_threads, n_write_threads, tier.bounds.concurrent_probes
             ),
             io_timeout_s=io_timeout_s,

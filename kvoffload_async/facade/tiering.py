@@ -121,11 +121,17 @@ class TieringOffloadingManager(OffloadingManager):
         self._polled_this_step = False
         self._closed = False
 
+    def get_primary_kv_view(self) -> memoryview:
+        """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
+        return self._primary.get_primary_kv_view()
+
     # -- a request's life -----------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; it is REQUEST_LEVEL as soon as one tier wants whole requests."""
         self._ensure_open()
+        if req_context.req_id in self.engine.requests:  # before any tier hears of it
+            raise StateError(f"request {req_context.req_id!r} is known already")
         wanting = [
             index
             for index, tier in enumerate(self.secondary_tiers)
@@ -231,6 +237,7 @@ class TieringOffloadingManager(OffloadingManager):
         up, and its slots stay out of use until its copy has ended. Promotions are held back
         until `on_reset_flushed`.
         """
+        self._ensure_open()
         for tier in self.secondary_tiers:
             if not tier.drain_jobs(self._drain_timeout_s):
                 tier.abandon_jobs()

@@ -46,9 +46,9 @@ class TierLink:
         port: TierPort,
         name: str,
         tier: AsyncTier,
+        *,
         kv_view: memoryview,
         pool: PoolRunner,
-        *,
         io_timeout_s: float,
         probe_timeout_s: float,
     ) -> None:

@@ -1,7 +1,8 @@
 """A few threads for few, large, GIL-free system calls; loads and stores cannot starve each other.
 
-Some threads take a load first and a store if there is none, others the reverse, and a few take only
-calls that move no payload, so that a probe never waits behind a transfer. Finished calls are handed to the loop in batches, with one wake-up a batch.
+Some threads take a load first and a store if there is none, others the reverse, and a few take
+only calls that move no payload, so that a probe never waits behind a transfer. Finished calls are
+handed to the loop in batches, with one wake-up a batch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.errors import BusyError, TierClosedError
+from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,9 @@ class IoPool:
             try:
                 work.result = work.call()
             except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
-                work.error = error
+                work.error = _as_failure(error)
+            # Whoever learns that the call has ended may release what it captured.
+            work.call = _spent
             self._finish(work)
             del work
 
@@ -152,6 +155,7 @@ class IoPool:
             work.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
             # A call that hung until after the loop was closed: nobody awaits it any more.
+            self._wake_pending = False
             logger.debug("a late I/O call ended after its loop")
 
     def _deliver(self) -> None:
@@ -164,3 +168,16 @@ class IoPool:
                 work.future.set_exception(work.error)
             else:
                 work.future.set_result(work.result)
+
+
+def _spent() -> None:
+    """Stands where a call was that has been made."""
+
+
+def _as_failure(error: BaseException) -> BaseException:
+    """Return what a call raised, in a form that a future takes and that does not end the loop."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    failure = TierUnavailableError(f"an I/O call raised {error!r}")
+    failure.__cause__ = error
+    return failure

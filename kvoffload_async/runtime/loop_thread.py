@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -115,7 +116,8 @@ class LoopThread:
         if self._closed:
             return
         self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with contextlib.suppress(RuntimeError):  # the loop has died by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("%s did not stop within %s s", self._thread.name, timeout_s)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
     BlockFailures,
@@ -36,6 +38,8 @@ from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 logger = logging.getLogger(__name__)
 
 Post = Callable[[TierEvent], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CANCEL_GRACE_S = 0.2
 _JOB_DIRECTIONS = (Direction.LOAD, Direction.STORE)
@@ -141,7 +145,9 @@ class TierActor:
             self._post(ProbeAnswered(generation, frozenset()))
             return
         loop = asyncio.get_running_loop()
-        task = loop.create_task(self._tier.contains(keys), name=f"{self.name}:probe:{generation}")
+        task = loop.create_task(
+            _contained(self._tier.contains, keys), name=f"{self.name}:probe:{generation}"
+        )
         self._probes.add(task)
         self._unanswered[generation] = loop.call_later(
             self._probe_timeout_s, self._answer_probe, generation, frozenset()
@@ -150,7 +156,10 @@ class TierActor:
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
-        self._tier.touch(keys)
+        try:
+            self._tier.touch(keys)
+        except Exception:
+            logger.exception("%s: touch failed", self.name)  # what comes behind it must still run
 
     async def close(self, timeout_s: float) -> CloseReport:
         """Stop the intake, fail what waits, let what runs end, cancel the rest, close the tier.
@@ -189,7 +198,9 @@ class TierActor:
 
     async def _close_tier(self, timeout_s: float | None = None) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
-        task = asyncio.get_running_loop().create_task(self._tier.close(), name=f"{self.name}:close")
+        task = asyncio.get_running_loop().create_task(
+            _contained(self._tier.close), name=f"{self.name}:close"
+        )
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
@@ -214,13 +225,15 @@ class TierActor:
         if not run.job.keys:
             return {}
         operation = self._tier.load if run.direction is Direction.LOAD else self._tier.store
-        return await operation(run.job)
+        return await _contained(operation, run.job)
 
     def _job_ended(self, run: _Run, task: asyncio.Task[BlockFailures]) -> None:
         if run.timer is not None:
             run.timer.cancel()
         del self._running[run.direction][run.job.job_id]
         failures, error = _outcome(task, len(run.job.keys))
+        for raised in (error, *failures.values()):
+            _forget_locals(raised)
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
@@ -257,7 +270,11 @@ class TierActor:
         elif (error := task.exception()) is not None:
             logger.warning("%s: probe %s failed: %s", self.name, generation, error)
         else:
-            present = frozenset(task.result())
+            found: object = task.result()
+            if isinstance(found, Collection):
+                present = frozenset(found)
+            else:
+                logger.warning("%s: probe %s returned %r", self.name, generation, found)
         self._answer_probe(generation, present)
 
     def _answer_probe(self, generation: int, present: frozenset[OffloadKey]) -> None:
@@ -265,6 +282,23 @@ class TierActor:
         if timer is not None:  # else the deadline has answered already
             timer.cancel()
             self._post(ProbeAnswered(generation, present))
+
+
+async def _contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Await an operation of a tier; one that would end the loop only fails itself."""
+    try:
+        return await operation(*args, **kwargs)
+    except SystemExit as error:
+        raise TierUnavailableError(f"a tier raised {error!r}") from error
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Drop what an error's frames hold: who keeps the error must not keep the primary's memory."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _outcome(
@@ -280,7 +314,10 @@ def _outcome(
         failure = TierUnavailableError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
         return {}, failure
-    failures = dict(task.result())
-    if all(0 <= i < num_blocks and isinstance(e, TierError) for i, e in failures.items()):
-        return failures, None
+    failures: object = task.result()
+    if isinstance(failures, Mapping) and all(
+        isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)
+        for i, e in failures.items()
+    ):
+        return dict(failures), None
     return {}, TierUnavailableError(f"the tier broke its contract: it returned {failures!r}")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import AsyncTier, Direction, TierCapabilities, TierEnvironment
-from kvoffload_async.errors import BlockMissingError, TierClosedError
+from kvoffload_async.errors import BlockMissingError, ConfigError, TierClosedError
 from kvoffload_async.types import JobMetadata, Medium, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ class ExampleTier(AsyncTier):
 
     def __init__(self, custom_param: int = 0) -> None:
         """Start empty; `custom_param` shows how a tier takes options, and is logged only."""
+        if not isinstance(custom_param, int):
+            raise ConfigError(f"custom_param: {custom_param!r} is not valid; it must be an integer")
         logger.info("example tier: custom_param=%d", custom_param)
         self._blocks: dict[OffloadKey, _Rows] = {}
         self._rows: _Rows | None = None

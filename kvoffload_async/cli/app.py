@@ -1,0 +1,188 @@
+"""The commands. Exit status: 0 fine, 1 a check failed, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvoffload_async.cli.catalogue import common_options, tier_entries
+from kvoffload_async.cli.errors import InputError
+from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.progress import progress_bar
+from kvoffload_async.cli.replay import Manner
+from kvoffload_async.cli.replay import replay as run_replay
+from kvoffload_async.cli.report import Report, print_table
+from kvoffload_async.cli.settings import Flags, read_config, resolve
+from kvoffload_async.cli.settings import check_config as check
+from kvoffload_async.cli.source import RequestSource
+from kvoffload_async.cli.tables import geometry_table, option_table
+from kvoffload_async.cli.trace import TraceFile
+from kvoffload_async.cli.workload import ChatWorkload
+from kvoffload_async.errors import ConfigError, OffloadError
+
+EXIT_FAILED: Final = 1
+EXIT_BAD_INPUT: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+STDOUT: Final = "-"
+
+app = typer.Typer(
+    help="A multi-tier KV-cache offload engine, driven by traces.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Run the command; never returns."""
+    app(prog_name="kvoffload")
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="JSON lines with hash_ids; without it, a built-in chat workload."),
+    ] = None,
+    *,
+    primary_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Capacity of the primary tier, in blocks."),
+    ] = None,
+    primary_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='The same, in bytes, such as "1GiB".')
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes of one block; by default 16KiB.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="lru|arc", help="Eviction policy; by default lru.")
+    ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TYPE[:key=value,...]",
+            help="A secondary tier; repeat it for more, in the order of lookup. See `tiers`.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON object of engine settings; flags override it."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Replay only the first N requests.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, metavar="K", help="Requests in flight at once.")
+    ] = 1,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not compare the loaded bytes.")
+    ] = False,
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
+    ] = None,
+) -> None:
+    """Replay a serving trace through the whole engine, with real bytes."""
+    flags = Flags(
+        primary_blocks=primary_blocks,
+        primary_bytes=primary_bytes,
+        block_bytes=block_bytes,
+        policy=policy,
+        tiers=tier or (),
+        config=config,
+        is_built_in=trace is None,
+    )
+    with _errors_as_one_line(), Interrupt() as interrupt:
+        _check_writable(json)
+        spec = resolve(flags)
+        source: RequestSource = TraceFile(trace, limit) if trace else ChatWorkload(limit)
+        with closing(source), progress_bar(Console(stderr=True), source) as on_step:
+            manner = Manner(
+                concurrency=concurrency,
+                verify=not no_verify,
+                should_stop=lambda: interrupt.is_requested,
+                on_step=on_step,
+            )
+            report = run_replay(spec, source, manner)
+        _publish(report, json)
+    for complaint in report.complaints:
+        _complain(complaint)
+    if report.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if report.complaints:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def check_config(file: Annotated[Path, typer.Argument(help="JSON object of settings.")]) -> None:
+    """Check a configuration, and show what follows from it; nothing is started."""
+    with _errors_as_one_line():
+        spec = check(read_config(file))
+        Console().print(geometry_table(spec))
+
+
+@app.command()
+def tiers() -> None:
+    """List the registered tiers and the options that they take."""
+    console = Console()
+    for entry in tier_entries():
+        console.print(Text.assemble((entry.name, "bold"), f": {entry.summary}"))
+        if entry.options:
+            console.print(option_table(entry.options))
+    console.print(Text("Options of every tier:"))
+    console.print(option_table(common_options()))
+
+
+@contextmanager
+def _errors_as_one_line() -> Iterator[None]:
+    """Turn what can be expected to go wrong into one line and an exit status."""
+    try:
+        yield
+    except (InputError, ConfigError) as error:
+        _complain(error)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+    except OffloadError as error:
+        _complain(error)
+        raise typer.Exit(EXIT_FAILED) from error
+
+
+def _complain(what: object) -> None:
+    line = " ".join(str(what).split())
+    typer.echo(f"kvoffload: error: {line}", err=True)
+
+
+def _check_writable(json: str | None) -> None:
+    """Find out before a long run, not after it."""
+    if json is not None and json != STDOUT:
+        with _as_unwritable(json):
+            path = Path(json)
+            if path.is_dir() or not path.parent.is_dir():
+                raise InputError(f"--json {json}: cannot be written: no such place for a file")
+
+
+def _publish(report: Report, json: str | None) -> None:
+    if json == STDOUT:
+        sys.stdout.write(report.to_json() + "\n")
+        return
+    print_table(Console(), report)
+    if json is not None:
+        with _as_unwritable(json):
+            Path(json).write_text(report.to_json() + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _as_unwritable(json: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--json {json}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,202 @@
+"""The figures of a replay: as JSON, and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload_async.cli.tally import Tally
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.tiering import TieringOffloadingManager
+
+_MIB = 1024 * 1024
+_GIB = 1024 * _MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a replay has shown.
+
+    Attributes:
+        interrupted: Whether it ended before the requests did.
+        requests: Requests that ended, and `block_refs` their blocks, repeated ones included.
+        hits: Block references found, by where they came from; see `driver`.
+        verified_blocks: Loaded blocks that were compared, and `corrupt_blocks` those that differed.
+        bytes_stored: Bytes written to the primary by requests, and `bytes_loaded` those read.
+        owner_us_per_step: Microseconds in the manager's calls, over the steps: p50, p99, max.
+        leaked_pins: Slots pinned, being written or held after everything has come to rest.
+        evictions: Blocks that left the primary to make room.
+        stores_refused: Requests that the primary had no room for at all.
+        row_bytes: A block's bytes in the primary, over all workers and padded to whole pages.
+        tiers: The engine's counters of each tier.
+    """
+
+    interrupted: bool
+    requests: int
+    block_refs: int
+    hits: dict[str, int]
+    hit_ratio: float
+    jobs_submitted: int
+    job_results: int
+    job_failures: int
+    verified_blocks: int
+    corrupt_blocks: int
+    bytes_stored: int
+    bytes_loaded: int
+    wall_s: float
+    block_refs_per_s: float
+    owner_us_per_step: dict[str, float]
+    leaked_pins: int
+    steps: int
+    evictions: int
+    stores_refused: int
+    promotions_refused: int
+    deferrals_expired: int
+    policy: str
+    primary_blocks: int
+    block_bytes: int
+    row_bytes: int
+    concurrency: int
+    tiers: dict[str, dict[str, int]]
+
+    @property
+    def complaints(self) -> list[str]:
+        """What must never happen, and did."""
+        lost = self.jobs_submitted - self.job_results
+        return [
+            text
+            for is_so, text in (
+                (self.corrupt_blocks, f"{self.corrupt_blocks} loaded blocks had wrong bytes"),
+                (self.leaked_pins, f"{self.leaked_pins} slots were never given back"),
+                (lost, f"{lost} jobs got no result"),
+            )
+            if is_so
+        ]
+
+    def to_json(self) -> str:
+        """Return everything as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def build_report(
+    spec: TieringOffloadingSpec,
+    manager: TieringOffloadingManager,
+    tier_names: Sequence[str],
+    tally: Tally,
+    *,
+    wall_s: float,
+    concurrency: int,
+    interrupted: bool,
+) -> Report:
+    """Gather the figures, once the engine is at rest."""
+    engine = manager.engine
+    slots = engine.primary.counts
+    counters = engine.counters
+    promoted = sum(tier.counters.loaded_blocks for tier in engine.tiers)
+    resident = slots["idle"] + slots["pinned"]
+    return Report(
+        interrupted=interrupted,
+        requests=tally.requests,
+        block_refs=tally.block_refs,
+        hits=dict(tally.hits),
+        hit_ratio=tally.hits.total() / max(1, tally.block_refs),
+        jobs_submitted=counters.jobs_submitted,
+        job_results=counters.job_results,
+        job_failures=counters.job_failures,
+        verified_blocks=tally.verified_blocks,
+        corrupt_blocks=tally.corrupt_blocks,
+        bytes_stored=tally.stored_blocks * spec.stride_bytes,
+        bytes_loaded=tally.loaded_blocks * spec.stride_bytes,
+        wall_s=wall_s,
+        block_refs_per_s=tally.block_refs / max(wall_s, 1e-9),
+        owner_us_per_step=_percentiles_us(tally),
+        leaked_pins=slots["pinned"] + slots["writing"] + slots["held"],
+        steps=len(tally.owner_ns),
+        evictions=tally.stored_blocks + promoted - resident,
+        stores_refused=tally.stores_refused,
+        promotions_refused=counters.promotions_refused,
+        deferrals_expired=counters.deferrals_expired,
+        policy=spec.config.eviction_policy,
+        primary_blocks=spec.num_blocks,
+        block_bytes=spec.config.block_bytes,
+        row_bytes=spec.stride_bytes,
+        concurrency=concurrency,
+        tiers={
+            name: asdict(tier.counters) for name, tier in zip(tier_names, engine.tiers, strict=True)
+        },
+    )
+
+
+def _percentiles_us(tally: Tally) -> dict[str, float]:
+    steps_us = np.array(tally.owner_ns or [0], dtype=np.int64) / 1000
+    p50, p99 = np.percentile(steps_us, (50, 99))
+    return {"p50": float(p50), "p99": float(p99), "max": float(steps_us.max())}
+
+
+def print_table(console: Console, report: Report) -> None:
+    """Print the figures for people."""
+    title = "Replay, interrupted" if report.interrupted else "Replay"
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in _rows(report):
+        table.add_row(name, value)
+    console.print(table)
+    if report.tiers:
+        console.print(_tier_table(report))
+
+
+def _rows(report: Report) -> list[tuple[str, str]]:
+    jobs = (report.jobs_submitted, report.job_results, report.job_failures)
+    refused = (report.stores_refused, report.promotions_refused)
+    moved = (_size(report.bytes_stored), _size(report.bytes_loaded))
+    owner_us = (f"{name} {value:,.0f} us" for name, value in report.owner_us_per_step.items())
+    return [
+        ("requests", f"{report.requests:,}"),
+        ("block references", f"{report.block_refs:,}"),
+        ("hit ratio", f"{report.hit_ratio:.4f}"),
+        *((f"hits in {name}", f"{count:,}") for name, count in report.hits.items()),
+        ("verified blocks", f"{report.verified_blocks:,}"),
+        ("corrupt blocks", f"{report.corrupt_blocks:,}"),
+        ("jobs / results / failed", _joined(jobs)),
+        ("leaked pins", f"{report.leaked_pins:,}"),
+        ("stored / loaded", " / ".join(moved)),
+        ("evictions", f"{report.evictions:,}"),
+        ("stores / promotions refused", _joined(refused)),
+        ("primary blocks", f"{report.primary_blocks:,} of {_size(report.row_bytes)}"),
+        ("eviction policy", report.policy),
+        ("wall time", f"{report.wall_s:.2f} s"),
+        ("block references a second", f"{report.block_refs_per_s:,.0f}"),
+        ("steps", f"{report.steps:,}"),
+        ("owner's time a step", ", ".join(owner_us)),
+    ]
+
+
+def _tier_table(report: Report) -> Table:
+    table = Table("tier", title="Secondary tiers", title_justify="left")
+    for name in ("stored", "loaded", "failed jobs", "dropped blocks"):
+        table.add_column(name, justify="right")
+    for name, tier in report.tiers.items():
+        table.add_row(
+            name,
+            _size(tier["stored_bytes"]),
+            _size(tier["loaded_bytes"]),
+            f"{tier['failed_jobs']:,}",
+            f"{tier['dropped_blocks']:,}",
+        )
+    return table
+
+
+def _joined(counts: Sequence[int]) -> str:
+    return " / ".join(f"{count:,}" for count in counts)
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < _MIB:
+        return f"{num_bytes / 1024:,.0f} KiB"
+    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"

@@ -1,0 +1,107 @@
+"""From flags and a configuration file to the one configuration of a replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvoffload_async.cli.catalogue import check_option_types
+from kvoffload_async.cli.errors import InputError
+from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.config import OffloadConfig, parse_size_bytes
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.runtime.buffer import row_stride_bytes
+
+DEFAULT_BLOCK_BYTES = 16 * 1024
+BUILT_IN_PRIMARY_BLOCKS = 256
+TRACE_PRIMARY_BLOCKS = 10_000
+DEFAULT_TIER = "example"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """What the command line says of the engine; None or empty for what it does not say."""
+
+    primary_blocks: int | None = None
+    primary_bytes: str | None = None
+    block_bytes: str | None = None
+    policy: str | None = None
+    tiers: Sequence[str] = ()
+    config: Path | None = None
+    is_built_in: bool = True
+    """Whether the built-in workload runs, which has a tier and a primary of its own."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a configuration file's keys, unchecked.
+
+    Raises:
+        InputError: It cannot be read, or is no JSON object.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: it must be a JSON object of keys and values")
+    return config
+
+
+def check_config(config: dict[str, Any]) -> TieringOffloadingSpec:
+    """Return the spec of a configuration; nothing is started.
+
+    Raises:
+        ConfigError: A key or a value is unusable; the message names it.
+    """
+    spec = TieringOffloadingSpec(config)
+    for index, tier in enumerate(spec.config.secondary_tiers):
+        try:
+            check_option_types(tier)
+        except ConfigError as error:
+            raise ConfigError(f"secondary_tiers[{index}]: {error}") from error
+    return spec
+
+
+def resolve(flags: Flags) -> TieringOffloadingSpec:
+    """Return the spec of a replay: flags over the file over the defaults.
+
+    Raises:
+        InputError: The file is unusable, or two flags contradict each other.
+        ConfigError: A key or a value is unusable; the message names it.
+    """
+    if flags.primary_blocks is not None and flags.primary_bytes is not None:
+        raise InputError("--primary-blocks and --primary-bytes exclude each other; give one")
+    config = read_config(flags.config) if flags.config else {}
+    if flags.block_bytes is not None:
+        config["block_bytes"] = parse_size_bytes(flags.block_bytes, "--block-bytes")
+    if flags.primary_bytes is not None:
+        size_bytes = parse_size_bytes(flags.primary_bytes, "--primary-bytes")
+        config["cpu_bytes_to_use"] = size_bytes
+    if flags.policy is not None:
+        config["eviction_policy"] = flags.policy
+    if flags.tiers:
+        config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
+    elif flags.is_built_in:
+        config.setdefault("secondary_tiers", [{"type": DEFAULT_TIER}])
+    config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
+    config.setdefault("accept_prefix", True)
+    _size_primary(config, flags)
+    return check_config(config)
+
+
+def _size_primary(config: dict[str, Any], flags: Flags) -> None:
+    """Give the primary exactly the wanted number of blocks, whatever a row is padded to."""
+    num_blocks = flags.primary_blocks
+    if num_blocks is None:
+        if "cpu_bytes_to_use" in config:
+            return
+        num_blocks = BUILT_IN_PRIMARY_BLOCKS if flags.is_built_in else TRACE_PRIMARY_BLOCKS
+    checked = OffloadConfig.parse({**config, "cpu_bytes_to_use": 1})
+    stride_bytes = row_stride_bytes(checked.block_bytes, checked.num_workers)
+    config["cpu_bytes_to_use"] = num_blocks * stride_bytes

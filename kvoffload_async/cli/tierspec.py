@@ -1,0 +1,44 @@
+"""A secondary tier on the command line: `TYPE:key=value,...`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from kvoffload_async.cli.errors import InputError
+
+
+def parse_tier(text: str) -> dict[str, Any]:
+    """Return a tier's configuration.
+
+    A value is what JSON says where it is a JSON scalar (`4`, `0.5`, `true`, `"text"`, `null`), else
+    the text itself. A comma always ends a value; what needs one goes into a configuration file.
+
+    Raises:
+        InputError: There is no type, or an option is no `key=value`, or comes twice.
+    """
+    tier_type, _, rest = text.partition(":")
+    if not tier_type:
+        raise InputError(f"--tier {text!r}: no type; give TYPE[:key=value,...]")
+    config: dict[str, Any] = {"type": tier_type}
+    for option in rest.split(",") if rest else ():
+        key, equals, value = option.partition("=")
+        if not key or not equals:
+            raise InputError(f"--tier {text!r}: {option!r} is no key=value")
+        if key in config:
+            raise InputError(f"--tier {text!r}: {key!r} is given twice")
+        config[key] = _scalar(value)
+    return config
+
+
+def _scalar(text: str) -> object:
+    try:
+        value = json.loads(text, parse_constant=_reject_constant)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, list | dict) else value
+
+
+def _reject_constant(name: str) -> NoReturn:
+    """Keep `NaN` and `Infinity`, which are not JSON, as text."""
+    raise ValueError(name)

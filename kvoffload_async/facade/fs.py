@@ -1,0 +1,147 @@
+"""The `fs` tier behind plain calls, and the meaning of its options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+from kvoffload_async.config import (
+    OffloadConfig,
+    at_least,
+    parse_bool,
+    parse_fraction,
+    parse_name,
+    parse_seconds,
+    parse_size_bytes,
+)
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.secondary import SecondaryTierManager, TierOptions
+from kvoffload_async.factory import check_policy, create_policy
+from kvoffload_async.tiers.fs.blockfile import Verify
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.space import SpaceSettings
+from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.types import Locality
+
+
+class FileSystemTierManager(SecondaryTierManager):
+    """One file a block, in a directory that processes and hosts may share.
+
+    Every option is checked before anything is touched; the directory is made, and found to be
+    writable, by the constructor.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: object,
+        primary_kv_view: memoryview,
+        tier_type: str = "fs",
+        *,
+        root_dir: str,
+        model: str = "default",
+        rank: int = 0,
+        run_config: Mapping[str, Any] | None = None,
+        verify: str = "when_present",
+        capacity_bytes: int | str | None = None,
+        eviction_policy: str = "lru",
+        high_watermark: float = 1.0,
+        low_watermark: float = 0.95,
+        direct_io: bool = False,
+        fsync: bool = False,
+        reuse_inodes: bool = True,
+        rescan_interval_s: float = 60.0,
+        locality: str = "LOCAL",
+        ops: FileOps | None = None,
+        **options: Unpack[TierOptions],
+    ) -> None:
+        """Open the tier; see `SecondaryTierManager` for the options that every tier takes.
+
+        Args:
+            offloading_spec: See `SecondaryTierManager`.
+            primary_kv_view: See `SecondaryTierManager`.
+            tier_type: See `SecondaryTierManager`.
+            root_dir: Absolute path of the directory; made if it is not there.
+            model: Name of the model, part of the folder's name.
+            rank: Which worker's blocks these are.
+            run_config: Everything that the layout of a block's bytes depends on. By default made
+                from `model`, the spec's configuration and the slot size.
+            verify: "required", "when_present" or "off": which blocks are served.
+            capacity_bytes: Disk bytes, as allocated, that are never exceeded; None: unbounded.
+            eviction_policy: Who goes when there is a capacity.
+            high_watermark: Share of the capacity above which room is made in the background.
+            low_watermark: Share of the capacity down to which that goes.
+            direct_io: Bypass the page cache where the filesystem can.
+            fsync: Wait for the device before a block is published.
+            reuse_inodes: Overwrite evicted files instead of making new ones, where that is safe.
+            rescan_interval_s: Seconds between two walks that correct the count.
+            locality: "LOCAL" or "REMOTE".
+            ops: The system calls; tests put a fault layer here.
+            **options: The options that every tier takes.
+
+        Raises:
+            ConfigError: An option is unusable, or the directory is.
+        """
+        directory = _absolute(root_dir)
+        if verify not in set(Verify):
+            raise ConfigError(f"verify: {verify!r} is unknown; allowed: {[*map(str, Verify)]}")
+        if locality not in set(Locality):
+            raise ConfigError(
+                f"locality: {locality!r} is unknown; allowed: {[*map(str, Locality)]}"
+            )
+        check_policy(eviction_policy)
+        space = None
+        if capacity_bytes is not None:
+            space = SpaceSettings(
+                parse_size_bytes(capacity_bytes, "capacity_bytes"),
+                parse_fraction(high_watermark, "high_watermark"),
+                parse_fraction(low_watermark, "low_watermark"),
+            )
+            if space.low_watermark > space.high_watermark:
+                raise ConfigError(
+                    f"low_watermark: {low_watermark} is above high_watermark={high_watermark}"
+                )
+        fields = dict(run_config or _default_run_config(offloading_spec, primary_kv_view))
+        fields.setdefault("model_name", parse_name(model, "model"))
+        settings = FsSettings(
+            root_dir=directory,
+            run_config=fields,
+            rank=at_least(0)(rank, "rank"),
+            verify=Verify(verify),
+            space=space,
+            direct_io=parse_bool(direct_io, "direct_io"),
+            fsync=parse_bool(fsync, "fsync"),
+            # vLLM's own tier reads files of its namespaces without verifying them.
+            reuse_inodes=parse_bool(reuse_inodes, "reuse_inodes") and run_config is None,
+            rescan_interval_s=parse_seconds(rescan_interval_s, "rescan_interval_s"),
+            io_threads=options.get("n_read_threads", 2) + options.get("n_write_threads", 1),
+            locality=Locality(locality),
+        )
+        tier = FsTier(settings, partial(create_policy, eviction_policy), ops)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+
+def _absolute(root_dir: object) -> str:
+    if not isinstance(root_dir, str | os.PathLike) or not os.fspath(root_dir):
+        raise ConfigError(f"root_dir: {root_dir!r} is not valid; it must be an absolute path")
+    path = Path(root_dir)
+    if "\0" in str(path) or not path.is_absolute():
+        raise ConfigError(
+            f"root_dir: {root_dir!r} is not an absolute path; write {str(Path.cwd() / path)!r}"
+        )
+    return os.path.normpath(path)
+
+
+def _default_run_config(spec: object, kv_view: memoryview) -> dict[str, Any]:
+    """Return what the layout of a block's bytes depends on, as far as this package knows."""
+    config = getattr(spec, "config", None)
+    known = config if isinstance(config, OffloadConfig) else None
+    return {
+        "inference_engine": "kvoffload_async",
+        "block_bytes": kv_view.nbytes // len(kv_view),
+        "tokens_per_hash": known.block_size if known else 0,
+        "blocks_per_file": known.blocks_per_chunk if known else 0,
+        "num_workers": known.num_workers if known else 1,
+    }

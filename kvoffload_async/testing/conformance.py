@@ -1,0 +1,330 @@
+"""The whole contract of a tier as tests: subclass `TierConformance` with one fixture.
+
+    class TestMyTier(TierConformance):
+        @pytest.fixture
+        def tier(self, tmp_path):
+            return lambda: MyTier(root=tmp_path)
+
+The fixture gives a *factory*: every call makes a new, unopened tier over the same place, and every
+test has a place of its own. The tests need a place for about twenty blocks of `slot_bytes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.tier import AsyncTier
+from kvoffload_async.errors import (
+    BlockMissingError,
+    ConfigError,
+    CorruptBlockError,
+    StateError,
+    TierClosedError,
+    TierError,
+)
+from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
+from kvoffload_async.testing.harness import ManagerHarness, TierHarness, key_of, make_job
+from kvoffload_async.types import JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
+
+TierFactory = Callable[[], AsyncTier]
+_Operation = Callable[[JobMetadata], Coroutine[Any, Any, BlockFailures]]
+
+K = [key_of(number) for number in range(20)]
+
+_FAULTS = {
+    Fault.NONE: 5.0,
+    Fault.IO_ERROR_BEFORE: 1.0,
+    Fault.IO_ERROR_AFTER: 1.0,
+    Fault.SOME_BLOCKS: 2.0,
+    Fault.SLOW: 1.0,
+    Fault.HANG: 0.5,
+    Fault.CANCELLED: 1.0,
+}
+
+
+class TierConformance:
+    """The contract of `AsyncTier`, bare and behind a `SecondaryTierManager`.
+
+    Attributes:
+        num_slots: Rows of the primary in these tests; at least 16.
+        slot_bytes: Bytes a row.
+        timeout_s: Deadline of every single wait.
+        fault_seeds: Seeds of the test that injects faults.
+        short_io_timeout_s: A job's deadline in that test; a hung one is overdue after it.
+    """
+
+    num_slots = 64
+    slot_bytes = 4096
+    timeout_s = 10.0
+    fault_seeds = range(5)
+    short_io_timeout_s = 0.25
+
+    def damage(self, tier: AsyncTier, key: OffloadKey) -> bool:
+        """Damage a stored block behind the tier's back; False if that is impossible here."""
+        return False
+
+    # -- the bare tier --------------------------------------------------------------------------
+
+    def test_a_stored_block_loads_with_equal_bytes(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            assert harness.store(K[:4], [3, 0, 5, 1]) == {}
+            assert harness.load(K[:4], [9, 7, 2, 4]) == {}
+            assert all(harness.holds(k, s) for k, s in zip(K[:4], [9, 7, 2, 4], strict=True))
+
+    def test_a_missing_block_fails_alone_and_as_missing(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            harness.store(K[:2])
+            failures = harness.load([K[2], K[0], K[3], K[1]])
+            assert sorted(failures) == [0, 2]
+            assert all(isinstance(error, BlockMissingError) for error in failures.values())
+            assert harness.holds(K[0], 1)
+            assert harness.holds(K[1], 3)
+
+    def test_a_damaged_block_fails_alone_and_as_corrupt(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            harness.store(K[:3])
+            if not self.damage(harness.tier, K[1]):
+                return
+            failures = harness.load(K[:3])
+            assert sorted(failures) == [1]
+            assert isinstance(failures[1], CorruptBlockError)
+            assert harness.holds(K[0], 0)
+            assert harness.holds(K[2], 2)
+
+    def test_a_present_block_is_stored_again_with_success(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            harness.store(K[:2])
+            assert harness.store(K[:3]) == {}
+            assert harness.load(K[:3], [6, 7, 8]) == {}
+            assert all(harness.holds(K[i], 6 + i) for i in range(3))
+
+    def test_other_slots_than_the_jobs_are_untouched(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            harness.store(K[:2], [4, 6])
+            harness.load(K[:3], [8, 10, 12])
+            others = set(range(self.num_slots)) - {4, 6, 8, 10, 12}
+            assert all(harness.is_untouched(slot) for slot in others)
+            assert harness.holds(K[0], 4), "a store must not change its slots"
+            assert harness.holds(K[1], 6), "a store must not change its slots"
+
+    def test_an_empty_job_succeeds(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            assert harness.store([]) == {}
+            assert harness.load([]) == {}
+
+    def test_contains_tells_what_loads(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            harness.store(K[:3])
+            assert harness.contains([K[4], K[1], K[0]]) == {K[0], K[1]}
+            assert harness.contains([]) == frozenset()
+
+    def test_blocks_survive_a_restart_exactly_if_persistent(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            harness.store(K[:3])
+            capabilities = harness.tier.capabilities
+        with self._open(tier) as harness:
+            if capabilities.exclusive:
+                found = harness.announced() & set(K)
+                assert found == (set(K[:3]) if capabilities.persistent else set())
+            if capabilities.persistent:
+                assert harness.contains(K[:4]) == set(K[:3])
+                assert harness.load(K[:3]) == {}
+                assert all(harness.holds(K[i], i) for i in range(3))
+
+    def test_an_exclusive_tier_shares_its_contents_with_nobody(self, tier: TierFactory) -> None:
+        with self._open(tier) as first:
+            if not first.tier.capabilities.exclusive:
+                return
+            try:
+                second = self._open(tier)
+            except (ConfigError, TierError):
+                return  # it refuses to share its place: honest
+            with second:
+                assert first.store(K[:2]) == {}
+                unannounced = [key for key in K[:2] if key not in second.announced()]
+                failures = second.load(unannounced)
+                assert sorted(failures) == list(range(len(unannounced)))
+
+    def test_as_many_jobs_run_at_once_as_the_bounds_say(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            bounds = harness.tier.bounds
+            stores = min(bounds.concurrent_stores, len(K))
+            loads = min(bounds.concurrent_loads, len(K), self.num_slots - len(K))
+            harness.fill(K, range(len(K)))
+            store_jobs = [harness.job([K[i]], [i], is_promotion=False) for i in range(stores)]
+            assert harness.run(_all(harness.tier.store, store_jobs)) == [{}] * stores
+            load_jobs = [
+                harness.job([K[i % stores]], [len(K) + i], is_promotion=True) for i in range(loads)
+            ]
+            assert harness.run(_all(harness.tier.load, load_jobs)) == [{}] * loads
+            assert all(harness.holds(K[i % stores], len(K) + i) for i in range(loads))
+
+    def test_closing_after_a_failed_open_is_harmless(self, tier: TierFactory) -> None:
+        unopened = tier()
+        asyncio.run(asyncio.wait_for(unopened.close(), self.timeout_s))
+
+    def test_it_describes_itself_in_one_line(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            line = harness.tier.describe()
+            assert line
+            assert "\n" not in line
+
+    # -- behind the manager ---------------------------------------------------------------------
+
+    def test_every_job_has_one_result_in_any_order_with_faults(self, tier: TierFactory) -> None:
+        for seed in self.fault_seeds:
+            faulty = FaultyTier(tier(), FaultPlan(seed, _FAULTS))
+            with self._manage(faulty, io_timeout_s=self.short_io_timeout_s) as harness:
+                _Traffic(harness, random.Random(seed)).run(40)
+                harness.on_loop(faulty.release)
+                disowned = {result.job_id for result in harness.results if result.disowned}
+                harness.wait_released(disowned)
+                assert harness.shutdown().is_clean
+
+    def test_the_manager_finds_what_it_stored(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            stored = harness.submit_store(K[:3], range(3))
+            harness.wait()
+            assert harness.result_of(stored).success
+            assert self._lookup(harness, K[0]) is LookupResult.HIT
+            assert self._lookup(harness, K[9]) is LookupResult.MISS
+            loaded = harness.submit_load(K[:3], [10, 11, 12])
+            harness.wait()
+            assert harness.result_of(loaded).success
+            assert all(harness.holds(K[i], 10 + i) for i in range(3))
+
+    def test_a_missing_key_is_one_failed_result_with_the_others_landed(
+        self, tier: TierFactory
+    ) -> None:
+        """A regression of vLLM 42529: such a load had no result at all."""
+        with self._manage(tier()) as harness:
+            harness.submit_store(K[:2], range(2))
+            harness.wait()
+            job = harness.submit_load([K[0], K[5], K[1]], [10, 11, 12])
+            harness.wait()
+            result = harness.result_of(job)
+            assert not result.success
+            assert result.successful_keys == frozenset(K[:2])
+            assert isinstance(result.error, BlockMissingError)
+
+    def test_an_empty_job_has_a_result(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            jobs = [harness.submit_store([], []), harness.submit_load([], [])]
+            harness.wait()
+            assert all(harness.result_of(job).success for job in jobs)
+
+    def test_many_jobs_drain_with_a_result_each(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            harness.fill(K, range(len(K)))
+            for job_id, key in enumerate(K, 1000):
+                harness.submit(make_job(job_id, [key], [job_id - 1000], is_promotion=False))
+            assert harness.manager.drain_jobs(self.timeout_s)
+            assert len(harness.collect()) == len(K)
+            assert not harness.manager.has_pending_work()
+
+    def test_a_job_id_in_use_fails_and_the_first_job_goes_on(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            first = harness.submit_store(K[:1], [0])
+            harness.submit(make_job(first.job_id, [K[1]], [1], is_promotion=False))
+            harness.wait()
+            assert sorted(result.success for result in harness.results) == [False, True]
+
+    def test_unequal_lengths_are_refused_at_the_call(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            for is_promotion in (False, True):
+                try:
+                    harness.submit(make_job(1, K[:2], [0], is_promotion=is_promotion))
+                except StateError:
+                    continue
+                raise AssertionError("a job with two keys and one slot was accepted")
+
+    def test_a_job_after_shutdown_fails_at_once(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            harness.shutdown()
+            job = harness.submit_store(K[:1], [0])
+            harness.collect()
+            assert isinstance(harness.result_of(job).error, TierClosedError)
+
+    def test_results_survive_shutdown(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            for number in range(8):
+                harness.submit_store([K[number]], [number])
+            harness.manager.on_schedule_end()
+            harness.manager.shutdown(self.timeout_s)
+            assert not harness.results
+            harness.collect()
+            assert harness.reported() == harness.submitted
+
+    def test_shutdown_twice_is_shutdown_once(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            assert harness.manager.shutdown(self.timeout_s) is harness.manager.shutdown(0.0)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _open(self, tier: TierFactory) -> TierHarness:
+        return TierHarness(tier(), self.num_slots, self.slot_bytes, self.timeout_s)
+
+    def _manage(self, tier: AsyncTier, *, io_timeout_s: float = 30.0) -> ManagerHarness:
+        return ManagerHarness(
+            tier, self.num_slots, self.slot_bytes, self.timeout_s, io_timeout_s=io_timeout_s
+        )
+
+    def _lookup(self, harness: ManagerHarness, key: OffloadKey) -> LookupResult:
+        """Look up as a scheduler does, step by step until the answer is known."""
+        ctx = ReqContext(f"lookup {key.hex()}")
+        harness.manager.on_new_request(ctx)
+        answer = harness.manager.lookup(key, ctx)
+        if answer is LookupResult.RETRY:
+            harness.manager.on_schedule_end()
+            harness.wait(lambda: harness.manager.lookup(key, ctx) is not LookupResult.RETRY)
+            answer = harness.manager.lookup(key, ctx)
+        harness.manager.on_request_finished(ctx)
+        return answer
+
+
+async def _all(operation: _Operation, jobs: Sequence[JobMetadata]) -> list[BlockFailures]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(operation(job)) for job in jobs]
+    return [task.result() for task in tasks]
+
+
+class _Traffic:
+    """Random jobs whose slots are theirs until their copies have ended."""
+
+    def __init__(self, harness: ManagerHarness, draw: random.Random) -> None:
+        self._harness = harness
+        self._draw = draw
+        self._free = set(range(len(harness.rows)))
+        self._jobs: dict[int, tuple[list[OffloadKey], list[int], bool]] = {}
+
+    def run(self, num_jobs: int) -> None:
+        for _ in range(num_jobs):
+            if self._draw.random() < 0.3:  # noqa: PLR2004 - now and then
+                self._take_in(self._harness.collect())
+            count = self._draw.randint(0, 3)
+            if count > len(self._free):
+                break
+            self._submit(self._draw.sample(K, count))
+        self._harness.wait()
+        self._take_in(self._harness.results)
+
+    def _submit(self, keys: list[OffloadKey]) -> None:
+        slots = self._draw.sample(sorted(self._free), len(keys))
+        self._free -= set(slots)
+        is_load = self._draw.random() < 0.5  # noqa: PLR2004 - as many loads as stores
+        submit = self._harness.submit_load if is_load else self._harness.submit_store
+        self._jobs[submit(keys, slots).job_id] = (keys, slots, is_load)
+
+    def _take_in(self, results: list[JobResult]) -> None:
+        for result in results:
+            keys, slots, is_load = self._jobs.pop(result.job_id, ([], [], False))
+            landed = set(keys) if result.success else set(result.successful_keys or ())
+            for key, slot in zip(keys, slots, strict=True):
+                if is_load and key in landed:
+                    assert self._harness.holds(key, slot), "loaded bytes are not those stored"
+            if not result.disowned:
+                self._free |= set(slots)

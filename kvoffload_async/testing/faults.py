@@ -1,0 +1,179 @@
+"""Any tier, with faults: what goes wrong is drawn from a seed, job by job."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.tier import AsyncTier, TierEnvironment
+from kvoffload_async.errors import TierError, TierUnavailableError
+from kvoffload_async.types import JobMetadata, OffloadKey
+
+
+class Fault(enum.Enum):
+    """What may go wrong with a job."""
+
+    NONE = enum.auto()
+    IO_ERROR_BEFORE = enum.auto()
+    """An OSError; nothing has moved."""
+    IO_ERROR_AFTER = enum.auto()
+    """An OSError; the bytes have moved all the same."""
+    SOME_BLOCKS = enum.auto()
+    """Some blocks fail, the others succeed."""
+    SLOW = enum.auto()
+    """It takes `slow_s` longer."""
+    HANG = enum.auto()
+    """It waits for `FaultyTier.release`, deaf to cancellation, like a system call."""
+    CANCELLED = enum.auto()
+    """Its task is cancelled in mid-flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Which fault meets which job: a function of the seed and the job's id alone.
+
+    Attributes:
+        seed: Equal seeds give equal faults, in whatever order the jobs run.
+        weights: How likely each fault is; those that are absent never happen.
+        slow_s: Seconds that a slow job takes longer.
+        by_job: Faults that are decided by hand.
+    """
+
+    seed: int = 0
+    weights: Mapping[Fault, float] = field(default_factory=lambda: {Fault.NONE: 1.0})
+    slow_s: float = 0.01
+    by_job: Mapping[int, Fault] = field(default_factory=dict)
+
+    def fault_of(self, job: JobMetadata) -> Fault:
+        """Return what goes wrong with a job."""
+        if job.job_id in self.by_job:
+            return self.by_job[job.job_id]
+        drawn = self._random(job).choices(list(self.weights), list(self.weights.values()))
+        return drawn[0]
+
+    def failed_blocks(self, job: JobMetadata) -> list[int]:
+        """Return the blocks of a job that fail under `SOME_BLOCKS`: at least one."""
+        count = len(job.keys)
+        draw = self._random(job)
+        return sorted(draw.sample(range(count), draw.randint(1, count))) if count else []
+
+    def _random(self, job: JobMetadata) -> random.Random:
+        return random.Random(f"{self.seed}:{job.job_id}")
+
+
+class FaultyTier(AsyncTier):
+    """Wraps a tier and injects a plan's faults into its stores and loads."""
+
+    def __init__(self, tier: AsyncTier, plan: FaultPlan | None = None) -> None:
+        """Wrap `tier`, which is owned from now on; without a plan nothing goes wrong."""
+        self.inner = tier
+        self.plan = plan or FaultPlan()
+        self.capabilities = tier.capabilities
+        self.bounds = tier.bounds
+        self.injected: list[tuple[int, Fault]] = []
+        """(job id, fault) in the order in which the jobs began, faultless ones left out."""
+        self._hung: list[asyncio.Event] = []
+        self._released = False
+
+    async def open(self, env: TierEnvironment) -> None:
+        """Open the wrapped tier."""
+        await self.inner.open(env)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Ask the wrapped tier."""
+        return await self.inner.contains(keys)
+
+    async def store(self, job: JobMetadata) -> BlockFailures:
+        """Store, with the job's fault."""
+        return await self._perform(job)
+
+    async def load(self, job: JobMetadata) -> BlockFailures:
+        """Load, with the job's fault."""
+        return await self._perform(job)
+
+    async def close(self) -> None:
+        """Close the wrapped tier."""
+        await self.inner.close()
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Pass it on."""
+        self.inner.touch(keys)
+
+    def describe(self) -> str:
+        """Return the wrapped tier's line, marked."""
+        return f"{self.inner.describe()} (with faults)"
+
+    def release(self) -> None:
+        """Let every hung job go on, now and from now on. Thread: loop."""
+        self._released = True
+        for event in self._hung:
+            event.set()
+
+    async def _perform(self, job: JobMetadata) -> BlockFailures:
+        fault = self.plan.fault_of(job)
+        if fault is not Fault.NONE:
+            self.injected.append((job.job_id, fault))
+        if fault is Fault.SOME_BLOCKS:
+            return await self._perform_some(job)
+        if fault is Fault.IO_ERROR_BEFORE:
+            raise _io_error(job)
+        if fault is Fault.HANG:
+            await self._hang()
+        elif fault is Fault.SLOW:
+            await asyncio.sleep(self.plan.slow_s)
+        elif fault is Fault.CANCELLED:
+            _cancel_this_task()
+            await asyncio.sleep(0)
+        outcome = await self._forward(job)
+        if fault is Fault.IO_ERROR_AFTER:
+            raise _io_error(job)
+        return outcome
+
+    async def _forward(self, job: JobMetadata) -> BlockFailures:
+        operation = self.inner.load if job.is_promotion else self.inner.store
+        return await operation(job)
+
+    async def _perform_some(self, job: JobMetadata) -> BlockFailures:
+        """Leave the failing blocks out, and put the others' outcomes back in their places."""
+        failed = self.plan.failed_blocks(job)
+        failures: dict[int, TierError] = {
+            i: TierUnavailableError(f"injected: block {i} of job {job.job_id}") for i in failed
+        }
+        kept = [i for i in range(len(job.keys)) if i not in failures]
+        if kept:
+            keys = tuple(job.keys[i] for i in kept)
+            part = replace(job, keys=keys, block_ids=job.block_ids[kept])
+            outcome = await self._forward(part)
+            failures.update({kept[i]: error for i, error in outcome.items()})
+        return failures
+
+    async def _hang(self) -> None:
+        """Wait for the release; a cancellation is delivered only then."""
+        event = asyncio.Event()
+        if self._released:
+            event.set()
+        self._hung.append(event)
+        cancelled: asyncio.CancelledError | None = None
+        while not event.is_set():
+            try:
+                await event.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        self._hung.remove(event)
+        if cancelled is not None:
+            raise cancelled
+
+
+def _io_error(job: JobMetadata) -> OSError:
+    return OSError(errno.EIO, f"injected: job {job.job_id}")
+
+
+def _cancel_this_task() -> None:
+    task = asyncio.current_task()
+    if task is not None:
+        task.cancel()

@@ -1,0 +1,318 @@
+"""What a tier is tested in: a primary buffer with known bytes, threads, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload_async.abc.events import BlockFailures, BlocksAppeared, BlocksEvicted, TierEvent
+from kvoffload_async.abc.tier import AsyncTier, CloseReport
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.tiers._actor import ActorEnvironment
+from kvoffload_async.types import (
+    JobId,
+    JobMetadata,
+    JobResult,
+    OffloadKey,
+    ReqContext,
+    as_block_ids,
+    make_offload_key,
+)
+
+T = TypeVar("T")
+
+Rows = npt.NDArray[np.uint8]
+
+GUARD = 0xA5
+"""What every slot is full of until somebody writes it."""
+
+
+def key_of(number: int) -> OffloadKey:
+    """Return the `number`-th key of a test."""
+    return make_offload_key(hashlib.sha256(number.to_bytes(8, "big")).digest())
+
+
+def content_of(key: OffloadKey, num_bytes: int) -> Rows:
+    """Return the bytes that belong to a key."""
+    return np.frombuffer(hashlib.shake_128(key).digest(num_bytes), dtype=np.uint8)
+
+
+def make_job(
+    job_id: JobId, keys: Sequence[OffloadKey], slots: Iterable[int], *, is_promotion: bool
+) -> JobMetadata:
+    """Return a job of a request of its own."""
+    return JobMetadata(
+        job_id, tuple(keys), as_block_ids(slots), is_promotion, ReqContext(f"r{job_id}")
+    )
+
+
+class _Surroundings:
+    """Memory and threads; after `stop` nothing of either is left, or that is an error."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, timeout_s: float) -> None:
+        self.slot_bytes = slot_bytes
+        self.timeout_s = timeout_s
+        self._threads_before = set(threading.enumerate())
+        self.buffer = PrimaryBuffer(num_slots, slot_bytes)
+        self.host = RuntimeHost()
+        self.rows: Rows = np.asarray(self.buffer.view)
+        self.rows[:] = GUARD
+
+    def fill(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> None:
+        """Put the keys' bytes into slots."""
+        for key, slot in zip(keys, slots, strict=True):
+            self.rows[slot] = content_of(key, self.slot_bytes)
+
+    def holds(self, key: OffloadKey, slot: int) -> bool:
+        """Tell whether a slot has the key's bytes."""
+        return bool(np.array_equal(self.rows[slot], content_of(key, self.slot_bytes)))
+
+    def is_untouched(self, slot: int) -> bool:
+        """Tell whether nobody has written a slot."""
+        return bool((self.rows[slot] == GUARD).all())
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop, with the deadline."""
+        return self.host.bridge.runner.run(coroutine, self.timeout_s)
+
+    def on_loop(self, call: Callable[[], object]) -> None:
+        """Run a plain call on the loop's thread, and wait for it."""
+
+        async def perform() -> None:
+            call()
+
+        self.run(perform())
+
+    def stop(self) -> None:
+        """Stop the threads and unmap the memory; raises AssertionError for what is left."""
+        tasks = self.run(_task_names())
+        self.host.close(self.timeout_s)
+        self.rows = np.empty((0, 0), dtype=np.uint8)
+        unmapped = self.buffer.release()
+        threads = set(threading.enumerate()) - self._threads_before
+        assert not tasks, f"tasks were left on the loop: {tasks}"
+        assert not threads, f"threads were left: {sorted(t.name for t in threads)}"
+        assert unmapped, "somebody still holds the primary's buffer"
+
+
+async def _task_names() -> list[str]:
+    await asyncio.sleep(0)
+    return sorted(t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task())
+
+
+class TierHarness(_Surroundings):
+    """A bare tier, opened; a context manager.
+
+    Attributes:
+        rows: The primary's slots, shape `[num_slots, slot_bytes]`.
+        events: What the tier announced.
+    """
+
+    def __init__(
+        self,
+        tier: AsyncTier,
+        num_slots: int = 16,
+        slot_bytes: int = 4096,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Open the tier in front of a new buffer; the tier is closed with the harness."""
+        super().__init__(num_slots, slot_bytes, timeout_s)
+        self.tier = tier
+        self.events: list[TierEvent] = []
+        self._next_job_id = 0
+        bounds = tier.bounds
+        self._pool = self.host.bridge.create_pool(
+            bounds.concurrent_loads, bounds.concurrent_stores, bounds.concurrent_probes
+        )
+        self._env = ActorEnvironment(memoryview(self.buffer.view), self._pool, self.events.append)
+        try:
+            self.run(tier.open(self._env))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def store(
+        self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None
+    ) -> BlockFailures:
+        """Put the keys' bytes into slots (by default the first ones) and store them."""
+        slots = list(range(len(keys)) if slots is None else slots)
+        self.fill(keys, slots)
+        return self.run(self.tier.store(self.job(keys, slots, is_promotion=False)))
+
+    def load(self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None) -> BlockFailures:
+        """Load keys into slots, by default the first ones, which are wiped before."""
+        slots = list(range(len(keys)) if slots is None else slots)
+        self.rows[slots] = GUARD
+        return self.run(self.tier.load(self.job(keys, slots, is_promotion=True)))
+
+    def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Ask the tier."""
+        return self.run(self.tier.contains(keys))
+
+    def job(
+        self, keys: Sequence[OffloadKey], slots: Iterable[int], *, is_promotion: bool
+    ) -> JobMetadata:
+        """Return a job with a new id."""
+        self._next_job_id += 1
+        return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)
+
+    def announced(self) -> set[OffloadKey]:
+        """Return the blocks that the tier said it found, and did not say it dropped since."""
+        keys: set[OffloadKey] = set()
+        for event in self.events:
+            if isinstance(event, BlocksAppeared):
+                keys |= set(event.keys)
+            elif isinstance(event, BlocksEvicted):
+                keys -= set(event.keys)
+        return keys
+
+    def close(self) -> None:
+        """Close the tier, then everything else."""
+        try:
+            self.run(self.tier.close())
+        finally:
+            self._pool.close(self.timeout_s)
+            self._env.kv_view.release()
+            self.stop()
+
+
+class ManagerHarness(_Surroundings):
+    """A tier behind a `SecondaryTierManager`, with every job and result counted.
+
+    Attributes:
+        manager: The manager.
+        submitted: Job id -> how often it was submitted.
+        results: Every result, in order.
+        released: Disowned jobs whose copies have ended.
+    """
+
+    def __init__(
+        self,
+        tier: AsyncTier,
+        num_slots: int = 64,
+        slot_bytes: int = 4096,
+        timeout_s: float = 10.0,
+        *,
+        io_timeout_s: float = 30.0,
+        enable_kv_events: bool = False,
+    ) -> None:
+        """Open the tier."""
+        super().__init__(num_slots, slot_bytes, timeout_s)
+        self.submitted: Counter[JobId] = Counter()
+        self.results: list[JobResult] = []
+        self.released: list[JobId] = []
+        self._next_job_id = 0
+        try:
+            self.manager = SecondaryTierManager(
+                None,
+                self.buffer.view,
+                "tier",
+                tier,
+                runtime=self.host.bridge,
+                io_timeout_s=io_timeout_s,
+                enable_kv_events=enable_kv_events,
+            )
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.manager.shutdown(self.timeout_s)
+        self.collect()
+        self.stop()
+        if exc is None:
+            assert self.reported() == self.submitted, "not every job has exactly one result"
+
+    def submit_store(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
+        """Put the keys' bytes into slots and submit their store."""
+        slots = list(slots)
+        self.fill(keys, slots)
+        return self.submit(self._job(keys, slots, is_promotion=False))
+
+    def submit_load(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
+        """Wipe slots and submit a load into them."""
+        slots = list(slots)
+        self.rows[slots] = GUARD
+        return self.submit(self._job(keys, slots, is_promotion=True))
+
+    def submit(self, job: JobMetadata) -> JobMetadata:
+        """Submit a job as it is."""
+        submit = self.manager.submit_load if job.is_promotion else self.manager.submit_store
+        submit(job)
+        self.submitted[job.job_id] += 1
+        return job
+
+    def collect(self) -> list[JobResult]:
+        """Take what has ended; return the new results."""
+        new = list(self.manager.get_finished_jobs())
+        self.results += new
+        self.released += self.manager.get_released_jobs()
+        return new
+
+    def wait(self, is_done: Callable[[], bool] | None = None) -> None:
+        """Collect until `is_done()`, by default until every job has a result."""
+        if is_done is None:
+            is_done = self._all_reported
+        while True:
+            self.collect()
+            if is_done():
+                return
+            progress = self.host.bridge.wait_for_progress(self.timeout_s)
+            assert progress, f"nothing happened for {self.timeout_s} s"
+
+    def wait_released(self, job_ids: set[JobId]) -> None:
+        """Collect until the copies of these disowned jobs have ended."""
+        self.wait(lambda: job_ids <= set(self.released))
+
+    def reported(self) -> Counter[JobId]:
+        """Return job id -> how many results it has."""
+        return Counter(result.job_id for result in self.results)
+
+    def result_of(self, job: JobMetadata) -> JobResult:
+        """Return the job's only result."""
+        (result,) = [result for result in self.results if result.job_id == job.job_id]
+        return result
+
+    def shutdown(self) -> CloseReport:
+        """Shut the manager down and collect what is left."""
+        report = self.manager.shutdown(self.timeout_s)
+        self.collect()
+        return report
+
+    def _all_reported(self) -> bool:
+        return len(self.results) >= self.submitted.total()
+
+    def _job(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], *, is_promotion: bool
+    ) -> JobMetadata:
+        self._next_job_id += 1
+        return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)

@@ -1,0 +1,73 @@
+"""Where a block lies: the folder of its run configuration, and the path below it.
+
+    <root>/<model>_<12 hex digits of the run configuration's digest>/config.json
+    <same>_r<rank>/<hash[0:3]>/<hash[3:5]>_g<group>/<hash>.bin
+
+Source: the layout of vLLM's `fs` tier (file_mapper.py, 0.33), so that the two can share a folder.
+The digest is over the configuration as JSON with sorted keys and no blanks; everything that
+changes the layout of a block's bytes must be part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from kvoffload_async.types import (
+    OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+
+_DIGEST_DIGITS = 12
+_MAX_NAME_BYTES = 200
+BLOCK_SUFFIX = ".bin"
+TEMP_SUFFIX = ".tmp"
+
+
+class Namespace:
+    """The folder of one run configuration and rank.
+
+    Attributes:
+        digest: Names the layout of the blocks' bytes.
+        config_path: Where the run configuration is written down, for people.
+        folder: Where the blocks are.
+        fields: The run configuration.
+    """
+
+    def __init__(self, root_dir: str, fields: Mapping[str, Any], rank: int = 0) -> None:
+        self.fields = dict(fields)
+        canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
+        self.digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
+        base = f"{root_dir}/{safe_name(str(self.fields['model_name']))}_{self.digest}"
+        self.config_path = f"{base}/config.json"
+        self.folder = f"{base}_r{rank}"
+
+    def get_file_name(self, key: OffloadKey) -> str:
+        """Return the path of a key's block."""
+        return f"{self.leaf_of(key)}/{get_offload_block_hash(key).hex()}{BLOCK_SUFFIX}"
+
+    def leaf_of(self, key: OffloadKey) -> str:
+        """Return the folder of a key's block."""
+        digits = get_offload_block_hash(key).hex()
+        return f"{self.folder}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}"
+
+    def key_of(self, path: str) -> OffloadKey | None:
+        """Return the key of a block's path, or None if no block lies under such a path."""
+        file = PurePosixPath(path)
+        digits, _, group = file.parent.name.rpartition("_g")
+        try:
+            key = make_offload_key(bytes.fromhex(file.stem), int(group))
+        except (ValueError, OverflowError):
+            return None
+        return key if digits and self.get_file_name(key) == path else None
+
+
+def safe_name(model_name: str) -> str:
+    """Return a model's name as one path component, whatever characters it has."""
+    flat = model_name.replace("/", "_").replace("\0", "_")
+    return flat.encode(errors="surrogateescape")[:_MAX_NAME_BYTES].decode(errors="ignore")

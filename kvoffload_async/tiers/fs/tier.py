@@ -1,0 +1,283 @@
+"""The `fs` tier itself: one file a block, in a directory that processes and hosts may share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.tier import (
+    AsyncTier,
+    Direction,
+    TierBounds,
+    TierCapabilities,
+    TierEnvironment,
+)
+from kvoffload_async.errors import (
+    BlockMissingError,
+    ConfigError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+)
+from kvoffload_async.tiers.fs.blockfile import (
+    BlockFiles,
+    LoadOutcome,
+    StoreItem,
+    StoreOutcome,
+    StoreStatus,
+    Verify,
+)
+from kvoffload_async.tiers.fs.keeper import Keeper
+from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings, replace_item
+from kvoffload_async.tiers.fs.writers import WriterRegistry
+from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+
+T = TypeVar("T")
+Outcome = TypeVar("Outcome")
+Item = TypeVar("Item")
+
+_ROUNDS = 3
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsSettings:
+    """How an `fs` tier works; see the facade's `FileSystemTierManager` for the options' meaning."""
+
+    root_dir: str
+    run_config: Mapping[str, Any]
+    rank: int = 0
+    verify: Verify = Verify.WHEN_PRESENT
+    space: SpaceSettings | None = None
+    direct_io: bool = False
+    fsync: bool = False
+    reuse_inodes: bool = True
+    rescan_interval_s: float = 60.0
+    io_threads: int = 3
+    locality: Locality = Locality.LOCAL
+
+
+class FsTier(AsyncTier):
+    """Keeps each block in a file of its own.
+
+    A job's blocks are spread over the I/O threads in pieces of about 1 MiB or more, at most one a
+    thread; every block is judged on its own.
+    """
+
+    def __init__(
+        self,
+        settings: FsSettings,
+        create_policy: Callable[[int], CachePolicy],
+        ops: FileOps | None = None,
+    ) -> None:
+        """Describe the tier; nothing is touched before `open`.
+
+        Args:
+            settings: See `FsSettings`.
+            create_policy: Makes the eviction policy, given the blocks that fit.
+            ops: The system calls; tests put a fault layer here.
+        """
+        self.capabilities = TierCapabilities(
+            exclusive=False, persistent=True, locality=settings.locality
+        )
+        self.bounds = TierBounds()
+        self._settings = settings
+        self._create_policy = create_policy
+        self._ops = ops or FileOps()
+        self._env: TierEnvironment | None = None
+        self._rows: memoryview | None = None
+        self._row_bytes = 0
+        self._keeper: Keeper | None = None
+        self._space: Space | None = None
+
+    async def open(self, env: TierEnvironment) -> None:
+        """Make the folders, sweep what dead writers left, and take stock if there is a capacity.
+
+        Raises:
+            ConfigError: The directory cannot be made or written, the filesystem lacks what
+                `verify` requires, or the capacity is below one block.
+        """
+        settings = self._settings
+        self._env = env
+        self._row_bytes = env.kv_view.nbytes // len(env.kv_view)
+        self._rows = env.kv_view.cast("B", (env.kv_view.nbytes,))
+        namespace = Namespace(settings.root_dir, settings.run_config, settings.rank)
+        writers = WriterRegistry(self._ops, namespace.folder)
+        self._files = BlockFiles(
+            self._ops,
+            namespace,
+            writers.writer_id,
+            block_bytes=self._row_bytes,
+            verify=settings.verify,
+            direct_io=settings.direct_io,
+            fsync=settings.fsync,
+            reuses_inodes=settings.reuse_inodes,
+        )
+        self._keeper = Keeper(self._ops, namespace, writers, self._files, env)
+        try:
+            await env.io.run(Direction.NONE, partial(self._keeper.enter, settings.verify))
+            if settings.space is not None:
+                self._space = await self._keeper.open_space(
+                    settings.space, self._create_policy, self._row_bytes
+                )
+        except OSError as error:
+            raise ConfigError(
+                f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
+                "give a directory that this process may write"
+            ) from error
+        self._keeper.start(settings.rescan_interval_s)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return the keys that have a file."""
+        return await self._opened().io.run(Direction.NONE, partial(self._files.present, keys))
+
+    async def store(self, job: JobMetadata) -> BlockFailures:
+        """Write the blocks that have no file yet."""
+        items = [
+            StoreItem(index, key, self._row(slot))
+            for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True))
+        ]
+        if self._space is None:
+            outcomes = await self._spread(Direction.STORE, self._files.store, items)
+            return _failures(outcomes)
+        self._space.pin(job.keys)
+        try:
+            return await self._store_within(self._space, items)
+        finally:
+            self._space.unpin(job.keys)
+
+    async def load(self, job: JobMetadata) -> BlockFailures:
+        """Read blocks straight into the job's slots, and verify them there."""
+        items = [
+            (index, key, self._row(slot))
+            for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True))
+        ]
+        if self._space is None:
+            outcomes = await self._spread(Direction.LOAD, self._files.load, items)
+        else:
+            self._space.pin(job.keys)
+            try:
+                outcomes = await self._spread(Direction.LOAD, self._files.load, items)
+            finally:
+                self._space.unpin(job.keys)
+            await self._note_loads(self._space, job, outcomes)
+        return {o.index: o.error for o in outcomes if o.error is not None}
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Note a use of blocks, head to tail."""
+        if self._space is not None:
+            self._space.used(keys)
+
+    async def close(self) -> None:
+        """Stop keeping house, give back what was set aside, say goodbye; idempotent."""
+        keeper, self._keeper = self._keeper, None
+        try:
+            if keeper is not None:
+                await keeper.leave()
+        finally:
+            self._env = None
+            rows, self._rows = self._rows, None
+            if rows is not None:
+                rows.release()
+
+    def describe(self) -> str:
+        """Return where the blocks are."""
+        return f"files below {self._settings.root_dir}"
+
+    # -- storing within a capacity --------------------------------------------------------------
+
+    async def _store_within(self, space: Space, items: list[StoreItem]) -> BlockFailures:
+        failures: dict[int, TierError] = {}
+        squeeze = False
+        for _ in range(_ROUNDS):
+            placed, roomless, reserved = await space.plan(items, self._run_store, squeeze=squeeze)
+            try:
+                outcomes = await self._spread(Direction.STORE, self._files.store, placed)
+            except BaseException:
+                space.forget([item.key for item in placed if item.may_write])
+                await space.settle(reserved, 0, self._run_store)
+                raise
+            grown = space.account(outcomes)
+            if reserved or grown:
+                await space.settle(reserved, grown, self._run_store)
+            full = TierFullError(f"no room below {self._settings.root_dir}, and none to be made")
+            failures |= {item.index: full for item in roomless}
+            for outcome in outcomes:
+                failures.pop(outcome.item.index, None)  # from the round before
+            failures |= _failures(outcomes)
+            squeeze = any(isinstance(o.error, TierFullError) for o in outcomes)
+            again = [
+                o for o in outcomes if o.status in _AGAIN or isinstance(o.error, TierFullError)
+            ]
+            # What was set aside and not needed makes room for more, as long as some find room.
+            items = [replace_item(o.item) for o in again] + (roomless if placed else [])
+            if not items:
+                break
+        return failures
+
+    async def _note_loads(
+        self, space: Space, job: JobMetadata, outcomes: Sequence[LoadOutcome]
+    ) -> None:
+        """Take in how loading went: what was used, what was missing, what was removed as bad."""
+        bad = {o.index for o in outcomes if o.error is not None}
+        gone = [o.index for o in outcomes if o.removed or isinstance(o.error, BlockMissingError)]
+        space.used([key for index, key in enumerate(job.keys) if index not in bad])
+        space.forget([job.keys[index] for index in gone])
+        removed = sum(o.removed for o in outcomes)
+        if removed:
+            await space.settle(0, -removed * space.block_bytes, self._run_store)
+
+    async def _run_store(self, call: Callable[[], T]) -> T:
+        return await self._opened().io.run(Direction.STORE, call)
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    async def _spread(
+        self,
+        direction: Direction,
+        call: Callable[[Sequence[Item]], list[Outcome]],
+        items: Sequence[Item],
+    ) -> list[Outcome]:
+        """Run a call over the items in a few pieces, side by side."""
+        io = self._opened().io
+        by_size = max(1, len(items) * self._row_bytes // _PIECE_BYTES)
+        pieces = max(1, min(self._settings.io_threads, by_size, len(items)))
+        if pieces == 1:
+            return await io.run(direction, partial(call, items))
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(io.run(direction, partial(call, items[piece::pieces])))
+                for piece in range(pieces)
+            ]
+        return [outcome for task in tasks for outcome in task.result()]
+
+    def _row(self, slot: int) -> memoryview:
+        if self._rows is None:
+            raise TierClosedError("the fs tier is not open")
+        return self._rows[slot * self._row_bytes : (slot + 1) * self._row_bytes]
+
+    def _opened(self) -> TierEnvironment:
+        if self._env is None:
+            raise TierClosedError("the fs tier is not open")
+        return self._env
+
+
+_AGAIN = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
+
+
+def _failures(outcomes: Sequence[StoreOutcome]) -> dict[int, TierError]:
+    """Return why blocks failed; one that lost its room to others counts as without room."""
+    failures: dict[int, TierError] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            failures[outcome.item.index] = outcome.error
+        elif outcome.status in _AGAIN:
+            failures[outcome.item.index] = TierFullError("others took the block's room")
+    return failures
