@@ -1,0 +1,1 @@
+"""The adapter between a serving scheduler, its workers, and an `OffloadingManager`."""
