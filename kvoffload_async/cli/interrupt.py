@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """While entered, the first SIGINT only sets `is_requested`; a second one acts as always."""
+    """While entered, the first SIGINT only sets `is_requested`; a second one is a real one."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -28,13 +28,10 @@ class Interrupt:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._uninstall()
+        if self._is_installed:
+            signal.signal(signal.SIGINT, self._previous)
 
     def _handle(self, _signal_number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
-        self._uninstall()
-
-    def _uninstall(self) -> None:
-        if self._is_installed:
-            self._is_installed = False
-            signal.signal(signal.SIGINT, self._previous)
+        # Not the previous handler: a shell starts what runs in its background with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)

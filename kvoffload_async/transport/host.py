@@ -1,0 +1,275 @@
+"""The stand-in for an accelerator: the same contract over tensors in host memory.
+
+torch on the CPU has no working events and no pinned memory, so this is the project's own: one
+FIFO thread a direction, a compute clock to order transfers after, and faults on request. It also
+detects what an accelerator would do silently: a device block overwritten while an unfinished
+store reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.abc.transport import (
+    BlockCopies,
+    ComputeEvent,
+    GroupCopies,
+    Transfer,
+    TransferOutcome,
+    Transport,
+    group_copies,
+)
+from kvoffload_async.errors import StateError, TransportError
+from kvoffload_async.transport.layout import KVLayout
+
+_Bytes = npt.NDArray[np.uint8]
+_Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
+
+
+class HostEvent:
+    """A point in the stand-in's compute stream: reached when it is set."""
+
+    def __init__(self, *, reached: bool = True) -> None:
+        self._event = threading.Event()
+        if reached:
+            self._event.set()
+
+    def reach(self) -> None:
+        """Let everything that is ordered after this point go on. Thread: any."""
+        self._event.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is reached; False at the deadline."""
+        return self._event.wait(timeout_s)
+
+
+@dataclass(slots=True)
+class TransferFaults:
+    """What goes wrong in a direction; changed by tests at any time.
+
+    Attributes:
+        before_copy: Called with each transfer, in order, before it copies; may wait or raise.
+    """
+
+    before_copy: Callable[[BlockCopies], None] | None = None
+
+
+class HostTransfer(Transfer):
+    """A transfer of the stand-in."""
+
+    def __init__(self, copies: BlockCopies, after: HostEvent, num_bytes: int) -> None:
+        self.copies = copies
+        self.after = after
+        self.num_bytes = num_bytes
+        self.source_digest: int | None = None
+        self._ended = threading.Event()
+        self._outcome: TransferOutcome | None = None
+        self._lock = threading.Lock()
+        self._waiters: list[_Waiter] = []
+
+    async def outcome(self) -> TransferOutcome:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._outcome is not None:
+                return self._outcome
+            future: asyncio.Future[TransferOutcome] = loop.create_future()
+            self._waiters.append((loop, future))
+        return await future
+
+    def synchronize(self, timeout_s: float) -> bool:
+        return self._ended.wait(timeout_s)
+
+    def end(self, outcome: TransferOutcome) -> None:
+        """Publish the outcome and wake who awaits it. Thread: the direction's."""
+        with self._lock:
+            self._outcome = outcome
+            waiters, self._waiters = self._waiters, []
+        self._ended.set()
+        for loop, future in waiters:
+            loop.call_soon_threadsafe(_wake, future, outcome)
+
+
+def _wake(future: asyncio.Future[TransferOutcome], outcome: TransferOutcome) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One direction: a FIFO and the thread that serves it."""
+
+    queue: queue.SimpleQueue[HostTransfer | None] = field(default_factory=queue.SimpleQueue)
+    thread: threading.Thread | None = None
+
+
+class HostTransport(Transport):
+    """Copies between host tensors that play the device and the primary's slots.
+
+    Attributes:
+        faults: What goes wrong, by direction.
+        violations: Device blocks that changed while an unfinished store read them, as text.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        kv_view: memoryview,
+        *,
+        cell_offset_bytes: int = 0,
+        compute_timeout_s: float = 30.0,
+        detects_overwrites: bool = False,
+    ) -> None:
+        """Start one thread a direction.
+
+        Args:
+            layout: The device's tensors.
+            kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
+            cell_offset_bytes: Where this worker's cell begins in a slot.
+            compute_timeout_s: Seconds until a compute event that is never reached fails the
+                transfer behind it.
+            detects_overwrites: Whether sources of stores are hashed before and after the copy.
+
+        Raises:
+            StateError: A slot is too small for a chunk.
+        """
+        rows = np.asarray(kv_view)
+        if cell_offset_bytes + layout.chunk_bytes > rows.shape[1]:
+            raise StateError(
+                f"a slot of {rows.shape[1]} bytes does not hold a chunk of {layout.chunk_bytes} "
+                f"bytes at offset {cell_offset_bytes}"
+            )
+        self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
+        self.violations: list[str] = []
+        self._layout = layout
+        self._compute_timeout_s = compute_timeout_s
+        self._detects_overwrites = detects_overwrites
+        self._device: list[list[_Bytes]] = [
+            [table.pages.numpy() for table in group] for group in layout.groups
+        ]
+        self._host: list[list[_Bytes]] = [
+            [
+                _cells(
+                    rows,
+                    cell_offset_bytes + table.offset_bytes,
+                    layout.blocks_per_chunk,
+                    table.page_bytes,
+                )
+                for table in group
+            ]
+            for group in layout.groups
+        ]
+        self._lanes = {Direction.LOAD: _Lane(), Direction.STORE: _Lane()}
+        for direction, lane in self._lanes.items():
+            lane.thread = threading.Thread(
+                target=self._serve,
+                args=(direction, lane.queue),
+                name=f"kvoffload-copy-{direction.name.lower()}",
+                daemon=True,
+            )
+            lane.thread.start()
+        self._closed = False
+
+    def record_compute(self) -> HostEvent:
+        """Return an event that is reached already: on the host, computing has ended."""
+        return HostEvent()
+
+    def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
+        if not isinstance(after, HostEvent):
+            raise StateError("the compute event is of another transport")
+        transfer = HostTransfer(copies, after, self._num_bytes(copies))
+        if self._closed:
+            transfer.end(TransferOutcome(0, error=TransportError("the transport is closed")))
+            return transfer
+        if self._detects_overwrites and copies.direction is Direction.STORE and after.wait(0):
+            transfer.source_digest = self._digest(copies)
+        self._lanes[copies.direction].queue.put(transfer)
+        return transfer
+
+    def close(self, timeout_s: float) -> bool:
+        self._closed = True
+        deadline_s = time.monotonic() + timeout_s
+        for lane in self._lanes.values():
+            lane.queue.put(None)
+        threads = [lane.thread for lane in self._lanes.values() if lane.thread is not None]
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            return False
+        self._host.clear()
+        self._device.clear()
+        return True
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _serve(
+        self, direction: Direction, transfers: queue.SimpleQueue[HostTransfer | None]
+    ) -> None:
+        while (transfer := transfers.get()) is not None:
+            started_s = time.monotonic()
+            try:
+                self._perform(direction, transfer)
+            except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+                failure = TransportError(f"{type(error).__name__}: {error}")
+                failure.__cause__ = error
+                transfer.end(TransferOutcome(0, error=failure))
+            else:
+                seconds = time.monotonic() - started_s
+                transfer.end(TransferOutcome(transfer.num_bytes, seconds))
+
+    def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
+        if not transfer.after.wait(self._compute_timeout_s):
+            raise TransportError("the compute event was not reached in time")
+        copies = transfer.copies
+        before = transfer.source_digest
+        if before is None and self._detects_overwrites and direction is Direction.STORE:
+            before = self._digest(copies)
+        hook = self.faults[direction].before_copy
+        if hook is not None:
+            hook(copies)
+        for index, part in enumerate(group_copies(copies, self._layout.blocks_per_chunk)):
+            self._copy_group(direction, index, part)
+        if before is not None and before != self._digest(copies):
+            self.violations.append(
+                f"device blocks {copies.device.block_ids.tolist()} changed under a store"
+            )
+
+    def _copy_group(self, direction: Direction, index: int, part: GroupCopies) -> None:
+        for device, host in zip(self._device[index], self._host[index], strict=True):
+            if direction is Direction.STORE:
+                host[part.slots, part.places] = device[part.blocks]
+            else:
+                device[part.blocks] = host[part.slots, part.places]
+
+    def _num_bytes(self, copies: BlockCopies) -> int:
+        sizes = copies.device.group_sizes or (len(copies.device.block_ids),)
+        return sum(
+            size * sum(table.page_bytes for table in group)
+            for size, group in zip(sizes, self._layout.groups, strict=True)
+        )
+
+    def _digest(self, copies: BlockCopies) -> int:
+        hasher = xxhash.xxh3_64()
+        for index, part in enumerate(group_copies(copies, self._layout.blocks_per_chunk)):
+            for device in self._device[index]:
+                hasher.update(np.ascontiguousarray(device[part.blocks]).data)
+        return hasher.intdigest()
+
+
+def _cells(rows: _Bytes, offset_bytes: int, blocks_per_chunk: int, page_bytes: int) -> _Bytes:
+    """Return a tensor's part of every slot: `[num_slots, blocks_per_chunk, page_bytes]`, a view."""
+    part = rows[:, offset_bytes : offset_bytes + blocks_per_chunk * page_bytes]
+    return np.lib.stride_tricks.as_strided(
+        part,
+        (rows.shape[0], blocks_per_chunk, page_bytes),
+        (rows.strides[0], page_bytes, 1),
+    )

@@ -1,0 +1,200 @@
+"""Bad input: one clear line on standard error, status 2, and nothing has been started."""
+
+import json
+
+import pytest
+
+from kvoffload_async.cli import trace as trace_module
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"hash_ids": [1, 2', "not JSON: Expecting ',' delimiter at column 19"),
+        (b"[1, 2]", 'it must be an object with a list "hash_ids"'),
+        (b'{"input_length": 3}', 'it must be an object with a list "hash_ids"'),
+        (b'{"hash_ids": 3}', 'it must be an object with a list "hash_ids"'),
+        (b'{"hash_ids": [1, "x"]}', 'hash_ids[1] is "x"'),
+        (b'{"hash_ids": [true]}', "hash_ids[0] is true"),
+        (b'{"hash_ids": [1.5]}', "hash_ids[0] is 1.5"),
+        (b'{"hash_ids": [-1]}', "hash_ids[0] is -1"),
+        (b'{"hash_ids": [18446744073709551616]}', "hash_ids[0] is 18446744073709551616"),
+        (b'{"hash_ids": ["\xff"]}', "not UTF-8 at byte 15"),
+        (b"[" * 200_000, "not usable JSON"),
+    ],
+)
+def test_a_malformed_line_is_named_by_its_number(command, line, reason):
+    path = command.directory / "trace.jsonl"
+    path.write_bytes(b'{"hash_ids": [1]}\n\n' + line + b"\n")
+    message = command.refusal("replay", path, "--json", "-")
+    assert "Malformed line 3: " in message
+    assert reason in message
+
+
+def test_a_file_that_is_no_trace_is_not_read_as_one_line(command, monkeypatch):
+    monkeypatch.setattr(trace_module, "MAX_LINE_BYTES", 100)
+    path = command.file("x" * 1000, "trace.jsonl")
+    assert "Malformed line 1: longer than 100 bytes" in command.refusal("replay", path)
+
+
+def test_the_largest_block_id_is_replayed(command):
+    assert command.figures(command.trace([[0, 2**64 - 1]] * 2))["hits"] == {"primary": 2}
+
+
+def test_a_trace_that_is_not_there(command):
+    message = command.refusal("replay", command.directory / "nope.jsonl")
+    assert "nope.jsonl: cannot be read: No such file or directory" in message
+
+
+def test_a_trace_that_is_a_directory(command):
+    assert "Is a directory" in command.refusal("replay", command.directory)
+
+
+def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
+    message = command.refusal("replay", "--tier", "exampel")
+    assert "'exampel'" in message
+    assert "did you mean 'example'?" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--tier", "example:custom_parm=1"], "did you mean 'custom_param'?"),
+        (["--tier", "example:custom_param=x"], "custom_param: 'x' is not valid"),
+        (["--tier", "example:io_timeout_s=soon"], "io_timeout_s: 'soon' is not valid"),
+        (["--tier", "example:enable_kv_events=3"], "enable_kv_events: 3 is not valid"),
+        (["--tier", "example:custom_param"], "'custom_param' is no key=value"),
+        (["--tier", "example:a=1,a=2"], "'a' is given twice"),
+        (["--tier", ":a=1"], "no type"),
+        (["--tier", "Nothing:module_path=json"], "no attribute 'Nothing'"),
+        (["--tier", "Nothing:module_path=no_such_module"], "No module named"),
+        (["--block-bytes", "4Q"], "--block-bytes: '4Q' is not valid"),
+        (["--primary-bytes", "0"], "--primary-bytes: 0 is not valid"),
+        (["--primary-bytes", "1KiB"], "1024 bytes hold no block"),
+        (["--primary-blocks", "5", "--primary-bytes", "1MiB"], "exclude each other"),
+        (["--policy", "lur"], "did you mean 'lru'?"),
+        (["--json", "no/such/place"], "--json no/such/place: cannot be written"),
+        (["--config", "no-such-file"], "no-such-file: cannot be read"),
+    ],
+)
+def test_bad_flags(command, arguments, reason):
+    assert reason in command.refusal("replay", *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--primary-blocks", "0"], ["--limit", "x"], ["--nope"]])
+def test_impossible_flags_are_the_parsers_to_refuse(command, arguments):
+    result = command.run("replay", *arguments)
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[1]", "it must be a JSON object"),
+        ('{"a": ', "not JSON"),
+        ('{"blok_bytes": 1}', "did you mean 'block_bytes'?"),
+        ('{"cpu_bytes_to_use": "4 elephants"}', "cpu_bytes_to_use: '4 elephants'"),
+    ],
+)
+def test_bad_configuration_files(command, text, reason):
+    assert reason in command.refusal("replay", "--config", command.file(text))
+
+
+def test_a_report_that_cannot_be_written_is_known_before_the_replay(command, tmp_path):
+    message = command.refusal("replay", "--json", tmp_path / ("x" * 300))
+    assert "cannot be written: File name too long" in message
+
+
+def test_a_report_that_cannot_be_written_in_the_end(command):
+    result = command.run("replay", "--limit", 1, "--json", "/dev/full")
+    assert result.exit_code == 2
+    assert "--json /dev/full: cannot be written: No space left on device" in result.stderr
+    assert "hit ratio" in result.stdout
+
+
+def test_flags_override_the_file_and_the_file_the_defaults(command):
+    config = command.config(
+        cpu_bytes_to_use="1MiB", block_bytes=8192, eviction_policy="arc", secondary_tiers=[]
+    )
+    report = command.figures("--config", config)
+    assert (report["primary_blocks"], report["block_bytes"]) == (128, 8192)
+    assert report["policy"] == "arc"
+    assert list(report["hits"]) == ["primary"]
+    report = command.figures(
+        *("--config", config, "--primary-blocks", 77, "--block-bytes", "16KiB"),
+        *("--policy", "lru", "--tier", "example"),
+    )
+    assert (report["primary_blocks"], report["block_bytes"]) == (77, 16384)
+    assert report["policy"] == "lru"
+    assert list(report["hits"]) == ["primary", "example"]
+
+
+def test_primary_bytes_are_cut_to_whole_rows(command):
+    report = command.figures("--primary-bytes", "1MiB", "--block-bytes", "5000")
+    assert (report["primary_blocks"], report["row_bytes"]) == (128, 8192)
+
+
+def test_primary_blocks_are_exact_with_several_workers_too(command):
+    config = command.config(num_workers=3)
+    report = command.figures("--config", config, "--primary-blocks", 99, "--block-bytes", 1000)
+    assert (report["primary_blocks"], report["row_bytes"]) == (99, 4096)
+
+
+def test_a_trace_has_no_tier_unless_one_is_given(command):
+    report = command.figures(command.trace([[1]]))
+    assert list(report["hits"]) == ["primary"]
+    assert report["primary_blocks"] == 10_000
+
+
+class TestCheckConfig:
+    def test_shows_what_follows_from_a_configuration(self, command):
+        config = command.config(
+            cpu_bytes_to_use="1MiB",
+            block_bytes=5000,
+            secondary_tiers=[{"type": "example", "custom_param": 3}, {"type": "example"}],
+        )
+        result = command.run("check-config", config)
+        assert result.exit_code == 0
+        for text in ("128", "8,192 bytes", "example: custom_param=3", "lru"):
+            assert text in result.stdout
+
+    def test_shows_that_there_is_no_tier(self, command):
+        result = command.run("check-config", command.config(cpu_bytes_to_use=4096, block_bytes=1))
+        assert "none" in result.stdout
+
+    def test_starts_nothing(self, command, faulty_tiers):
+        tier = {"type": "Closed", "module_path": faulty_tiers}
+        config = command.config(cpu_bytes_to_use=4096, block_bytes=1, secondary_tiers=[tier])
+        assert command.run("check-config", config).exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("keys", "reason"),
+        [
+            ({"cpu_bytes_to_use": 1}, "block_bytes: missing"),
+            ({"cpu_bytes_to_use": 1, "block_bytes": 1}, "hold no block"),
+            ({"secondary_tiers": [{"type": "fsx"}]}, "missing"),
+        ],
+    )
+    def test_refuses(self, command, keys, reason):
+        assert reason in command.refusal("check-config", command.config(**keys))
+
+    def test_refuses_a_tier_option_of_another_type(self, command):
+        tier = {"type": "example", "custom_param": "3"}
+        config = command.config(cpu_bytes_to_use=4096, block_bytes=1, secondary_tiers=[tier])
+        message = command.refusal("check-config", config)
+        assert (
+            "secondary_tiers[0]: custom_param: '3' is not valid; it must be an integer" in message
+        )
+
+
+def test_json_on_standard_output_stands_alone(command):
+    result = command.run("replay", "--json", "-")
+    report = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert {
+        "requests", "block_refs", "hits", "hit_ratio", "jobs_submitted", "job_results",
+        "job_failures", "verified_blocks", "corrupt_blocks", "bytes_stored", "bytes_loaded",
+        "wall_s", "block_refs_per_s", "owner_us_per_step", "leaked_pins",
+    } <= report.keys()  # fmt: skip
+    assert report["owner_us_per_step"].keys() == {"p50", "p99", "max"}

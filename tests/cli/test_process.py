@@ -1,0 +1,94 @@
+"""The command as a process: how it is started, and how Ctrl-C ends it."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+DEADLINE_S = 60
+PIPE_BYTES = 1 << 17  # more than a pipe and a reader's buffer hold
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvoffload_async", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def finish(process):
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def test_the_module_runs_the_command():
+    status, out, err = finish(start("replay", "--limit", "20", "--json", "-"))
+    assert (status, err) == (0, "")
+    assert json.loads(out)["requests"] == 20
+
+
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvoffload", "replay", "--limit", "3", "--json", "-"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("kvoffload_async", run_name="__main__")
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 3
+
+
+def test_bad_input_has_no_traceback():
+    status, out, err = finish(start("replay", "no-such-trace"))
+    assert (status, out) == (2, "")
+    assert err == "kvoffload: error: no-such-trace: cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize("json_flag", [True, False])
+def test_ctrl_c_ends_in_order_with_the_figures_so_far(tmp_path, json_flag):
+    pipe = tmp_path / "trace"
+    os.mkfifo(pipe)
+    output = ["--json", "-"] if json_flag else []
+    process = start("replay", str(pipe), "--tier", "example", "--concurrency", "4", *output)
+    is_running = threading.Event()
+
+    def feed():
+        """Write a trace without an end, until nobody reads it."""
+        written = 0
+        try:
+            with pipe.open("w") as trace:
+                for first in range(0, 10**9, 8):
+                    line = json.dumps({"hash_ids": list(range(first, first + 16))}) + "\n"
+                    written += trace.write(line)
+                    if written > PIPE_BYTES:
+                        is_running.set()
+        except BrokenPipeError:
+            pass
+
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    try:
+        assert is_running.wait(DEADLINE_S)
+        process.send_signal(signal.SIGINT)
+        status, out, err = finish(process)
+    finally:
+        process.kill()
+    feeder.join(DEADLINE_S)
+    assert not feeder.is_alive()
+    assert (status, err) == (130, "")
+    if not json_flag:
+        assert "Replay, interrupted" in out
+        return
+    report = json.loads(out)
+    assert report["interrupted"]
+    assert report["requests"] > 0
+    assert report["jobs_submitted"] == report["job_results"] > 0
+    assert report["corrupt_blocks"] == report["leaked_pins"] == 0
