@@ -81,3 +81,7 @@ class CachePolicy(ABC):
     @abstractmethod
     def resident(self) -> Iterable[OffloadKey]:
         """Return every resident key, the best victim first. For laws and inspection."""
+
+    def violations(self) -> Iterable[str]:
+        """Return which invariants of the policy's own do not hold, in words. For laws."""
+        return ()

@@ -240,6 +240,7 @@ class Engine:
             name = self.tiers[event.tier].name
             raise StateError(f"tier {name!r} released job {event.job_id}, which is not its job")
         del self.disowned[event.job_id]
+        self.tiers[event.tier].released(late.job)
         if late.holds_slots:
             self.primary.release_slots(late.job.block_ids.tolist())
         else:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
-from typing import Protocol, runtime_checkable
 
 from kvoffload_async.core.engine import Engine
 from kvoffload_async.types import JobMetadata, OffloadKey
-
-
-@runtime_checkable
-class SelfChecking(Protocol):
-    """A policy that knows invariants of its own."""
-
-    def violations(self) -> Iterable[str]:
-        """Return what does not hold, in words."""
-        ...
 
 
 def jobs_are_counted(engine: Engine) -> Iterator[str]:
@@ -60,9 +50,10 @@ def every_use_has_its_reason(engine: Engine) -> Iterator[str]:
     yield from _writes(engine, {key for key, (_, refs) in blocks.items() if refs < 0})
     yield from _slots_of_jobs(engine, {key: slot for key, (slot, _) in blocks.items()})
     for index, tier in enumerate(engine.tiers):
+        late = ((copy.tier, copy.job) for copy in engine.disowned.values())
         cascading = sum(
             len(job.keys)
-            for at, job in engine.jobs.values()
+            for at, job in chain(engine.jobs.values(), late)
             if at == index and not job.is_promotion
         )
         if tier.cascading_blocks != cascading:
@@ -103,8 +94,7 @@ def policy_ranks_what_is_resident(engine: Engine) -> Iterator[str]:
             yield f"block {key.hex()} is ranked {count} times"
     yield from (f"block {key.hex()} is ranked, but absent" for key in set(ranked) - resident)
     yield from (f"block {key.hex()} is resident, but not ranked" for key in resident - set(ranked))
-    if isinstance(primary.policy, SelfChecking):
-        yield from primary.policy.violations()
+    yield from primary.policy.violations()
 
 
 def pending_work_is_known(engine: Engine) -> Iterator[str]:

@@ -95,7 +95,8 @@ class TierSlot:
             landed = len(job.keys) if result.success else len(result.successful_keys or ())
             self.counters.loaded_blocks += landed
             return
-        self.cascading_blocks -= len(job.keys)
+        if not result.disowned:
+            self.cascading_blocks -= len(job.keys)
         self.counters.stored_bytes += num_bytes
         self.counters.stored_blocks += len(job.keys) if result.success else 0
         if self.backpressure is None:
@@ -104,3 +105,8 @@ class TierSlot:
             self.backpressure.store_ended(result.transfer_time or 0.0, num_bytes, now_s)
         else:
             self.backpressure.store_failed(now_s)
+
+    def released(self, job: JobMetadata) -> None:
+        """Note that a disowned job's copy has ended: until then it counts as under way."""
+        if not job.is_promotion:
+            self.cascading_blocks -= len(job.keys)

@@ -132,6 +132,14 @@ class ArcPolicy(CachePolicy):
         above, below = islice(self.t1, num_above_target), islice(self.t1, num_above_target, None)
         return tuple(chain(above, self.t2, below))
 
+    def violations(self) -> Iterable[str]:
+        c = self.capacity_blocks
+        t1, t2, b1, b2 = (len(part) for part in (self.t1, self.t2, self.b1, self.b2))
+        if t1 + t2 > c or t1 + b1 > c or t1 + t2 + b1 + b2 > 2 * c or not 0 <= self.p <= c:
+            yield f"|T1|={t1} |T2|={t2} |B1|={b1} |B2|={b2} p={self.p} c={c}"
+        if len({*self.t1, *self.t2, *self.b1, *self.b2}) != t1 + t2 + b1 + b2:
+            yield "a key is in two lists"
+
 
 class _Rehearsal:
     """L1 or L2 as a batch in the making would leave it; the lists themselves stay as they are.

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from core.world import HIT, MISS, PENDING, RETRY, World, k
+from core.world import HIT, MISS, PENDING, RETRY, THOROUGH, World, Write, k
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,156 +23,160 @@ from kvoffload_async.types import ALL_TIERS, Locality, TierMatcher
 
 pytestmark = pytest.mark.stateful
 
-NAMES = st.sampled_from([k(name) for name in "abcdefghij"])
+CHAINS = ("abcdef", "abxyz", "cadb")
+CHAIN = st.builds(
+    lambda chain, start, length: [k(name) for name in chain[start : start + length]],
+    st.sampled_from(CHAINS),
+    st.sampled_from([0, 0, 0, 1, 2]),
+    st.integers(1, 5),
+)
+ALL_KEYS = [k(name) for name in sorted(set("".join(CHAINS)))]
 FILTERS = st.sampled_from(
     [ALL_TIERS, ALL_TIERS, frozenset(), frozenset({TierMatcher(locality=Locality.REMOTE)})]
 )
 ERRORS = st.sampled_from([BlockMissingError, TierFullError, TierUnavailableError])
 DEFERRAL_S = 8.0
+SETUPS = st.fixed_dictionaries(
+    {
+        "num_slots": st.integers(1, 8),
+        "tiers": st.sampled_from([2, 1, 3, 0]),
+        "policy": st.sampled_from(["lru", "arc"]),
+        "cap": st.sampled_from([4, 1, 2, 8, 0]),
+        "cascade_blocks": st.sampled_from([1_000, 4, 1]),
+        "faults": st.sampled_from([1_000, 2, 1]),
+        "accept_prefix": st.booleans(),
+        "request_level": st.sets(st.integers(0, 2), max_size=2),
+    }
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(
-        num_slots=st.integers(1, 8),
-        tiers=st.integers(0, 3),
-        policy=st.sampled_from(["lru", "arc"]),
-        cap=st.integers(0, 8),
-        cascade_blocks=st.sampled_from([1, 4, 1_000]),
-        faults=st.sampled_from([1, 2, 1_000]),
-        accept_prefix=st.booleans(),
-        request_level=st.sets(st.integers(0, 2), max_size=2),
-    )
-    def build(
-        self,
-        num_slots,
-        tiers,
-        policy,
-        cap,
-        cascade_blocks,
-        faults,
-        accept_prefix,
-        request_level,
-    ):
+    """Few rules with much in each: then hypothesis spends its steps on what interacts."""
+
+    @initialize(setup=SETUPS, stored_before=st.sets(st.sampled_from(ALL_KEYS)))
+    def build(self, setup, stored_before):
+        tiers = setup["tiers"]
         self.world = World(
-            num_slots,
+            setup["num_slots"],
             tiers,
-            policy=policy,
-            limits=EngineLimits(cap, cascade_blocks, DEFERRAL_S),
-            breaker=BreakerSettings(fault_threshold=faults, retry_after_s=3.0),
-            request_level=sorted(request_level & set(range(tiers))),
+            policy=setup["policy"],
+            limits=EngineLimits(setup["cap"], setup["cascade_blocks"], DEFERRAL_S),
+            breaker=BreakerSettings(setup["faults"], retry_after_s=3.0),
+            request_level=sorted(setup["request_level"] & set(range(tiers))),
             pressed_tier=1,
-            accept_prefix=accept_prefix,
+            accept_prefix=setup["accept_prefix"],
         )
+        if tiers:
+            self.world.fill(tiers - 1, sorted(stored_before))
         self.ids = itertools.count()
         self.deferred = set()
+        for _ in range(2):
+            self.begin(ALL_TIERS, CHAINS[0])
 
     def request(self, data):
-        return data.draw(st.sampled_from(sorted(self.world.live.items())))[1]
+        live = self.world.live
+        return live[data.draw(st.sampled_from(sorted(live)))]
 
     # -- the scheduler --------------------------------------------------------------------------
 
-    @rule(load_tier_filter=FILTERS, positions=st.permutations("abcdefghij"))
-    def begin(self, load_tier_filter, positions):
-        where = {k(name): i for i, name in enumerate(positions[:6])}
+    @precondition(lambda self: len(self.world.live) < 4)
+    @rule(load_tier_filter=FILTERS, chain=st.sampled_from(CHAINS))
+    def begin(self, load_tier_filter, chain):
+        where = {k(name): i for i, name in enumerate(chain)}
         req_id = f"r{next(self.ids)}"
         self.world.begin(req_id, load_tier_filter=load_tier_filter, key_positions=where)
 
     @precondition(lambda self: self.world.live)
-    @rule(data=st.data(), keys=st.lists(NAMES, min_size=1, max_size=5, unique=True))
-    def look_up_and_load_the_head(self, data, keys):
+    @rule(data=st.data(), keys=CHAIN, loads=st.booleans())
+    def look_up_and_load_the_head(self, data, keys, loads):
         ctx = self.request(data)
         answers = [self.world.lookup(ctx, key) for key in keys]
-        head = list(itertools.takewhile(lambda pair: pair[1] is HIT, zip(keys, answers, strict=True)))
         if {PENDING, RETRY} & set(answers):
             self.deferred.add(ctx.req_id)
             return
         self.deferred.discard(ctx.req_id)
-        if head and data.draw(st.booleans()):
-            self.world.load(ctx, [key for key, _ in head])
-
-    @precondition(lambda self: self.world.reads)
-    @rule(data=st.data())
-    def end_a_load(self, data):
-        reads = [read for read in self.world.reads if not read.stale]
-        if reads:
-            self.world.loaded(data.draw(st.sampled_from(reads)))
+        pairs = zip(keys, answers, strict=True)
+        head = [key for key, _ in itertools.takewhile(lambda pair: pair[1] is HIT, pairs)]
+        if head and loads:
+            self.world.load(ctx, head)
 
     @precondition(lambda self: self.world.live)
-    @rule(data=st.data(), keys=st.lists(NAMES, max_size=6))
-    def offer(self, data, keys):
-        self.world.offer(self.request(data), keys)
+    @rule(data=st.data(), keys=CHAIN, again=st.booleans(), ends=st.booleans())
+    def offer(self, data, keys, again, ends):
+        before = len(self.world.writes)
+        self.world.offer(self.request(data), keys + keys[:1] if again else keys)
+        if ends and len(self.world.writes) > before:
+            self.world.written(self.world.writes[-1])
 
-    @precondition(lambda self: self.world.writes)
+    @precondition(lambda self: any(not copy.stale for copy in self.world.copies))
     @rule(data=st.data(), success=st.sampled_from([True, True, True, False]))
-    def end_a_store(self, data, success):
-        writes = [write for write in self.world.writes if not write.stale]
-        if writes:
-            self.world.written(data.draw(st.sampled_from(writes)), success=success)
+    def end_a_device_copy(self, data, success):
+        copies = [copy for copy in self.world.copies if not copy.stale]
+        copy = copies[data.draw(st.integers(0, len(copies) - 1))]
+        if isinstance(copy, Write):
+            self.world.written(copy, success=success)
+        else:
+            self.world.loaded(copy)
 
     @precondition(lambda self: self.world.live)
-    @rule(data=st.data(), keys=st.lists(NAMES, max_size=4))
-    def touch(self, data, keys):
-        self.world.engine.touch(keys, self.request(data))
-
-    @precondition(lambda self: self.world.live)
-    @rule(data=st.data())
-    def finish(self, data):
+    @rule(data=st.data(), keys=CHAIN)
+    def touch_and_finish(self, data, keys):
         ctx = self.request(data)
+        self.world.engine.touch(keys, ctx)
         self.deferred.discard(ctx.req_id)
         self.world.finish(ctx)
 
-    @rule(seconds=st.sampled_from([0.0, 0.5, 4.0]))
-    def step(self, seconds):
+    @rule(seconds=st.sampled_from([0.5, 0.0, 4.0]), settles=st.booleans())
+    def step(self, seconds, settles):
         self.world.step(seconds)
+        if settles:
+            self.world.settle_all()
 
     # -- the tiers ------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.running)
-    @rule(data=st.data(), how=st.sampled_from(["ok", "ok", "ok", "part", "none"]), error=ERRORS)
-    def settle(self, data, how, error):
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["ok", "disown", "part", "none", "ok"]),
+        error=ERRORS,
+        seconds=st.sampled_from([0.0, 0.001, 1.0]),
+    )
+    def settle(self, data, how, error, seconds):
         job_id = data.draw(st.sampled_from(sorted(self.world.running)))
+        if how == "disown":
+            self.world.disown(job_id)
+            return
         indices = range(len(self.world.running[job_id][1].keys))
         failed = {"ok": (), "none": indices}.get(how)
         if failed is None:
             failed = data.draw(st.sets(st.sampled_from(indices), min_size=1))
-        seconds = data.draw(st.sampled_from([0.0, 0.001, 1.0]))
         fault = error("scripted") if failed else None
         self.world.settle(job_id, failed=failed, error=fault, seconds=seconds)
-
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def disown(self, data):
-        self.world.disown(data.draw(st.sampled_from(sorted(self.world.running))))
 
     @precondition(lambda self: self.world.late)
     @rule(data=st.data())
     def release(self, data):
         self.world.release(data.draw(st.sampled_from(sorted(self.world.late))))
 
-    @precondition(lambda self: self.world.tiers)
-    @rule(data=st.data(), key=NAMES)
-    def change_a_tier(self, data, key):
-        index = data.draw(st.integers(0, len(self.world.tiers) - 1))
-        tier = self.world.tiers[index]
-        match data.draw(st.sampled_from(["lose", "probe", "refuse"])):
-            case "lose":
-                self.world.lose(index, key)
-            case "probe":
-                tier.is_probing = not tier.is_probing
-            case _:
-                self.world.refusing ^= {index}
+    # -- what is rare ---------------------------------------------------------------------------
 
-    # -- reset ----------------------------------------------------------------------------------
-
-    @rule(really=st.sampled_from([False, False, False, True]))
-    def reset(self, really):
-        if really:
+    @rule(
+        what=st.sampled_from(["lose", "probe", "refuse", "reset"]),
+        tier=st.integers(0, 2),
+        key=st.sampled_from(ALL_KEYS),
+    )
+    def disturb(self, what, tier, key):
+        if self.world.engine.promotions_held:
+            self.world.flush_reset()
+        elif what == "reset":
             self.world.reset()
-
-    @precondition(lambda self: self.world.engine.promotions_held)
-    @rule()
-    def flush_reset(self):
-        self.world.flush_reset()
+        elif tier < len(self.world.tiers):
+            if what == "lose":
+                self.world.lose(tier, key)
+            elif what == "probe":
+                self.world.tiers[tier].is_probing ^= True
+            else:
+                self.world.refusing ^= {tier}
 
     # -- always ---------------------------------------------------------------------------------
 
@@ -182,22 +186,20 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.check()
 
     def teardown(self):
-        if not hasattr(self, "world"):
-            return
-        self.decide_what_is_deferred()
-        self.world.wind_down()
+        if hasattr(self, "world"):
+            self.decide_what_is_deferred()
+            self.world.wind_down()
 
     def decide_what_is_deferred(self):
         """P14: with every copy ending each step, and probes that never answer."""
         world = self.world
         steps = int(DEFERRAL_S) + 2
-        keys = [k(name) for name in "abcdefghij"]
         world.story.tell(*(RequestDeferred(req_id, steps) for req_id in sorted(self.deferred)))
         for _ in range(steps):
             for write in [write for write in world.writes if not write.stale]:
                 world.written(write)
             for req_id in sorted(self.deferred):
-                answers = {world.lookup(world.live[req_id], key) for key in keys}
+                answers = {world.lookup(world.live[req_id], key) for key in ALL_KEYS}
                 if answers <= {HIT, MISS}:
                     self.deferred.discard(req_id)
                     world.story.tell(RequestDecided(req_id))
@@ -206,7 +208,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.deferred
 
 
-TestEngine = EngineMachine.TestCase
+class TestEngine(EngineMachine.TestCase):
+    settings = THOROUGH
 
 
 @given(

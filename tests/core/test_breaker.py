@@ -1,0 +1,56 @@
+import itertools
+
+import pytest
+
+from kvoffload_async.core import breaker as module
+from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings, BreakerState
+
+TRIED, WORKED, FAULTED = BreakerEvent.TRIED, BreakerEvent.WORKED, BreakerEvent.FAULTED
+
+
+def breaker_after(*events, threshold=2, now_s=0.0):
+    breaker = Breaker(BreakerSettings(threshold, retry_after_s=5.0))
+    for event in events:
+        breaker.note(event, now_s)
+    return breaker
+
+
+def test_the_table_is_total():
+    assert set(module._NEXT) == set(itertools.product(BreakerState, BreakerEvent))
+
+
+def test_faults_in_a_row_open_it():
+    breaker = breaker_after(FAULTED)
+    assert breaker.permits(0.0)
+    breaker.note(FAULTED, 1.0)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.permits(5.9)
+
+
+def test_a_success_between_faults_starts_the_count_anew():
+    assert breaker_after(FAULTED, WORKED, FAULTED).state is BreakerState.CLOSED
+
+
+def test_after_a_wait_one_job_is_tried():
+    breaker = breaker_after(FAULTED, FAULTED)
+    assert breaker.permits(5.0)
+    breaker.note(TRIED, 5.0)
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert not breaker.permits(100.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "permitted"),
+    [(WORKED, BreakerState.CLOSED, True), (FAULTED, BreakerState.OPEN, False)],
+)
+def test_the_tried_job_decides(outcome, state, permitted):
+    breaker = breaker_after(FAULTED, FAULTED, TRIED, outcome)
+    assert breaker.state is state
+    assert breaker.permits(0.0) is permitted
+
+
+def test_good_news_from_before_it_opened_is_believed():
+    breaker = breaker_after(FAULTED, FAULTED, WORKED)
+    assert breaker.state is BreakerState.CLOSED
+    breaker.note(FAULTED, 0.0)
+    assert breaker.state is BreakerState.CLOSED

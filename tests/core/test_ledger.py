@@ -1,0 +1,197 @@
+import inspect
+import itertools
+import re
+
+import pytest
+from core.world import job, ks
+
+from kvoffload_async.abc.events import JobOverdue, JobSettled
+from kvoffload_async.core import ledger as module
+from kvoffload_async.core.ledger import (
+    JobAbandoned,
+    JobEvent,
+    JobState,
+    Launched,
+    Ledger,
+    abandoned,
+)
+from kvoffload_async.errors import (
+    BlockMissingError,
+    IllegalTransitionError,
+    StateError,
+    TierClosedError,
+    TierTimeoutError,
+)
+
+EVENTS = {
+    "Launched": Launched(0),
+    "JobSettled": JobSettled(0),
+    "JobOverdue": JobOverdue(0, TierTimeoutError("late")),
+    "JobAbandoned": JobAbandoned(0, TierClosedError("shutdown")),
+}
+PATHS = {
+    JobState.QUEUED: (),
+    JobState.FLYING: ("Launched",),
+    JobState.DISOWNED: ("Launched", "JobOverdue"),
+    JobState.SETTLED: ("Launched", "JobSettled"),
+}
+PAIRS = list(itertools.product(JobState, EVENTS))
+
+
+def ledger_in(state, **options):
+    ledger = Ledger(slot_bytes=10)
+    ledger.accept(job(0, "abc", **options))
+    for name in PATHS[state]:
+        ledger.handle(EVENTS[name])
+    assert ledger.state_of(0) is state
+    return ledger
+
+
+def test_the_table_is_total_over_states_and_events():
+    assert set(Ledger.TRANSITIONS) == set(itertools.product(JobState, JobEvent.__args__))
+    assert {type(event) for event in EVENTS.values()} == set(JobEvent.__args__)
+
+
+@pytest.mark.parametrize(("state", "event"), PAIRS)
+def test_every_event_has_its_effect_or_is_illegal_and_changes_nothing(state, event):
+    ledger = ledger_in(state)
+    ledger_results = len(ledger.take_results())
+    if state is JobState.SETTLED:
+        ledger = ledger_in(state)  # taking the result ended the job
+    if Ledger.TRANSITIONS[state, type(EVENTS[event])] is None:
+        with pytest.raises(IllegalTransitionError, match=state.name):
+            ledger.handle(EVENTS[event])
+        assert ledger.state_of(0) is state
+    else:
+        assert ledger.handle(EVENTS[event]).job_id == 0
+        assert ledger_results + len(ledger.take_results()) <= 2
+
+
+def test_the_diagram_in_the_docstring_shows_the_table():
+    """An arrow for every change of state, and no arrow for anything else."""
+    arrow = r"(?<!\w)(?=(\w+) --([\w| ]+)--> \(?(\w+)\)?)"
+    drawn = {
+        (source, event, target)
+        for source, events, target in re.findall(arrow, module.__doc__)
+        for event in events.split(" | ")
+        if event != "taken"
+    }
+    tabled = set()
+    for state, event in PAIRS:
+        if Ledger.TRANSITIONS[state, type(EVENTS[event])] is None:
+            continue
+        ledger = ledger_in(state)
+        ledger.handle(EVENTS[event])
+        after = ledger.state_of(0)
+        if after is not state:
+            tabled.add((state.name, event, after.name if after else "released"))
+    assert drawn == tabled
+
+
+def test_every_handler_is_in_the_table():
+    used = {handler.__name__ for handler in Ledger.TRANSITIONS.values() if handler}
+    private = {name for name, _ in inspect.getmembers(Ledger, inspect.isfunction)}
+    assert used == {name for name in private if name.startswith("_") and "__" not in name} - {
+        "_report"
+    }
+
+
+def test_a_settled_job_has_one_result_and_is_gone_when_it_is_taken():
+    ledger = ledger_in(JobState.SETTLED)
+    assert ledger.has_results
+    (result,) = ledger.take_results()
+    assert (result.success, result.transfer_bytes, result.error) == (True, 30, None)
+    assert ledger.state_of(0) is None
+    assert ledger.take_results() == []
+    with pytest.raises(IllegalTransitionError, match="unknown"):
+        ledger.handle(JobSettled(0))
+
+
+def test_a_partly_failed_promotion_names_what_landed_50321():
+    """50321: one bad block discarded the whole batch."""
+    ledger = ledger_in(JobState.FLYING, promotion=True)
+    missing = BlockMissingError("c")
+    ledger.handle(JobSettled(0, {2: missing}, seconds=1.5))
+    (result,) = ledger.take_results()
+    assert not result.success
+    assert result.successful_keys == frozenset(ks("ab"))
+    assert (result.error, result.transfer_bytes, result.transfer_time) == (missing, 20, 1.5)
+
+
+def test_a_partly_failed_cascade_names_nothing():
+    ledger = ledger_in(JobState.FLYING)
+    ledger.handle(JobSettled(0, {0: BlockMissingError("a")}))
+    (result,) = ledger.take_results()
+    assert (result.success, result.successful_keys) == (False, None)
+
+
+def test_the_error_is_that_of_the_first_failed_block():
+    ledger = ledger_in(JobState.FLYING)
+    errors = {2: BlockMissingError("c"), 1: BlockMissingError("b")}
+    ledger.handle(JobSettled(0, errors))
+    assert ledger.take_results()[0].error is errors[1]
+
+
+def test_a_job_that_failed_as_a_whole_moved_nothing():
+    ledger = ledger_in(JobState.FLYING, promotion=True)
+    ledger.handle(JobSettled(0, job_error=TierTimeoutError("late")))
+    (result,) = ledger.take_results()
+    assert (result.success, result.successful_keys, result.transfer_bytes) == (
+        False,
+        frozenset(),
+        0,
+    )
+
+
+def test_an_overdue_job_is_reported_at_once_and_released_when_its_copy_ends():
+    ledger = ledger_in(JobState.DISOWNED)
+    (result,) = ledger.take_results()
+    assert (result.success, result.disowned) == (False, True)
+    assert ledger.unfinished_count == 0
+    assert ledger.ids_in(JobState.DISOWNED) == [0]
+    assert ledger.take_released() == []
+    ledger.handle(JobSettled(0))
+    assert ledger.take_released() == [0]
+    assert ledger.take_results() == []
+    assert ledger.state_of(0) is None
+
+
+def test_a_queued_job_at_shutdown_gets_a_failed_result():
+    """7b, latent: the pool's shutdown dropped queued tasks without results."""
+    ledger = ledger_in(JobState.QUEUED)
+    assert ledger.unfinished_count == 1
+    ledger.handle(EVENTS["JobAbandoned"])
+    (result,) = ledger.take_results()
+    assert (result.success, result.disowned) == (False, False)
+    assert ledger.state_of(0) is None
+
+
+def test_an_empty_job_ends_like_any_other():
+    """7b, latent: a job without blocks never completed."""
+    ledger = Ledger(10)
+    ledger.accept(job(0, ""))
+    ledger.handle(Launched(0))
+    ledger.handle(JobSettled(0))
+    assert [(r.success, r.transfer_bytes) for r in ledger.take_results()] == [(True, 0)]
+
+
+def test_a_job_id_in_use_is_answered_with_a_failure_and_the_first_job_goes_on():
+    ledger = ledger_in(JobState.FLYING)
+    assert not ledger.accept(job(0, "x"))
+    (refusal,) = ledger.take_results()
+    assert isinstance(refusal.error, StateError)
+    assert ledger.state_of(0) is JobState.FLYING
+    ledger.handle(JobSettled(0))
+    assert [r.success for r in ledger.take_results()] == [True]
+
+
+def test_a_job_whose_tier_went_away_counts_as_still_running():
+    result = abandoned(job(3), TierClosedError("gone"))
+    assert (result.job_id, result.success, result.disowned) == (3, False, True)
+
+
+def test_a_refused_job_is_answered_and_never_run():
+    ledger = Ledger(10)
+    ledger.refuse(job(4), TierClosedError("shut down"))
+    assert ledger.state_of(4) is None
+    assert [r.job_id for r in ledger.take_results()] == [4]

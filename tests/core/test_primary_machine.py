@@ -1,0 +1,173 @@
+"""The primary tier alone against a model that knows only sets and numbers."""
+
+import pytest
+from core.world import HIT, MISS, PENDING, POLICIES, THOROUGH, k, whole_state
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.errors import StateError
+from kvoffload_async.types import ReqContext
+
+pytestmark = pytest.mark.stateful
+
+KEYS = [k(name) for name in "abcdefgh"]
+BATCH = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3)
+SOME = st.sampled_from(KEYS)
+
+
+class PrimaryMachine(RuleBasedStateMachine):
+    """`refs` is the model: key -> -1 writing, 0 idle, more pinned; `held` counts lost slots."""
+
+    @initialize(
+        num_slots=st.integers(1, 6),
+        policy=st.sampled_from(sorted(POLICIES)),
+        accept_prefix=st.booleans(),
+    )
+    def build(self, num_slots, policy, accept_prefix):
+        self.num_slots = num_slots
+        self.accept_prefix = accept_prefix
+        self.primary = Primary(
+            num_slots, POLICIES[policy](num_slots), accept_prefix=accept_prefix, enable_events=True
+        )
+        self.refs: dict = {}
+        self.held: list[int] = []
+        self.replayed: set = set()
+        self.ctx = ReqContext("r0")
+        self.primary.open_request(self.ctx)
+
+    def room(self, protected):
+        idle = [key for key, refs in self.refs.items() if refs == 0 and key not in protected]
+        return self.num_slots - len(self.refs) - len(self.held) + len(idle)
+
+    def expect_eviction(self, evicted, offered):
+        for key in evicted:
+            assert self.refs.pop(key) == 0
+            assert key not in offered
+
+    @rule(keys=BATCH)
+    def offer(self, keys):
+        missing = [key for key in dict.fromkeys(keys) if key not in self.refs]
+        room = self.room(keys)
+        before = whole_state(self.primary)
+        output = self.primary.prepare_store(self.ctx, keys)
+        if output is None:
+            assert len(missing) > room
+            assert not (self.accept_prefix and room)
+            assert whole_state(self.primary) == before
+            return
+        assert output.keys_to_store == missing[:room]
+        spare = self.num_slots - len(self.refs) - len(self.held)
+        assert len(output.evicted_keys) == max(0, len(output.keys_to_store) - spare)
+        self.expect_eviction(output.evicted_keys, keys)
+        self.refs.update(dict.fromkeys(output.keys_to_store, -1))
+
+    @rule(key=SOME, protected=BATCH)
+    def reserve(self, key, protected):
+        if key in self.refs:
+            with pytest.raises(StateError):
+                self.primary.reserve(key, protected)
+            return
+        room = self.room(protected)
+        before = whole_state(self.primary)
+        resident = set(self.refs)
+        slot = self.primary.reserve(key, protected)
+        assert (slot is not None) == (room > 0)
+        if slot is None:
+            assert whole_state(self.primary) == before
+            return
+        gone = resident - {key for key, _, _ in self.primary.resident()}
+        assert len(gone) <= 1
+        self.expect_eviction(gone, protected)
+        self.refs[key] = -1
+
+    @precondition(lambda self: -1 in self.refs.values())
+    @rule(data=st.data(), how=st.sampled_from(["ok", "ok", "fail", "disown"]))
+    def end_a_write(self, data, how):
+        writing = [key for key, refs in self.refs.items() if refs == -1]
+        key = data.draw(st.sampled_from(writing))
+        if how == "ok":
+            self.primary.complete_write([key], success=True)
+            self.refs[key] = 0
+            return
+        del self.refs[key]
+        if how == "fail":
+            self.primary.complete_write([key], success=False)
+        else:
+            self.held += self.primary.disown_write([key])
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self):
+        self.primary.release_slots([self.held.pop()])
+
+    @rule(keys=BATCH)
+    def pin(self, keys):
+        if any(self.refs.get(key, -1) < 0 for key in keys):
+            before = whole_state(self.primary)
+            with pytest.raises(StateError):
+                self.primary.pin(keys)
+            assert whole_state(self.primary) == before
+            return
+        self.primary.pin(keys)
+        for key in keys:
+            self.refs[key] += 1
+
+    @precondition(lambda self: any(refs > 0 for refs in self.refs.values()))
+    @rule(data=st.data())
+    def unpin(self, data):
+        key = data.draw(st.sampled_from([key for key, refs in self.refs.items() if refs > 0]))
+        self.primary.unpin([key])
+        self.refs[key] -= 1
+
+    @rule(keys=BATCH, ends=st.booleans())
+    def use(self, keys, ends):
+        self.primary.touch(self.ctx, keys)
+        if ends:
+            self.primary.close_request(self.ctx)
+            self.ctx = ReqContext("r0")
+            self.primary.open_request(self.ctx)
+
+    @rule(really=st.sampled_from([False, False, True]), data=st.data())
+    def reset(self, really, data):
+        if really:
+            pinned = [key for key, refs in self.refs.items() if refs > 0]
+            late = [self.primary.slot_of(key) for key in pinned if data.draw(st.booleans())]
+            self.primary.reset(late)
+            self.held += late
+            self.refs.clear()
+
+    @invariant()
+    def the_model_agrees(self):
+        if not hasattr(self, "primary"):
+            return
+        assert {key: refs for key, _, refs in self.primary.resident()} == self.refs
+        slots = [slot for _, slot, _ in self.primary.resident()]
+        free = self.primary.pool.free_slots()
+        assert sorted(slots + free + self.held) == list(range(self.num_slots))
+        assert sum(self.primary.counts.values()) == self.num_slots
+        assert self.primary.counts["held"] == len(self.held)
+        answers = {-1: PENDING, None: MISS}
+        states = {-1: BlockState.WRITING, None: BlockState.ABSENT, 0: BlockState.IDLE}
+        for key in KEYS:
+            refs = self.refs.get(key)
+            assert self.primary.lookup(key) is answers.get(refs, HIT)
+            assert self.primary.state_of(key) is states.get(refs, BlockState.PINNED)
+        assert sorted(self.primary.policy.resident()) == sorted(self.refs)
+
+    @invariant()
+    def events_tell_what_is_readable(self):
+        if not hasattr(self, "primary"):
+            return
+        for event in self.primary.take_events():
+            if event.metadata_only:
+                assert not self.replayed & set(event.keys)
+            elif event.removed:
+                self.replayed -= set(event.keys)
+            else:
+                self.replayed |= set(event.keys)
+        assert self.replayed == {key for key, refs in self.refs.items() if refs >= 0}
+
+
+class TestPrimary(PrimaryMachine.TestCase):
+    settings = THOROUGH

@@ -1,0 +1,204 @@
+"""Recency, admission, event log, promotions and the requests' state."""
+
+import pytest
+from core.world import k, ks
+
+from kvoffload_async.core.admission import AdmissionFilter
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.promotions import Promotions
+from kvoffload_async.core.recency import RecencyLog
+from kvoffload_async.core.requests import RequestState
+from kvoffload_async.errors import StateError
+from kvoffload_async.policies.arc import ArcPolicy
+from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.types import Locality, Medium, ReqContext
+
+
+def request(req_id="r"):
+    return RequestState(ReqContext(req_id), ())
+
+
+# -- recency ------------------------------------------------------------------------------------
+
+
+def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():
+    policy = LruPolicy(4)
+    policy.admit(ks("abcd"))
+    log = RecencyLog(policy)
+    ctx = ReqContext("r", key_positions={k("a"): 1, k("b"): 2})
+    log.open(ctx)
+    log.note(ctx, ks("dcb"), reused=True)
+    log.note(ctx, ks("a"), reused=True)
+    log.commit(ctx)
+    assert list(policy.resident()) == ks("cdba")
+    assert log.live_requests() == set()
+
+
+def test_the_first_use_decides_how_a_key_counts():
+    policy = ArcPolicy(4)
+    policy.admit(ks("ab"))
+    log = RecencyLog(policy)
+    ctx = ReqContext("r")
+    log.open(ctx)
+    log.note(ctx, ks("a"), reused=False)
+    log.note(ctx, ks("ab"), reused=True)
+    log.commit(ctx)
+    assert (list(policy.t1), list(policy.t2)) == (ks("a"), ks("b"))
+
+
+def test_a_request_is_live_from_its_opening_to_its_one_end():
+    log = RecencyLog(LruPolicy(1))
+    ctx = ReqContext("r")
+    with pytest.raises(StateError, match="unknown"):
+        log.note(ctx, ks("a"), reused=True)
+    log.open(ctx)
+    assert log.knows(ctx)
+    with pytest.raises(StateError, match="known already"):
+        log.open(ctx)
+    log.commit(ctx)
+    with pytest.raises(StateError, match="finished already"):
+        log.commit(ctx)
+
+
+# -- admission ----------------------------------------------------------------------------------
+
+
+def test_offers_are_counted_and_the_oldest_forgotten():
+    admission = AdmissionFilter(2, tracked_keys=2)
+    assert admission.admitted(ks("ab")) == []
+    admission.offered(ks("ab"))
+    assert admission.admitted(ks("ab")) == ks("ab")
+    admission.offered(ks("c"))
+    assert admission.admitted(ks("abc")) == ks("bc")
+    admission.clear()
+    assert admission.admitted(ks("abc")) == []
+
+
+# -- event log ----------------------------------------------------------------------------------
+
+
+def log_of(**options):
+    return EventLog(Medium.STORAGE, Locality.REMOTE, **{"enabled": True, **options})
+
+
+def taken(log, allocated=""):
+    return [
+        (list(event.keys), event.removed, event.metadata_only)
+        for event in log.take(ks(allocated).__contains__)
+    ]
+
+
+def test_events_come_out_once_and_oldest_first_44206():
+    log = log_of()
+    log.add(ks("ab"), removed=False)
+    log.add([], removed=False)
+    log.add(ks("a"), removed=True)
+    assert taken(log) == [(ks("ab"), False, False), (ks("a"), True, False)]
+    assert taken(log) == []
+
+
+def test_an_iterator_consumed_in_part_cannot_replay():
+    log = log_of()
+    log.add(ks("a"), removed=False)
+    log.add(ks("b"), removed=False)
+    next(log.take(lambda _: False))
+    assert taken(log) == []
+
+
+def test_events_say_where_they_come_from():
+    log = log_of()
+    log.add(ks("a"), removed=False)
+    (event,) = log.take(lambda _: False)
+    assert (event.medium, event.locality) == (Medium.STORAGE, Locality.REMOTE)
+
+
+def test_a_metadata_only_removal_loses_the_keys_allocated_anew():
+    log = log_of()
+    log.add(ks("ab"), removed=True, metadata_only=True)
+    log.add(ks("b"), removed=True, metadata_only=True)
+    assert taken(log, allocated="b") == [(ks("a"), True, True)]
+
+
+def test_the_oldest_events_are_dropped_when_nobody_reads():
+    log = log_of(bound=2)
+    for name in "abc":
+        log.add(ks(name), removed=False)
+    assert log.dropped == 1
+    assert [keys for keys, _, _ in taken(log)] == [ks("b"), ks("c")]
+
+
+def test_a_disabled_log_collects_nothing():
+    log = log_of(enabled=False)
+    log.add(ks("a"), removed=False)
+    assert taken(log) == []
+
+
+# -- promotions ---------------------------------------------------------------------------------
+
+
+def test_reservations_are_batched_by_tier_and_request():
+    promotions = Promotions(Primary(8, LruPolicy(8)), 8)
+    first, second = request("r"), request("s")
+    for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
+        assert promotions.reserve(tier, who, k(name), ())
+    assert list(promotions.unflushed()) == [(k("a"), 0), (k("d"), 3), (k("b"), 1), (k("c"), 2)]
+    assert first.unflushed_promotions == 3
+    batches = [(t, r.ctx.req_id, keys, slots) for t, r, keys, slots in promotions.flush()]
+    assert batches == [
+        (0, "r", ks("ad"), [0, 3]),
+        (1, "r", ks("b"), [1]),
+        (0, "s", ks("c"), [2]),
+    ]
+    assert first.unflushed_promotions == 0
+    assert list(promotions.flush()) == []
+
+
+def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
+    primary = Primary(8, LruPolicy(8))
+    promotions = Promotions(primary, 2)
+    waiting = request()
+    assert promotions.reserve(0, waiting, k("a"), ())
+    assert promotions.reserve(0, waiting, k("b"), ())
+    assert not promotions.reserve(0, waiting, k("c"), ())
+    promotions.land(ks("a"), waiting)
+    assert not promotions.reserve(0, waiting, k("c"), ())
+    promotions.let_go(waiting, ks("ax"))
+    assert promotions.reserve(0, waiting, k("c"), ())
+    promotions.fail(ks("b"))
+    assert promotions.disown(ks("c")) == [2]
+    assert promotions.outstanding_slots == 0
+
+
+def test_nothing_is_kept_for_a_request_that_is_gone_or_finished():
+    primary = Primary(8, LruPolicy(8))
+    promotions = Promotions(primary, 8)
+    finished = request()
+    finished.is_finished = True
+    for name, who in ("a", None), ("b", finished):
+        promotions.reserve(0, request(), k(name), ())
+        promotions.land(ks(name), who)
+    assert primary.counts["idle"] == 2
+    assert promotions.outstanding_slots == 0
+
+
+# -- requests -----------------------------------------------------------------------------------
+
+
+def test_deferral_adds_up_over_rounds_49829_53087():
+    """49829, 53087: every failed round began a new deadline, so that none ever passed."""
+    waiting = request()
+    assert not waiting.defer(10.0, 3.0)
+    assert not waiting.defer(12.0, 3.0)
+    waiting.proceed()
+    assert not waiting.defer(50.0, 3.0)
+    assert waiting.defer(51.0, 3.0)
+    assert waiting.is_expired
+    assert not waiting.defer(60.0, 3.0)
+
+
+def test_a_clock_that_goes_back_defers_nobody():
+    waiting = request()
+    waiting.defer(10.0, 1.0)
+    assert not waiting.defer(5.0, 1.0)
+    assert not waiting.defer(5.5, 1.0)
