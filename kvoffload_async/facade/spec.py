@@ -47,8 +47,14 @@ class _Spec:
         for index, tier in enumerate(self.config.secondary_tiers):
             try:
                 SecondaryTierFactory.check_config(tier)
+            except ConfigError as error:
+                raise type(error)(f"secondary_tiers[{index}]: {error}") from error
             except (ImportError, AttributeError) as error:
-                raise ConfigError(f"secondary_tiers[{index}]: {error}") from error
+                key = "module_path" if "module_path" in tier else "type"
+                raise ConfigError(
+                    f"secondary_tiers[{index}]: {key}: {tier[key]!r} cannot be used ({error}); "
+                    "module_path must name a module that can be imported, and type a class in it"
+                ) from error
 
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
         config = self.config
@@ -84,8 +90,20 @@ class TieringOffloadingSpec(_Spec):
     Owns the threads that the tiers run on.
     """
 
-    def __init__(self, config: Mapping[str, Any] | OffloadConfig) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | OffloadConfig, runtime: Bridge | None = None
+    ) -> None:
+        """Check everything that can be checked; nothing is started.
+
+        Args:
+            config: See `OffloadConfig`.
+            runtime: Where the tiers run; by default on threads of this spec's own.
+
+        Raises:
+            ConfigError: A key or a value is unusable; the message names it and the remedy.
+        """
         super().__init__(config)
+        self._runtime = runtime
         self._host: RuntimeHost | None = None
         self._manager: TieringOffloadingManager | None = None
 
@@ -103,6 +121,8 @@ class TieringOffloadingSpec(_Spec):
     @property
     def runtime(self) -> Bridge:
         """Where this spec's tiers run; its threads start with the first use."""
+        if self._runtime is not None:
+            return self._runtime
         if self._host is None:
             self._host = RuntimeHost()
         return self._host.bridge

@@ -101,7 +101,10 @@ class IoPool:
                 break
         if cancelled is not None:
             work.future.exception()  # retrieved: nobody will ask any more
-            raise cancelled
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # it holds this frame, and what its callers hold
         return work.future.result()  # type: ignore[no-any-return]  # the call's own type
 
     def close(self, timeout_s: float) -> int:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from kvoffload_async.errors import ClosedError, StateError
+from kvoffload_async.runtime.threadsafe import ThreadsafeRunner
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -28,7 +24,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-class LoopThread:
+class LoopThread(ThreadsafeRunner):
     """Runs an event loop for its owner; a `LoopRunner` and a context manager.
 
     The thread does I/O bookkeeping only and owns no policy state. It is a daemon, so that a loop
@@ -41,10 +37,7 @@ class LoopThread:
         loop_factory: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
     ) -> None:
         """Start the thread."""
-        self._loop = loop_factory()
-        self._progress = threading.Event()
-        self._is_waited_for = False
-        self._closed = False
+        super().__init__(loop_factory())
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -58,55 +51,6 @@ class LoopThread:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """See `LoopRunner.call_soon`. Thread: any."""
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError as error:
-            raise ClosedError("the loop thread is closed") from error
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """See `LoopRunner.run`. Thread: any but the loop's."""
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise StateError("run() was called on the loop's own thread, which would deadlock it")
-        if self._closed:
-            coroutine.close()
-            raise ClosedError("the loop thread is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            if not future.done():
-                future.cancel()
-            raise
-
-    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            self._progress.clear()
-            # Announced before asking: what comes after the answer will set the event.
-            self._is_waited_for = True
-            if is_done():
-                break
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
-                self._is_waited_for = False
-                return False
-            self._progress.wait(remaining_s)
-        self._is_waited_for = False
-        return True
-
-    def notify(self) -> None:
-        """See `LoopRunner.notify`."""
-        if self._is_waited_for:
-            self._progress.set()
-
-    def now_s(self) -> float:
-        """See `LoopRunner.now_s`."""
-        return time.monotonic()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the loop and join the thread; tasks that are left are named in a warning.
