@@ -20,6 +20,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, TransferOutcome, Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.engine.lines import EngineBounds, Line
+from kvoffload_async.engine.request import EngineRequest
 from kvoffload_async.errors import BusyError, ClosedError, StateError, TransportError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -38,22 +39,6 @@ from kvoffload_async.types import (
 
 CreateTransport = Callable[[memoryview], Transport]
 _UNDECIDED = frozenset({LookupResult.HIT_PENDING, LookupResult.RETRY})
-
-
-class EngineRequest:
-    """One request; made by `OffloadEngine.request`.
-
-    Attributes:
-        ctx: Its context.
-        keys: The keys of its full blocks, head to tail.
-        prefix_blocks: Blocks at the head that are pinned, ready to be loaded.
-    """
-
-    def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...]) -> None:
-        self.ctx = ctx
-        self.keys = keys
-        self.prefix_blocks = 0
-        self.slots: Sequence[int] = ()
 
 
 class OffloadEngine:

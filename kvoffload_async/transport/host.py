@@ -8,7 +8,6 @@ store reads it.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 import time
@@ -31,9 +30,9 @@ from kvoffload_async.abc.transport import (
 )
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.transport.layout import KVLayout
+from kvoffload_async.transport.settling import SettlingTransfer
 
 _Bytes = npt.NDArray[np.uint8]
-_Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
 
 
 class HostEvent:
@@ -64,44 +63,14 @@ class TransferFaults:
     before_copy: Callable[[BlockCopies], None] | None = None
 
 
-class HostTransfer(Transfer):
+class HostTransfer(SettlingTransfer):
     """A transfer of the stand-in."""
 
     def __init__(self, copies: BlockCopies, after: HostEvent, num_bytes: int) -> None:
+        super().__init__(num_bytes)
         self.copies = copies
         self.after = after
-        self.num_bytes = num_bytes
         self.source_digest: int | None = None
-        self._ended = threading.Event()
-        self._outcome: TransferOutcome | None = None
-        self._lock = threading.Lock()
-        self._waiters: list[_Waiter] = []
-
-    async def outcome(self) -> TransferOutcome:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._outcome is not None:
-                return self._outcome
-            future: asyncio.Future[TransferOutcome] = loop.create_future()
-            self._waiters.append((loop, future))
-        return await future
-
-    def synchronize(self, timeout_s: float) -> bool:
-        return self._ended.wait(timeout_s)
-
-    def end(self, outcome: TransferOutcome) -> None:
-        """Publish the outcome and wake who awaits it. Thread: the direction's."""
-        with self._lock:
-            self._outcome = outcome
-            waiters, self._waiters = self._waiters, []
-        self._ended.set()
-        for loop, future in waiters:
-            loop.call_soon_threadsafe(_wake, future, outcome)
-
-
-def _wake(future: asyncio.Future[TransferOutcome], outcome: TransferOutcome) -> None:
-    if not future.done():
-        future.set_result(outcome)
 
 
 @dataclass(slots=True)

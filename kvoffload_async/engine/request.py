@@ -1,0 +1,23 @@
+"""A request of the asynchronous surface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload_async.types import OffloadKey, ReqContext
+
+
+class EngineRequest:
+    """One request; made by `OffloadEngine.request`.
+
+    Attributes:
+        ctx: Its context.
+        keys: The keys of its full blocks, head to tail.
+        prefix_blocks: Blocks at the head that are pinned, ready to be loaded.
+    """
+
+    def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...]) -> None:
+        self.ctx = ctx
+        self.keys = keys
+        self.prefix_blocks = 0
+        self.slots: Sequence[int] = ()

@@ -1,0 +1,47 @@
+"""A transfer that is published once, by one thread, and awaited on any loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from kvoffload_async.abc.transport import Transfer, TransferOutcome
+
+_Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
+
+
+class SettlingTransfer(Transfer):
+    """Ends when `end` is called, exactly once, by whoever sees the last byte move."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._ended = threading.Event()
+        self._outcome: TransferOutcome | None = None
+        self._lock = threading.Lock()
+        self._waiters: list[_Waiter] = []
+
+    async def outcome(self) -> TransferOutcome:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._outcome is not None:
+                return self._outcome
+            future: asyncio.Future[TransferOutcome] = loop.create_future()
+            self._waiters.append((loop, future))
+        return await future
+
+    def synchronize(self, timeout_s: float) -> bool:
+        return self._ended.wait(timeout_s)
+
+    def end(self, outcome: TransferOutcome) -> None:
+        """Publish the outcome and wake who awaits it. Thread: any."""
+        with self._lock:
+            self._outcome = outcome
+            waiters, self._waiters = self._waiters, []
+        self._ended.set()
+        for loop, future in waiters:
+            loop.call_soon_threadsafe(_wake, future, outcome)
+
+
+def _wake(future: asyncio.Future[TransferOutcome], outcome: TransferOutcome) -> None:
+    if not future.done():  # else its waiter was cancelled
+        future.set_result(outcome)
