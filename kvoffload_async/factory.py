@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -33,6 +34,9 @@ class Registry:
             raise ConfigError(f"{self.kind} {name!r} is already registered")
         self._loaders[name] = lambda: load_class(import_path, class_name)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._loaders or name in self._entry_points()
+
     def names(self) -> list[str]:
         """Return every name, those of entry points included."""
         return sorted({*self._loaders, *self._entry_points()})
@@ -44,6 +48,7 @@ class Registry:
             UnknownNameError: No such name; the message lists those that are.
             ImportError: Its module cannot be imported.
             AttributeError: Its module has no such class.
+            ConfigError: Its module raises anything else when it is imported, or it is no class.
         """
         loader = self._loaders.get(name)
         if loader is not None:
@@ -55,22 +60,45 @@ class Registry:
                 f"Unknown {self.kind} type: {name!r}{nearest(name, names)}. "
                 f"Supported types: {names}"
             )
-        loaded = point.load()
+        with _failing_import(f"{self.kind} {name!r}: {point.value!r}"):
+            loaded = point.load()
         return _as_class(loaded, point.value)
 
     def _entry_points(self) -> dict[str, Any]:
         return {point.name: point for point in entry_points(group=self._group)}
 
 
-def load_class(import_path: str, class_name: str) -> type:
-    """Import a class.
+def load_class(import_path: str, class_name: str, key: str = "import_path") -> type:
+    """Import a class; `key` is what the module's name is called where it comes from.
 
     Raises:
-        ImportError: The module cannot be imported.
+        ImportError: The module cannot be found, or an import of its own fails.
         AttributeError: The module has no such class.
+        ConfigError: `import_path` is no full module name, the module raises anything else when it
+            is imported, or what it has under that name is no class.
     """
-    loaded = getattr(importlib.import_module(import_path), class_name)
+    if not all(import_path.split(".")):
+        raise ConfigError(
+            f"{key}: {import_path!r} is not valid; it must be the full name of a module, such as "
+            "'package.module'"
+        )
+    with _failing_import(f"{key}: {import_path!r}"):
+        loaded = getattr(importlib.import_module(import_path), class_name)
     return _as_class(loaded, f"{import_path}.{class_name}")
+
+
+@contextmanager
+def _failing_import(what: str) -> Iterator[None]:
+    """Name the module that fails for a reason of its own; an import error names it by itself."""
+    try:
+        yield
+    except (ImportError, AttributeError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{what} cannot be imported, as it raises {type(error).__name__} ({error}); "
+            "correct that module, or name another"
+        ) from error
 
 
 def _as_class(loaded: object, where: str) -> type:
@@ -90,7 +118,7 @@ def check_policy(name: str) -> type[CachePolicy]:
     Raises:
         UnknownNameError: No such policy; the message lists those that are.
     """
-    if name not in POLICIES.names():
+    if name not in POLICIES:
         names = POLICIES.names()
         raise UnknownNameError(
             f"eviction_policy: {name!r} is unknown{nearest(name, names)}; allowed: {names}"

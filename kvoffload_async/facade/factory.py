@@ -75,8 +75,16 @@ class SecondaryTierFactory:
 
     @classmethod
     def check_config(cls, tier_config: Mapping[str, Any]) -> None:
-        """Raise what `create_secondary_tier` raises for names and keys; nothing is created."""
-        cls._resolve(dict(tier_config))
+        """Check names, keys, and the types of those values whose default tells; creates nothing.
+
+        Raises:
+            ConfigError: As `create_secondary_tier`, or an option is missing, or its value is no
+                number, no integer, or not true or false where its default is one.
+            ImportError: As `create_secondary_tier`.
+            AttributeError: As `create_secondary_tier`.
+        """
+        loaded, _, options = cls._resolve(dict(tier_config))
+        _check_values(options, loaded)
 
     @classmethod
     def create_secondary_tier(
@@ -110,6 +118,10 @@ class SecondaryTierFactory:
         tier_type = config.pop("type", None)
         if not tier_type:
             raise ConfigError("Secondary tier configuration must include 'type'")
+        module_path = config.pop("module_path", None)
+        for key, name in (("type", tier_type), ("module_path", module_path)):
+            if name is not None and not isinstance(name, str):
+                raise ConfigError(f"{key}: {name!r} is not valid; it must be a name")
         if tier_type in _RENAMED:
             warnings.warn(
                 f"the secondary tier {tier_type!r} is called {_RENAMED[tier_type]!r} now",
@@ -117,14 +129,10 @@ class SecondaryTierFactory:
                 stacklevel=4,
             )
             tier_type = _RENAMED[tier_type]
-        module_path = config.pop("module_path", None)
-        for key, name in (("type", tier_type), ("module_path", module_path or "-")):
-            if not isinstance(name, str):
-                raise ConfigError(f"{key}: {name!r} is not valid; it must be a name")
         if module_path is None:
             loaded = cls.get_tier_class(tier_type)
         else:
-            loaded = cls._checked(tier_type, load_class(module_path, tier_type))
+            loaded = cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
         _move_backpressure(config)
         accepted = accepted_options(loaded) | accepted_options(SecondaryTierManager)
         for name in config:
@@ -159,6 +167,23 @@ _HIDDEN = frozenset({"backpressure_detector", "ops"})
 _RENAMED = {"fs_python": "fs"}
 
 
+_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "an integer"),
+    float: ((int, float), "a number"),
+}
+
+
+def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """Return a constructor's parameters, its bases' behind its own."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        init = base.__dict__.get("__init__")
+        if init is not None:
+            found = {**dict(inspect.signature(init).parameters), **found}
+    return found
+
+
 def accepted_options(cls: type) -> set[str]:
     """Return the names of the options that a constructor takes, its bases' for `**options`."""
     accepted: set[str] = set()
@@ -175,6 +200,18 @@ def accepted_options(cls: type) -> set[str]:
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
     return accepted
+
+
+def _check_values(options: Mapping[str, Any], cls: type) -> None:
+    parameters = constructor_parameters(SecondaryTierManager) | constructor_parameters(cls)
+    for key in sorted(accepted_options(cls) - options.keys()):
+        if parameters[key].default is inspect.Parameter.empty:
+            raise ConfigError(f"{key}: missing; this tier does not work without it")
+    for key, value in options.items():
+        allowed = _TYPES.get(type(parameters[key].default))
+        # By type and not isinstance: true and false are integers to that.
+        if allowed is not None and type(value) not in allowed[0]:
+            raise ConfigError(f"{key}: {value!r} is not valid; it must be {allowed[1]}")
 
 
 def _move_backpressure(config: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,6 +13,7 @@ from typing import Any, Unpack
 from kvoffload_async.config import (
     OffloadConfig,
     at_least,
+    nearest,
     parse_bool,
     parse_fraction,
     parse_name,
@@ -18,10 +21,14 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.secondary import SecondaryTierManager, TierOptions
+from kvoffload_async.facade.secondary import (
+    SecondaryTierManager,
+    TierOptions,
+    check_tier_options,
+)
 from kvoffload_async.factory import check_policy, create_policy
-from kvoffload_async.tiers.fs.blockfile import Verify
 from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.types import Locality
@@ -84,32 +91,25 @@ class FileSystemTierManager(SecondaryTierManager):
         Raises:
             ConfigError: An option is unusable, or the directory is.
         """
+        check_tier_options(options)
         directory = _absolute(root_dir)
-        if verify not in set(Verify):
-            raise ConfigError(f"verify: {verify!r} is unknown; allowed: {[*map(str, Verify)]}")
-        if locality not in set(Locality):
+        check_policy(parse_name(eviction_policy, "eviction_policy"))
+        high = parse_fraction(high_watermark, "high_watermark")
+        low = parse_fraction(low_watermark, "low_watermark")
+        if low > high:
             raise ConfigError(
-                f"locality: {locality!r} is unknown; allowed: {[*map(str, Locality)]}"
+                f"low_watermark: {low} is above high_watermark={high}; it must not be"
             )
-        check_policy(eviction_policy)
         space = None
         if capacity_bytes is not None:
-            space = SpaceSettings(
-                parse_size_bytes(capacity_bytes, "capacity_bytes"),
-                parse_fraction(high_watermark, "high_watermark"),
-                parse_fraction(low_watermark, "low_watermark"),
-            )
-            if space.low_watermark > space.high_watermark:
-                raise ConfigError(
-                    f"low_watermark: {low_watermark} is above high_watermark={high_watermark}"
-                )
-        fields = dict(run_config or _default_run_config(offloading_spec, primary_kv_view))
+            space = SpaceSettings(parse_size_bytes(capacity_bytes, "capacity_bytes"), high, low)
+        fields = _run_config(run_config) or _default_run_config(offloading_spec, primary_kv_view)
         fields.setdefault("model_name", parse_name(model, "model"))
         settings = FsSettings(
             root_dir=directory,
             run_config=fields,
             rank=at_least(0)(rank, "rank"),
-            verify=Verify(verify),
+            verify=Verify(_one_of(verify, Verify, "verify")),
             space=space,
             direct_io=parse_bool(direct_io, "direct_io"),
             fsync=parse_bool(fsync, "fsync"),
@@ -117,21 +117,48 @@ class FileSystemTierManager(SecondaryTierManager):
             reuse_inodes=parse_bool(reuse_inodes, "reuse_inodes") and run_config is None,
             rescan_interval_s=parse_seconds(rescan_interval_s, "rescan_interval_s"),
             io_threads=options.get("n_read_threads", 2) + options.get("n_write_threads", 1),
-            locality=Locality(locality),
+            locality=Locality(_one_of(locality, Locality, "locality")),
         )
         tier = FsTier(settings, partial(create_policy, eviction_policy), ops)
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
 
 
 def _absolute(root_dir: object) -> str:
-    if not isinstance(root_dir, str | os.PathLike) or not os.fspath(root_dir):
+    path = os.fspath(root_dir) if isinstance(root_dir, os.PathLike) else root_dir
+    if not isinstance(path, str) or not path or "\0" in path or not _is_encodable(path):
         raise ConfigError(f"root_dir: {root_dir!r} is not valid; it must be an absolute path")
-    path = Path(root_dir)
-    if "\0" in str(path) or not path.is_absolute():
-        raise ConfigError(
-            f"root_dir: {root_dir!r} is not an absolute path; write {str(Path.cwd() / path)!r}"
-        )
+    if not Path(path).is_absolute():
+        remedy = str(Path.cwd() / path)
+        raise ConfigError(f"root_dir: {path!r} is not an absolute path; write {remedy!r}")
     return os.path.normpath(path)
+
+
+def _is_encodable(path: str) -> bool:
+    try:
+        return bool(os.fsencode(path))
+    except UnicodeEncodeError:
+        return False
+
+
+def _one_of(value: object, allowed: type[StrEnum], key: str) -> str:
+    names = [str(member) for member in allowed]
+    if not isinstance(value, str) or value not in names:
+        hint = nearest(str(value), names)
+        raise ConfigError(f"{key}: {value!r} is unknown{hint}; allowed: {', '.join(names)}")
+    return value
+
+
+def _run_config(given: object) -> dict[str, Any]:
+    """Return a given run configuration, checked: it becomes a digest, by way of JSON."""
+    try:
+        if given is None:
+            return {}
+        if isinstance(given, Mapping) and given:
+            json.dumps(dict(given), sort_keys=True)
+            return dict(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"run_config: {given!r} cannot be written as JSON ({error})") from error
+    raise ConfigError(f"run_config: {given!r} is not valid; it must be an object with a key")
 
 
 def _default_run_config(spec: object, kv_view: memoryview) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
@@ -19,8 +21,13 @@ from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.host import RuntimeHost
 
+if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
+    import torch
 
-class _Spec:
+    from kvoffload_async.transport.layout import KVLayout
+
+
+class _Spec(ABC):
     """A checked configuration and the geometry that follows from it.
 
     Attributes:
@@ -56,6 +63,80 @@ class _Spec:
                     "module_path must name a module that can be imported, and type a class in it"
                 ) from error
 
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """Return the manager; the first call makes it."""
+
+    @abstractmethod
+    def _get_kv_view(self) -> memoryview:
+        """Return the manager's buffer."""
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Sequence[Sequence[str]] | None = None,
+        *,
+        block_dim: int = 0,
+    ) -> KVLayout:
+        """Describe one worker's tensors; nothing is copied.
+
+        Args:
+            kv_caches: Layer name -> tensor, of any dtype, on one device.
+            groups: The layer names of each KV-cache group; by default all layers in one.
+            block_dim: The dimension that counts device blocks.
+
+        Raises:
+            ConfigError: The tensors cannot be addressed by block, or one chunk of theirs is
+                larger than `block_bytes`.
+        """
+        from kvoffload_async.transport.layout import register_kv_caches  # noqa: PLC0415 - torch
+
+        layout = register_kv_caches(kv_caches, groups, self.config.blocks_per_chunk, block_dim)
+        if layout.chunk_bytes > self.config.block_bytes:
+            raise ConfigError(
+                f"block_bytes: {self.config.block_bytes} bytes do not hold a chunk of the KV "
+                f"caches, which takes {layout.chunk_bytes}"
+            )
+        return layout
+
+    def create_handlers(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Sequence[Sequence[str]] | None = None,
+        *,
+        block_dim: int = 0,
+        worker_index: int = 0,
+        flush_timeout_s: float = 30.0,
+    ) -> OffloadingConnectorWorker:
+        """Return a new worker over the manager's buffer; shut it down before the manager.
+
+        Copies are made by the transport that goes with the tensors' device.
+
+        Args:
+            kv_caches: This worker's tensors; see `register_kv_caches`.
+            groups: See `register_kv_caches`.
+            block_dim: See `register_kv_caches`.
+            worker_index: Which of the `num_workers` cells of a slot is this worker's.
+            flush_timeout_s: Seconds that the worker's `handle_preemptions` waits at most.
+
+        Raises:
+            ConfigError: As `register_kv_caches`, or there is no such worker, or the device
+                cannot be used.
+        """
+        if not 0 <= worker_index < self.config.num_workers:
+            raise ConfigError(
+                f"worker_index: {worker_index} is not valid; num_workers is "
+                f"{self.config.num_workers}"
+            )
+        from kvoffload_async.transport.choice import create_transport  # noqa: PLC0415 - torch
+
+        transport = create_transport(
+            self.register_kv_caches(kv_caches, groups, block_dim=block_dim),
+            self._get_kv_view(),
+            cell_offset_bytes=worker_index * self.config.block_bytes,
+        )
+        return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
+
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
         config = self.config
         return CPUPrimaryTierOffloadingManager(
@@ -78,10 +159,16 @@ class CPUOffloadingSpec(_Spec):
             raise ConfigError(
                 "secondary_tiers: CPUOffloadingSpec has none; use TieringOffloadingSpec"
             )
+        self._manager: CPUPrimaryTierOffloadingManager | None = None
 
-    def get_manager(self) -> OffloadingManager:
-        """Return a new manager, which owns its memory; the caller shuts it down."""
-        return self._create_primary()
+    def get_manager(self) -> CPUPrimaryTierOffloadingManager:
+        """Return the manager, which owns its memory; the caller shuts it down."""
+        if self._manager is None:
+            self._manager = self._create_primary()
+        return self._manager
+
+    def _get_kv_view(self) -> memoryview:
+        return self.get_manager().get_primary_kv_view()
 
 
 class TieringOffloadingSpec(_Spec):
@@ -136,6 +223,9 @@ class TieringOffloadingSpec(_Spec):
         if self._manager is None:
             self._manager = self._create_manager()
         return self._manager
+
+    def _get_kv_view(self) -> memoryview:
+        return self.get_manager().get_primary_kv_view()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut the manager down, then stop the threads; idempotent.

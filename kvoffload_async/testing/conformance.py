@@ -179,8 +179,10 @@ class TierConformance:
         for seed in self.fault_seeds:
             faulty = FaultyTier(tier(), FaultPlan(seed, _FAULTS))
             with self._manage(faulty, io_timeout_s=self.short_io_timeout_s) as harness:
-                _Traffic(harness, random.Random(seed)).run(40)
-                harness.on_loop(faulty.release)
+                try:
+                    _Traffic(harness, random.Random(seed)).run(40)
+                finally:
+                    harness.on_loop(faulty.release)
                 disowned = {result.job_id for result in harness.results if result.disowned}
                 harness.wait_released(disowned)
                 assert harness.shutdown().is_clean

@@ -166,7 +166,10 @@ class FaultyTier(AsyncTier):
                 cancelled = error
         self._hung.remove(event)
         if cancelled is not None:
-            raise cancelled
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # it holds this frame, and what its callers hold
 
 
 def _io_error(job: JobMetadata) -> OSError:
@@ -175,5 +178,5 @@ def _io_error(job: JobMetadata) -> OSError:
 
 def _cancel_this_task() -> None:
     task = asyncio.current_task()
-    if task is not None:
-        task.cancel()
+    assert task is not None, "coroutines run in tasks"
+    task.cancel()

@@ -248,9 +248,12 @@ class ManagerHarness(_Surroundings):
     ) -> None:
         self.manager.shutdown(self.timeout_s)
         self.collect()
-        self.stop()
-        if exc is None:
+        try:
+            self.stop()
             assert self.reported() == self.submitted, "not every job has exactly one result"
+        except AssertionError:
+            if exc is None:  # else it is a consequence, and would hide what went wrong first
+                raise
 
     def submit_store(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
         """Put the keys' bytes into slots and submit their store."""

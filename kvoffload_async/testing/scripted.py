@@ -48,7 +48,10 @@ async def _uncancellable(future: asyncio.Future[T]) -> T:
             cancelled = error
     if cancelled is not None:
         future.exception()  # retrieved: nobody will ask any more
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # it holds this frame, and what its callers hold
     return future.result()
 
 
@@ -94,10 +97,15 @@ class ScriptedIo:
                 result = parked.call()
             except Exception as raised:  # noqa: BLE001 - it is the call's own outcome
                 error = error or raised
+        parked.call = _settled  # what it captured is let go of
         if error is None:
             parked.future.set_result(result)
         else:
             parked.future.set_exception(error)
+
+
+def _settled() -> None:
+    """Stands where a call was that has been settled."""
 
 
 class Operation(enum.Enum):
@@ -123,7 +131,7 @@ class ParkedOperation:
     kind: Operation
     keys: tuple[OffloadKey, ...]
     job: JobMetadata | None
-    task: asyncio.Task[Any] | None = field(repr=False)
+    task: asyncio.Task[Any] = field(repr=False)
     future: asyncio.Future[Mapping[int, TierError]] = field(repr=False)
 
 
@@ -227,8 +235,7 @@ class ScriptedTier(AsyncTier):
         """
         self.parked.remove(parked)
         if isinstance(error, asyncio.CancelledError):
-            if parked.task is not None:
-                parked.task.cancel()
+            parked.task.cancel()
             parked.future.set_result({})
         elif error is not None:
             parked.future.set_exception(error)
@@ -262,6 +269,8 @@ class ScriptedTier(AsyncTier):
     ) -> Mapping[int, TierError]:
         if kind is not Operation.CLOSE and not self.is_open:
             raise StateError(f"{kind.name} came while the tier was not open")
+        task = asyncio.current_task()
+        assert task is not None, "coroutines run in tasks"
         future = asyncio.get_running_loop().create_future()
-        self.parked.append(ParkedOperation(kind, keys, job, asyncio.current_task(), future))
+        self.parked.append(ParkedOperation(kind, keys, job, task, future))
         return await _uncancellable(future)

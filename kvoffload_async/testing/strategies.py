@@ -54,10 +54,10 @@ def jobs(
         st.lists(st.integers(0, num_slots - 1), min_size=len(keys), max_size=len(keys), unique=True)
     )
     return JobMetadata(
-        draw(job_ids or st.integers(0, 2**31)),
+        draw(st.integers(0, 2**31) if job_ids is None else job_ids),
         keys,
         as_block_ids(slots),
-        draw(is_promotion or st.booleans()),
+        draw(st.booleans() if is_promotion is None else is_promotion),
         ReqContext(draw(st.text("abc", min_size=1, max_size=3))),
     )
 

@@ -72,6 +72,11 @@ class _Run:
     timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[BlockFailures] | None = None
 
+    def stop_timer(self) -> None:
+        """Forget the deadline, if one was set."""
+        if self.timer is not None:
+            self.timer.cancel()
+
 
 class TierActor:
     """Runs one tier on one event loop.
@@ -228,24 +233,25 @@ class TierActor:
         return await _contained(operation, run.job)
 
     def _job_ended(self, run: _Run, task: asyncio.Task[BlockFailures]) -> None:
-        if run.timer is not None:
-            run.timer.cancel()
+        run.stop_timer()
         del self._running[run.direction][run.job.job_id]
+        run.task = None  # a failed task holds its frames, and they hold the run
         failures, error = _outcome(task, len(run.job.keys))
-        for raised in (error, *failures.values()):
-            _forget_locals(raised)
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
             logger.log(level, "Job %s block I/O failed: %s", run.job.job_id, first)
+            if logger.isEnabledFor(logging.DEBUG) and first.__cause__ is not None:
+                logger.debug("%s", "".join(traceback.format_exception(first)))
+        for raised in (error, *failures.values()):
+            _drop_tracebacks(raised)
         self._post(self._settled(run, failures, error))
         if not self._closing:
             self._start_ready(run.direction)
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
-        if run.timer is not None:
-            run.timer.cancel()
+        run.stop_timer()
         self._post(self._settled(run, {}, error))
 
     def _settled(self, run: _Run, failures: BlockFailures, error: TierError | None) -> JobSettled:
@@ -292,12 +298,12 @@ async def _contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwar
         raise TierUnavailableError(f"a tier raised {error!r}") from error
 
 
-def _forget_locals(error: BaseException | None) -> None:
-    """Drop what an error's frames hold: who keeps the error must not keep the primary's memory."""
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Let go of an error's frames: who keeps a result must not keep the primary's memory mapped."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 

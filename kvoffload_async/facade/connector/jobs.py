@@ -5,7 +5,7 @@ Job ids here are a different namespace from those of the secondary tiers' jobs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload_async.facade.connector.protocol import NULL_BLOCK
@@ -25,6 +25,7 @@ class ConnectorJob:
         device_blocks: The device blocks that it touches, without nulls and duplicates.
         pending_workers: Workers that have not ended it.
         has_failed: Whether one of them failed.
+        is_void: Whether a reset has made its keys void: only its end is awaited.
     """
 
     job_id: JobId
@@ -34,6 +35,7 @@ class ConnectorJob:
     device_blocks: frozenset[int]
     pending_workers: int
     has_failed: bool = False
+    is_void: bool = False
 
 
 class JobTable:
@@ -42,8 +44,9 @@ class JobTable:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._jobs: dict[JobId, ConnectorJob] = {}
+        self._void: dict[JobId, ConnectorJob] = {}
         self._by_block: dict[int, set[JobId]] = {}
-        self._loading: set[OffloadKey] = set()
+        self._loading: dict[OffloadKey, JobId] = {}
         self._next_id: JobId = 0
 
     @property
@@ -51,16 +54,17 @@ class JobTable:
         """The id of the job that comes next; everything below it exists or has existed."""
         return self._next_id
 
+    @property
+    def has_void(self) -> bool:
+        """Whether a copy from before a reset has not ended."""
+        return bool(self._void)
+
     def __len__(self) -> int:
         return len(self._jobs)
 
     def ids(self) -> set[JobId]:
-        """Return the ids of the jobs in flight."""
+        """Return the ids of the jobs in flight, without void ones."""
         return set(self._jobs)
-
-    def get(self, job_id: JobId) -> ConnectorJob | None:
-        """Return a job in flight, or None."""
-        return self._jobs.get(job_id)
 
     def add(
         self,
@@ -80,36 +84,44 @@ class JobTable:
         for block in blocks:
             self._by_block.setdefault(block, set()).add(job_id)
         if not is_store:
-            self._loading.update(keys)
+            for key in keys:
+                self._loading.setdefault(key, job_id)
         request.transfer_jobs.add(job_id)
         return job_id
 
     def touching(self, blocks: Iterable[int]) -> set[JobId]:
-        """Return the jobs that touch any of these device blocks."""
+        """Return the jobs that touch any of these device blocks, without void ones."""
         return {job_id for block in blocks for job_id in self._by_block.get(block, ())}
 
-    def is_loading(self, keys: Collection[OffloadKey]) -> bool:
-        """Tell whether any of these keys is being loaded for some request."""
-        return not self._loading.isdisjoint(keys)
+    def is_loading(self, keys: Iterable[OffloadKey], below: JobId) -> bool:
+        """Tell whether a job with an id below this one loads any of these keys."""
+        return any(self._loading.get(key, below) < below for key in keys)
+
+    def has_load(self, request: ConnectorRequest) -> bool:
+        """Tell whether a load of this request is in flight."""
+        return any(not self._jobs[job_id].is_store for job_id in request.transfer_jobs)
 
     def worker_ended(self, job_id: JobId, count: int, *, failed: bool) -> ConnectorJob | None:
-        """Note that workers ended a job; return it if they all have, once."""
-        job = self._jobs.get(job_id)
+        """Note that workers ended a job; return it if now all have. Unknown ids are ignored."""
+        job = self._jobs.get(job_id) or self._void.get(job_id)
         if job is None:
             return None
         job.pending_workers -= count
         job.has_failed = job.has_failed or failed
         if job.pending_workers > 0:
             return None
-        self._drop(job)
+        if job.is_void:
+            del self._void[job_id]
+        else:
+            self._drop(job)
         return job
 
-    def clear(self) -> dict[JobId, int]:
-        """Forget every job; return how many worker reports are still to come for each."""
-        outstanding = {job_id: job.pending_workers for job_id, job in self._jobs.items()}
+    def void_all(self) -> None:
+        """Make every job void."""
         for job in list(self._jobs.values()):
             self._drop(job)
-        return outstanding
+            job.is_void = True
+            self._void[job.job_id] = job
 
     def _drop(self, job: ConnectorJob) -> None:
         del self._jobs[job.job_id]
@@ -119,5 +131,6 @@ class JobTable:
             watchers.discard(job.job_id)
             if not watchers:
                 del self._by_block[block]
-        if not job.is_store:
-            self._loading.difference_update(job.keys)
+        for key in job.keys:
+            if self._loading.get(key) == job.job_id:
+                del self._loading[key]

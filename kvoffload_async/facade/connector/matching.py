@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvoffload_async.facade.connector.protocol import ConnectorGeometry
@@ -17,7 +17,8 @@ class Match:
     """The usable prefix.
 
     Attributes:
-        tokens: Its length, from the start of the prompt; a whole number of chunks of each group.
+        tokens: Its length from the start of the prompt. If it is longer than what is computed,
+            a whole number of chunks of each group; else nothing is to be loaded.
         is_deferred: Whether it is to be asked again in a later step.
         keys: What it consists of, without what lies before the computed tokens.
     """
@@ -27,11 +28,21 @@ class Match:
     keys: tuple[OffloadKey, ...]
 
 
-@dataclass(slots=True)
-class _Scan:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one group can load.
+
+    Attributes:
+        tokens: Where it ends.
+        keys: It.
+        is_pending: Whether the bytes of a part of it are still on the way.
+        may_grow: Whether an answer that is not there yet may make it end further right.
+    """
+
     tokens: int
-    is_deferred: bool = False
-    keys: tuple[OffloadKey, ...] = ()
+    keys: Sequence[OffloadKey] = ()
+    is_pending: bool = False
+    may_grow: bool = False
 
 
 def match_prefix(
@@ -54,79 +65,84 @@ def match_prefix(
             answer = answers[key] = lookup(key)
         return answer
 
-    uncertain = False
+    may_grow = False
     limit = limit_tokens
     while True:
-        scans = []
+        runs = []
         shortest = limit
         for group in range(len(state.groups)):
-            scan = _scan_group(state, geometry, group, computed_tokens, shortest, ask)
-            scans.append(scan)
-            shortest = min(shortest, scan.tokens)
-            if geometry.groups[group].sliding_window_tokens is not None:
-                # A probe under way may yet make this group's run longer.
-                uncertain = uncertain or scan.is_deferred
+            run = _longest_run(
+                state, geometry, group, first_token=computed_tokens, last_token=shortest, ask=ask
+            )
+            runs.append(run)
+            shortest = min(shortest, run.tokens)
+            # For good: in the next round the missing answer may lie beyond the limit that it set.
+            may_grow = may_grow or run.may_grow
         if shortest == limit:
             break
         limit = shortest
-    keys = tuple(key for scan in scans for key in scan.keys)
-    return Match(limit, uncertain or any(scan.is_deferred for scan in scans), keys)
+    keys = tuple(key for run in runs for key in run.keys)
+    return Match(limit, may_grow or any(run.is_pending for run in runs), keys)
 
 
-def _scan_group(
+def _longest_run(
     state: ConnectorRequest,
     geometry: ConnectorGeometry,
     group: int,
-    computed_tokens: int,
-    limit_tokens: int,
+    *,
+    first_token: int,
+    last_token: int,
     ask: Lookup,
-) -> _Scan:
+) -> _Run:
     tokens_per_chunk = geometry.tokens_per_chunk(group)
     keys = state.groups[group].keys
-    first = computed_tokens // tokens_per_chunk
-    last = min(limit_tokens // tokens_per_chunk, len(keys))
+    first = first_token // tokens_per_chunk
+    last = min(last_token // tokens_per_chunk, len(keys))
     if last <= first:
-        return _Scan(min(limit_tokens, max(computed_tokens, last * tokens_per_chunk)))
-    window = geometry.groups[group].sliding_window_tokens
-    if window is None:
-        return _scan_all(keys, first, last, tokens_per_chunk, ask)
-    return _scan_window(keys, first, last, tokens_per_chunk, -(-window // tokens_per_chunk), ask)
+        return _Run(min(first_token, last_token))
+    needed = geometry.chunks_per_window(group)
+    if needed is None:
+        start, end, is_pending, may_grow = _scan_rightwards(keys, first, last, ask)
+    else:
+        start, end, is_pending, may_grow = _scan_leftwards(keys, first, last, needed, ask)
+    return _Run(end * tokens_per_chunk, keys[start:end], is_pending, may_grow)
 
 
-def _scan_all(
-    keys: list[OffloadKey], first: int, last: int, tokens_per_chunk: int, ask: Lookup
-) -> _Scan:
-    """Full attention: every chunk is needed, so only a miss stops the scan."""
-    deferred = False
+def _scan_rightwards(
+    keys: Sequence[OffloadKey], first: int, last: int, ask: Lookup
+) -> tuple[int, int, bool, bool]:
+    """Full attention: every chunk is needed, so a miss ends the run.
+
+    Nothing else does, so that all probes of a prefix start in one step.
+    """
+    is_pending = False
     end = first
     for chunk in range(first, last):
         answer = ask(keys[chunk])
         if answer is LookupResult.MISS:
             break
-        deferred = deferred or answer is not LookupResult.HIT
+        is_pending = is_pending or answer is not LookupResult.HIT
         end = chunk + 1
-    return _Scan(end * tokens_per_chunk, deferred, tuple(keys[first:end]))
+    return first, end, is_pending, False
 
 
-def _scan_window(
-    keys: list[OffloadKey], first: int, last: int, tokens_per_chunk: int, needed: int, ask: Lookup
-) -> _Scan:
-    """Sliding window: a run of the chunks that the window covers, searched from the right."""
-    run = 0
-    pending = unknown = False
-    for chunk in range(last - 1, first - 1, -1):
-        answer = ask(keys[chunk])
+def _scan_leftwards(
+    keys: Sequence[OffloadKey], first: int, last: int, needed: int, ask: Lookup
+) -> tuple[int, int, bool, bool]:
+    """Sliding window: as many chunks in a row as it covers, the rightmost such run.
+
+    One that reaches back to the computed tokens may be shorter.
+    """
+    length = 0
+    is_pending = may_grow = False
+    start = last
+    while start > first and length < needed:
+        start -= 1
+        answer = ask(keys[start])
         if answer in {LookupResult.MISS, LookupResult.RETRY}:
-            unknown = unknown or answer is LookupResult.RETRY
-            run, pending = 0, False
+            may_grow = may_grow or answer is LookupResult.RETRY
+            length, is_pending = 0, False
             continue
-        run += 1
-        pending = pending or answer is LookupResult.HIT_PENDING
-        if run == needed:
-            break
-    if not run:
-        return _Scan(first * tokens_per_chunk, unknown)
-    # `chunk` is the run's leftmost. A run shorter than the window reaches back to the computed
-    # tokens, which is as good.
-    end = chunk + run
-    return _Scan(end * tokens_per_chunk, unknown or pending, tuple(keys[chunk:end]))
+        length += 1
+        is_pending = is_pending or answer is LookupResult.HIT_PENDING
+    return start, start + length, is_pending, may_grow

@@ -21,11 +21,13 @@ class SchedulerRequest(Protocol):
 
     Attributes:
         request_id: Unique among the requests in flight.
-        block_hashes: The chained hash of every full run of `tokens_per_hash` tokens, in order;
-            grows with the request.
+        block_hashes: The chained hash of every full run of `tokens_per_hash` tokens, in order,
+            length `num_tokens // tokens_per_hash`; grows with the request.
         num_tokens: Prompt and generated tokens so far.
         num_prompt_tokens: Prompt tokens.
-        num_computed_tokens: Tokens whose KV lies in the device cache, or is being computed.
+        num_computed_tokens: Tokens, from the start, whose KV lies in the request's device blocks
+            once the steps before this one have run; the tokens scheduled in this step come on
+            top. 0 after a preemption; set back when loaded blocks turn out to be invalid.
         kv_transfer_params: The serving stack's per-request parameters.
     """
 
@@ -48,7 +50,10 @@ class SchedulerRequest(Protocol):
 
 
 BlockTables = Sequence[Sequence[int]]
-"""Device block ids of a request, a sequence a KV-cache group; `NULL_BLOCK` for none."""
+"""Device block ids of a request, shape `[num_groups][num_blocks]`; `NULL_BLOCK` for none.
+
+The block at index `i` of a group holds tokens `i * tokens_per_block` up to the next one's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +62,16 @@ class StepOutput:
 
     Attributes:
         num_scheduled_tokens: Tokens to compute in this step, by request.
-        new_blocks: Device blocks that were appended in this step, by request and group.
-        block_tables: Whole tables of the requests that (re)start in this step.
+        new_blocks: Device blocks that were appended in this step to tables that are known
+            already, by request, shape `[num_groups][num_new_blocks]`.
+        block_tables: Whole tables of the requests that start or resume in this step.
         preempted_req_ids: Requests that lost their device blocks in this step.
-        finished_req_ids: Requests that ended since the last step.
     """
 
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
     new_blocks: Mapping[str, BlockTables] = field(default_factory=dict)
     block_tables: Mapping[str, BlockTables] = field(default_factory=dict)
     preempted_req_ids: Collection[str] = ()
-    finished_req_ids: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class KVGroup:
 
     Attributes:
         tokens_per_block: Tokens of one device block.
-        sliding_window_tokens: How far back its attention reaches; None for all the way.
+        sliding_window_tokens: How many tokens back its attention reaches; None for all the way.
     """
 
     tokens_per_block: int
@@ -90,7 +94,7 @@ class ConnectorGeometry:
     Attributes:
         groups: The KV-cache groups, by index.
         tokens_per_hash: Tokens behind one of a request's `block_hashes`.
-        blocks_per_chunk: Device blocks of one offloaded block.
+        blocks_per_chunk: Device blocks of one chunk, which is what is offloaded under one key.
         num_workers: Workers that each report every job.
         max_offload_tokens: Tokens of a request that are offloaded at most; None: all.
         max_load_tokens: Tokens that one request loads at most; None: all.
@@ -111,8 +115,10 @@ class ConnectorGeometry:
         Raises:
             ConfigError: One does not; the message names the group.
         """
-        if not self.groups or self.blocks_per_chunk < 1 or self.num_workers < 1:
-            raise ConfigError("groups, blocks_per_chunk and num_workers must be at least 1")
+        if not self.groups:
+            raise ConfigError("groups: there must be at least one")
+        if min(self.tokens_per_hash, self.blocks_per_chunk, self.num_workers) < 1:
+            raise ConfigError("tokens_per_hash, blocks_per_chunk and num_workers: at least 1 each")
         for index in range(len(self.groups)):
             if self.tokens_per_chunk(index) % self.tokens_per_hash:
                 raise ConfigError(
@@ -121,8 +127,13 @@ class ConnectorGeometry:
                 )
 
     def tokens_per_chunk(self, group: int) -> int:
-        """Return the tokens of one offloaded block of a group."""
+        """Return the tokens of one chunk of a group."""
         return self.groups[group].tokens_per_block * self.blocks_per_chunk
+
+    def chunks_per_window(self, group: int) -> int | None:
+        """Return how many chunks a group's window reaches back at most; None for all of them."""
+        window = self.groups[group].sliding_window_tokens
+        return None if window is None else -(-window // self.tokens_per_chunk(group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +141,10 @@ class TransferJobSpec:
     """One copy between device and primary, for a worker.
 
     Attributes:
-        device: The device blocks, group after group.
-        host: The primary slots, one a chunk, group after group.
+        device: The device blocks, shape `[num_device_blocks]`, group after group; nulls are not
+            among them. A load's first chunk may be partial: its first device block lies
+            `block_indices[group] % blocks_per_chunk` blocks inside of it.
+        host: The primary slots, shape `[num_chunks]`, one a chunk, group after group.
         req_id: The request that it is for.
     """
 
@@ -146,8 +159,10 @@ class OffloadingConnectorMetadata:
 
     Attributes:
         load_jobs: Host to device, to start in this step.
-        store_jobs: Device to host, to start with the next step.
-        jobs_to_flush: Jobs that must have ended before the step overwrites device blocks.
+        store_jobs: Device to host, to start with the next step; those that are to be flushed,
+            at once: what they read was computed in an earlier step.
+        jobs_to_flush: Jobs that must have ended before the step overwrites device blocks. A
+            worker ignores those that it does not know.
     """
 
     load_jobs: Mapping[JobId, TransferJobSpec] = field(default_factory=dict)
@@ -160,8 +175,8 @@ class ConnectorOutput:
     """What the workers report in one step, summed over them.
 
     Attributes:
-        completed: How many workers ended each job.
-        failed: Jobs that failed on at least one of them.
+        completed: How many workers ended each job, well or not, since the last report.
+        failed: Those of them that failed on at least one worker.
     """
 
     completed: Mapping[JobId, int] = field(default_factory=dict)

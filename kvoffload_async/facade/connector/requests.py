@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     BlockTables,
@@ -18,7 +20,13 @@ from kvoffload_async.types import (
 
 
 class GroupState:
-    """One KV-cache group of a request: its keys, its device blocks, how far it is stored."""
+    """One KV-cache group of a request.
+
+    Attributes:
+        keys: One a full chunk, from the start.
+        block_ids: The device block table; `NULL_BLOCK` for what is gone.
+        next_chunk: The first chunk that was not offered to the manager yet.
+    """
 
     __slots__ = ("block_ids", "keys", "next_chunk")
 
@@ -32,16 +40,30 @@ class ConnectorRequest:
     """One request, from its first lookup until its last transfer has ended.
 
     In flight are either one load, or any number of stores.
+
+    Attributes:
+        local_tokens: Tokens that the device had when the request was last looked up.
+        offered_tokens: Tokens past them that it was offered to load.
+        waits_below: It waits for loads of its blocks by others, with job ids below this one:
+            those that were under way when it first asked. None: it has not waited yet.
+        transfer_jobs: Its jobs in flight.
+        may_load: Whether no load of it has failed; one that failed is computed instead.
+        has_ended: Whether the scheduler has ended it.
+        finish_signalled: Whether the manager knows that, too.
     """
 
     __slots__ = (
         "ctx",
         "finish_signalled",
         "groups",
+        "has_ended",
         "local_tokens",
+        "may_load",
+        "offered_tokens",
         "policy",
         "request",
         "transfer_jobs",
+        "waits_below",
     )
 
     def __init__(
@@ -52,12 +74,17 @@ class ConnectorRequest:
         self.policy = policy
         self.groups = [GroupState() for _ in range(groups)]
         self.local_tokens = 0
+        self.offered_tokens = 0
+        self.waits_below: JobId | None = None
         self.transfer_jobs: set[JobId] = set()
+        self.may_load = True
+        self.has_ended = False
         self.finish_signalled = False
 
     def restart(self, local_tokens: int) -> None:
-        """Forget the block tables: the request is (re)scheduled from `local_tokens` on."""
+        """Forget the block tables: the request has no device blocks but a prefix, if any."""
         self.local_tokens = local_tokens
+        self.offered_tokens = 0
         for group in self.groups:
             group.block_ids = []
             group.next_chunk = 0
@@ -83,15 +110,39 @@ class ConnectorRequest:
         for group, table in zip(self.groups, tables, strict=True):
             group.block_ids.extend(table)
 
-    def drop_stale_blocks(self, reallocated: set[int], kept: BlockTables) -> None:
-        """Null out ids that a sliding window let go and that belong to somebody else now.
+    def drop_stale_blocks(self, allocated: Collection[int], geometry: ConnectorGeometry) -> None:
+        """Null out blocks that a sliding window let go and that were allocated anew.
 
-        Args:
-            reallocated: Device blocks that were allocated in this step.
-            kept: Those of them that were allocated to this request, a sequence a group.
+        Only from `next_chunk` on: nobody stores what lies before, and tables can be long.
         """
-        for group, own in zip(self.groups, kept, strict=True):
-            start = len(group.block_ids) - len(own)
-            for position in range(start):
-                if group.block_ids[position] in reallocated:
-                    group.block_ids[position] = NULL_BLOCK
+        for index, group in enumerate(self.groups):
+            if geometry.groups[index].sliding_window_tokens is None:
+                continue
+            for at in range(group.next_chunk * geometry.blocks_per_chunk, len(group.block_ids)):
+                if group.block_ids[at] in allocated:
+                    group.block_ids[at] = NULL_BLOCK
+
+    def store_anew(self, geometry: ConnectorGeometry) -> None:
+        """Offer everything again.
+
+        But of a sliding window nothing that it does not reach any more: where that was stored,
+        nobody noticed whether it was allocated anew.
+        """
+        for index, group in enumerate(self.groups):
+            shape = geometry.groups[index]
+            if shape.sliding_window_tokens is not None:
+                past_tokens = self.request.num_computed_tokens + 1 - shape.sliding_window_tokens
+                past = max(0, past_tokens // shape.tokens_per_block)
+                unwatched = min(past, group.next_chunk * geometry.blocks_per_chunk)
+                group.block_ids[:unwatched] = [NULL_BLOCK] * unwatched
+            group.next_chunk = 0
+
+    def take_out(self, blocks: Collection[int]) -> set[int]:
+        """Null out those of `blocks` that are in the tables; return them."""
+        taken = set()
+        for group in self.groups:
+            for at, block in enumerate(group.block_ids):
+                if block in blocks:
+                    taken.add(block)
+                    group.block_ids[at] = NULL_BLOCK
+        return taken

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.jobs import ConnectorJob, JobTable
 from kvoffload_async.facade.connector.matching import match_prefix
+from kvoffload_async.facade.connector.plans import (
+    final_tokens,
+    offer_store,
+    plan_load,
+    plan_store,
+)
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     BlockTables,
@@ -22,24 +28,34 @@ from kvoffload_async.facade.connector.requests import ConnectorRequest
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     CPULoadStoreSpec,
-    GPULoadStoreSpec,
     JobId,
-    OffloadKey,
     OffloadPolicy,
     ReqContext,
     ScheduleEndContext,
-    as_block_ids,
 )
 
 
 @dataclass(slots=True)
 class _Step:
-    """What has gathered in the step under way."""
+    """What has gathered in the step under way.
+
+    Attributes:
+        load_jobs: Loads that were prepared in it.
+        flush: Jobs to flush.
+        allocated: Device blocks that somebody is about to write.
+        placed_req_ids: Requests that were given their block tables in it.
+        new_req_ids: Requests that were not known before.
+    """
 
     load_jobs: dict[JobId, TransferJobSpec] = field(default_factory=dict)
     flush: set[JobId] = field(default_factory=set)
     allocated: set[int] = field(default_factory=set)
+    placed_req_ids: set[str] = field(default_factory=set)
     new_req_ids: set[str] = field(default_factory=set)
+
+    def note_allocated(self, blocks: Iterable[int]) -> None:
+        self.allocated.update(blocks)
+        self.allocated.discard(NULL_BLOCK)
 
 
 @dataclass(slots=True)
@@ -54,11 +70,12 @@ class ConnectorCounters:
 
 
 class OffloadingConnectorScheduler:
-    """Drives an `OffloadingManager` for a scheduler. No method waits.
+    """Drives an `OffloadingManager` for a scheduler. No method waits but `reset_cache`.
 
-    The order of a step: `get_num_new_matched_tokens` and `update_state_after_alloc` for requests
-    that are to start; `request_finished` for those that end; `build_connector_meta`, which is the
-    last; and `update_connector_output` with what the workers report, before the next step.
+    The order of a step: `get_num_new_matched_tokens`, and at once `update_state_after_alloc`, for
+    each request that is to start; `build_connector_meta`, which is the last; then, with what the
+    workers report, `update_connector_output` and `take_invalid_blocks`; and `request_finished`
+    for requests that end, at any time between.
 
     Thread: owner, the scheduler's.
     """
@@ -71,10 +88,9 @@ class OffloadingConnectorScheduler:
         self._requests: dict[str, ConnectorRequest] = {}
         self._jobs = JobTable(geometry.num_workers)
         self._step = _Step()
-        self._finished_now: list[ConnectorRequest] = []
+        self._ending: list[ConnectorRequest] = []
         self._invalid_blocks: set[int] = set()
-        self._stale_below: JobId = 0
-        self._reset_fence: dict[JobId, int] = {}
+        self._least_load_tokens = min(map(geometry.tokens_per_chunk, range(len(geometry.groups))))
 
     # -- a request starts -----------------------------------------------------------------------
 
@@ -82,6 +98,10 @@ class OffloadingConnectorScheduler:
         self, request: SchedulerRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens past the computed ones can be loaded, and whether to wait.
+
+        Args:
+            request: One that is to start, or to start again: it has no device blocks of its own.
+            num_computed_tokens: Tokens, from its start, that the device has anyway.
 
         Returns:
             (None, False) if it is not known yet: ask again in the next step. (0, False) if there
@@ -91,8 +111,10 @@ class OffloadingConnectorScheduler:
         """
         state = self._known(request)
         state.restart(num_computed_tokens)
-        if state.transfer_jobs:
+        if state.transfer_jobs or state.has_ended:  # ended: another request had this id
             return None, False
+        if not state.may_load:
+            return 0, False
         state.extend_keys(self.geometry)
         limit = request.num_tokens - 1
         if self.geometry.max_load_tokens is not None:
@@ -107,11 +129,15 @@ class OffloadingConnectorScheduler:
         if match.is_deferred:
             return None, False
         tokens = match.tokens - num_computed_tokens
-        smallest = min(group.tokens_per_block for group in self.geometry.groups)
-        if tokens < smallest:
+        if tokens < self._least_load_tokens:
             return 0, False
-        if self._jobs.is_loading(match.keys):
-            return None, False  # another request is loading a part of it: share, do not repeat
+        # The device may share what is being loaded for others. Loads that began later are not
+        # waited for: else requests with a common prefix would load it one after the other.
+        if state.waits_below is None:
+            state.waits_below = self._jobs.next_id
+        if self._jobs.is_loading(match.keys, below=state.waits_below):
+            return None, False
+        state.offered_tokens = tokens
         return tokens, True
 
     def update_state_after_alloc(
@@ -121,23 +147,28 @@ class OffloadingConnectorScheduler:
 
         Args:
             request: The request.
-            blocks: Its whole block tables, a sequence a group.
-            num_external_tokens: What `get_num_new_matched_tokens` offered and was accepted; 0
-                also when another source provides them.
+            blocks: Its whole block tables.
+            num_external_tokens: What `get_num_new_matched_tokens` has just offered; 0 if it is
+                not taken, also when another source provides the tokens.
 
         Raises:
-            StateError: A load of this request is in flight.
+            StateError: Tokens are taken that were not offered, or without blocks for them.
         """
         state = self._known(request)
-        # Also without a load: the blocks are about to be overwritten by somebody.
-        for table in blocks:
-            self._step.allocated.update(block for block in table if block != NULL_BLOCK)
+        if num_external_tokens not in {0, state.offered_tokens}:
+            raise StateError(
+                f"request {request.request_id!r} was offered {state.offered_tokens} tokens, not "
+                f"{num_external_tokens}"
+            )
+        state.offered_tokens = 0
+        state.waits_below = None
+        # Also without a load: somebody is about to write the blocks past the computed ones.
+        for group, table in zip(self.geometry.groups, blocks, strict=True):
+            self._step.note_allocated(table[state.local_tokens // group.tokens_per_block :])
+        self._step.placed_req_ids.add(request.request_id)
         state.set_blocks(blocks)
-        if not num_external_tokens:
-            return
-        if state.transfer_jobs:
-            raise StateError(f"request {request.request_id!r} has transfers in flight already")
-        self._prepare_load(state, state.local_tokens + num_external_tokens)
+        if num_external_tokens:
+            self._prepare_load(state, state.local_tokens + num_external_tokens)
 
     # -- the end of a step ----------------------------------------------------------------------
 
@@ -146,18 +177,22 @@ class OffloadingConnectorScheduler:
         step = self._step
         self._update_tables(output)
         for req_id in output.preempted_req_ids:
-            state = self._requests.get(req_id)
-            if state is not None:
-                step.flush.update(state.transfer_jobs - step.load_jobs.keys())
-        step.flush.update(self._jobs.touching(step.allocated) - step.load_jobs.keys())
-        store_jobs = self._store_jobs(output)
+            self._preempt(req_id)
+        final_stores = self._final_stores()
+        running_stores = self._running_stores(output)
+        # What reads or writes a block that was given to somebody in this step. Not the copies
+        # that follow the giving: this step's loads, and the stores of what it computes.
+        step.flush |= (
+            self._jobs.touching(step.allocated) - step.load_jobs.keys() - running_stores.keys()
+        )
         if self._requests and all(s.request.is_finished() for s in self._requests.values()):
             # There may be no further step: everything is expedited, in both directions.
-            step.flush.update(self._jobs.ids())
+            step.flush |= self._jobs.ids()
+        store_jobs = final_stores | running_stores
         meta = OffloadingConnectorMetadata(step.load_jobs, store_jobs, frozenset(step.flush))
-        for state in self._finished_now:
+        for state in self._ending:
             self._signal_finish(state)
-        self._finished_now.clear()
+        self._ending.clear()
         self._step = _Step()
         self.manager.on_schedule_end(
             ScheduleEndContext(frozenset(step.new_req_ids), frozenset(output.preempted_req_ids))
@@ -167,17 +202,21 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """Take in what the workers report. A job counts as ended once all of them have."""
         for job_id, count in output.completed.items():
-            if job_id < self._stale_below:
-                self._fence_ended(job_id, count)
-                continue
             job = self._jobs.worker_ended(job_id, count, failed=job_id in output.failed)
-            if job is not None:
-                self._job_ended(job)
+            if job is None:
+                continue
+            if not job.is_void:
+                self._end_job(job)
+            elif not self._jobs.has_void:
+                self.manager.on_reset_flushed()
+            if job.has_failed and not job.is_store:
+                self._invalidate(job)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Detach the device blocks that a failed load left without their bytes.
+        """Detach the device blocks that failed loads left without their bytes.
 
-        Their requests must compute them anew.
+        Their requests must compute them anew; set `num_computed_tokens` back before the next call
+        of `build_connector_meta`. Such a request is not offered tokens to load again.
         """
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
@@ -185,40 +224,41 @@ class OffloadingConnectorScheduler:
     # -- a request ends -------------------------------------------------------------------------
 
     def request_finished(self, request: SchedulerRequest) -> tuple[bool, None]:
-        """End a request: (False, None), so that its device blocks are freed at once.
+        """End a request, however it ended: (False, None), so that its blocks are freed at once.
 
-        Blocks that are still being copied stay watched; its last full block is stored with this
-        step.
+        Blocks that are still being stored stay watched; its last full block is stored with this
+        step. Only the blocks of a load in flight must stay its own until the load has ended.
         """
         state = self._known(request)
-        state.extend_keys(self.geometry)
-        self._finished_now.append(state)
+        if not state.has_ended:
+            state.has_ended = True
+            self._ending.append(state)
         return False, None
 
     # -- resets ---------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Empty the primary, between steps. Survivors store again from the start."""
-        self._step.flush.update(self._jobs.ids())
+        """Empty the primary, between steps. Survivors store again from the start.
+
+        May wait for secondary tiers, and for nothing else: copies in flight go on and are flushed
+        with the next step. Until they have ended, nothing is stored and nothing promoted, since
+        they touch slots that are free now.
+        """
+        self._step.flush |= self._jobs.ids()
+        self._jobs.void_all()
         for state in list(self._requests.values()):
-            if state.request.is_finished():
+            if state.has_ended:
                 self._signal_finish(state)
-        self._reset_fence.update(self._jobs.clear())
-        self._stale_below = self._jobs.next_id
-        for state in self._requests.values():
-            state.transfer_jobs.clear()
-            for group in state.groups:
-                group.next_chunk = 0
-        self._requests = {
-            req_id: state for req_id, state in self._requests.items() if not state.finish_signalled
-        }
+            state.store_anew(self.geometry)
         self.manager.reset_cache()
-        if not self._reset_fence:
+        if not self._jobs.has_void:
             self.manager.on_reset_flushed()
 
     def has_pending_push_work(self) -> bool:
         """Tell whether steps are needed although no request is scheduled."""
-        return bool(self._jobs) or bool(self._reset_fence) or self.manager.has_pending_work()
+        return bool(
+            self._jobs or self._jobs.has_void or self._ending or self.manager.has_pending_work()
+        )
 
     # -- inside: requests -----------------------------------------------------------------------
 
@@ -239,175 +279,104 @@ class OffloadingConnectorScheduler:
         self._drop_if_idle(state)
 
     def _drop_if_idle(self, state: ConnectorRequest) -> None:
-        if state.finish_signalled and not state.transfer_jobs:
-            self._requests.pop(state.ctx.req_id, None)
+        req_id = state.ctx.req_id
+        idle = state.finish_signalled and not state.transfer_jobs
+        if idle and self._requests.get(req_id) is state:  # not another one with its id
+            del self._requests[req_id]
+
+    def _preempt(self, req_id: str) -> None:
+        state = self._requests.get(req_id)
+        if state is None:
+            return
+        self._step.flush |= state.transfer_jobs - self._step.load_jobs.keys()
+        if req_id not in self._step.placed_req_ids:  # unless it has new blocks already
+            state.restart(0)
 
     def _update_tables(self, output: StepOutput) -> None:
+        step = self._step
         for req_id, tables in output.block_tables.items():
-            if req_id in self._requests:
-                self._requests[req_id].set_blocks(tables)
-            self._note_allocated(tables)
-        for req_id, tables in output.new_blocks.items():
-            if req_id in self._requests:
-                self._requests[req_id].append_blocks(tables)
-            self._note_allocated(tables)
-        empty = [()] * len(self.geometry.groups)
+            state = self._requests.get(req_id)
+            for index, table in enumerate(tables):
+                old = () if state is None else state.groups[index].block_ids
+                step.note_allocated(set(table).difference(old))
+        for tables in output.new_blocks.values():
+            for table in tables:
+                step.note_allocated(table)
         for req_id, state in self._requests.items():
-            if req_id not in output.block_tables:
-                kept: BlockTables = output.new_blocks.get(req_id, empty)
-                state.drop_stale_blocks(self._step.allocated, kept)
+            # An ended request's blocks are still what they were: this step has not run.
+            if req_id not in step.placed_req_ids and not state.has_ended:
+                state.drop_stale_blocks(step.allocated, self.geometry)
+            if req_id in output.block_tables:
+                step.placed_req_ids.add(req_id)
+                state.set_blocks(output.block_tables[req_id])
+            if req_id in output.new_blocks:
+                state.append_blocks(output.new_blocks[req_id])
 
-    def _note_allocated(self, tables: BlockTables) -> None:
-        for table in tables:
-            self._step.allocated.update(block for block in table if block != NULL_BLOCK)
-
-    # -- inside: loads --------------------------------------------------------------------------
+    # -- inside: jobs ---------------------------------------------------------------------------
 
     def _prepare_load(self, state: ConnectorRequest, total_tokens: int) -> None:
-        keys: list[OffloadKey] = []
-        blocks: list[int] = []
-        sizes: list[int] = []
-        indices: list[int] = []
-        for index, group in enumerate(state.groups):
-            first, ids = self._load_blocks(state, index, total_tokens)
-            per_chunk = self.geometry.blocks_per_chunk
-            if ids:
-                keys += group.keys[first // per_chunk : -(-(first + len(ids)) // per_chunk)]
-            blocks += ids
-            sizes.append(len(ids))
-            indices.append(first)
-            if state.policy is OffloadPolicy.BLOCK_LEVEL:
-                group.next_chunk = total_tokens // self.geometry.tokens_per_chunk(index)
-        host = self.manager.prepare_load(keys, state.ctx)
+        plan = plan_load(state, self.geometry, total_tokens)
+        host = self.manager.prepare_load(plan.keys, state.ctx)
         if not isinstance(host, CPULoadStoreSpec):
             raise StateError(f"{type(self.manager).__name__} loads from no primary in host memory")
-        job_id = self._jobs.add(state, keys, blocks, is_store=False)
-        device = GPULoadStoreSpec(as_block_ids(blocks), tuple(sizes), tuple(indices))
-        self._step.load_jobs[job_id] = TransferJobSpec(device, host, state.ctx.req_id)
+        blocks = plan.device.block_ids.tolist()
+        job_id = self._jobs.add(state, plan.keys, blocks, is_store=False)
+        self._step.load_jobs[job_id] = TransferJobSpec(plan.device, host, state.ctx.req_id)
         self.counters.loaded_tokens += total_tokens - state.local_tokens
+        if state.policy is OffloadPolicy.BLOCK_LEVEL:
+            for index, group in enumerate(state.groups):
+                group.next_chunk = total_tokens // self.geometry.tokens_per_chunk(index)
 
-    def _load_blocks(
-        self, state: ConnectorRequest, index: int, total_tokens: int
-    ) -> tuple[int, list[int]]:
-        """Return the first logical device block to load and the ids from there on.
+    def _final_stores(self) -> dict[JobId, TransferJobSpec]:
+        """Store what ended requests had. Before others: it is their last chance."""
+        jobs: dict[JobId, TransferJobSpec] = {}
+        for state in self._ending:
+            # Signalled: a reset came first. Loading: it was aborted before its blocks had bytes.
+            if not state.finish_signalled and not self._jobs.has_load(state):
+                self._store(state, final_tokens(state.request), jobs)
+        return jobs
 
-        A sliding window's blocks begin where it still has any: the nulls before are skipped.
-        """
-        tokens = self.geometry.groups[index].tokens_per_block
-        first = state.local_tokens // tokens
-        last = -(-total_tokens // tokens)
-        table = state.groups[index].block_ids
-        while first < last and table[first] == NULL_BLOCK:
-            first += 1
-        return first, table[first:last]
-
-    # -- inside: stores -------------------------------------------------------------------------
-
-    def _store_jobs(self, output: StepOutput) -> dict[JobId, TransferJobSpec]:
+    def _running_stores(self, output: StepOutput) -> dict[JobId, TransferJobSpec]:
+        """Store what requests have once this step has run."""
         jobs: dict[JobId, TransferJobSpec] = {}
         for req_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id)
-            if state is None or state.request.is_finished():
-                continue
-            state.extend_keys(self.geometry)
-            self._store(state, state.request.num_computed_tokens + scheduled, jobs)
-        for state in self._finished_now:
-            if state.finish_signalled:
-                continue  # a reset came first
-            self._store(state, _final_tokens(state.request), jobs)
+            if state is not None and not state.has_ended:
+                self._store(state, state.request.num_computed_tokens + scheduled, jobs)
         return jobs
 
     def _store(
         self, state: ConnectorRequest, tokens: int, jobs: dict[JobId, TransferJobSpec]
     ) -> None:
-        """Store the chunks that are full after this step and were not stored before."""
-        request = state.request
-        bounds = [tokens, request.num_tokens]
-        if self.geometry.max_offload_tokens is not None:
-            bounds.append(self.geometry.max_offload_tokens)
-        if self.geometry.offload_prompt_only:
-            bounds.append(request.num_prompt_tokens)
-        ends = [
-            self._storable_chunks(state, index, min(bounds)) for index in range(len(state.groups))
-        ]
-        offered = [
-            group.keys[chunk]
-            for group, end in zip(state.groups, ends, strict=True)
-            for chunk in range(group.next_chunk, end)
-            if self._is_whole(group.block_ids, chunk)
-        ]
-        if not offered:
-            return
-        granted = self.manager.prepare_store(offered, state.ctx)
-        if granted is None:
-            self.counters.stores_refused += 1
-            return  # nothing was stored, so nothing advances: offered again in the next step
-        if granted.keys_to_store:
-            job_id, spec = self._store_job(state, ends, granted.keys_to_store, granted.store_spec)
-            jobs[job_id] = spec
-            self.counters.stored_blocks += len(granted.keys_to_store)
-        for group, end in zip(state.groups, ends, strict=True):
+        if self._jobs.has_void:
+            return  # copies from before a reset may still touch the slots that would be granted
+        state.extend_keys(self.geometry)
+        offer = offer_store(state, self.geometry, tokens)
+        if offer.keys:
+            granted = self.manager.prepare_store(offer.keys, state.ctx)
+            if granted is None:
+                self.counters.stores_refused += 1
+                return  # nothing advances: offered again in the next step
+            if granted.keys_to_store:
+                plan = plan_store(state, self.geometry, offer.ends, granted.keys_to_store)
+                blocks = plan.device.block_ids.tolist()
+                job_id = self._jobs.add(state, plan.keys, blocks, is_store=True)
+                jobs[job_id] = TransferJobSpec(plan.device, granted.store_spec, state.ctx.req_id)
+                self.counters.stored_blocks += len(plan.keys)
+        for group, end in zip(state.groups, offer.ends, strict=True):
             group.next_chunk = max(group.next_chunk, end)
 
-    def _storable_chunks(self, state: ConnectorRequest, index: int, tokens: int) -> int:
-        """Return how many chunks are full, keyed and allocated."""
-        group = state.groups[index]
-        allocated = len(group.block_ids) // self.geometry.blocks_per_chunk
-        return min(tokens // self.geometry.tokens_per_chunk(index), len(group.keys), allocated)
-
-    def _is_whole(self, block_ids: Sequence[int], chunk: int) -> bool:
-        per_chunk = self.geometry.blocks_per_chunk
-        return NULL_BLOCK not in block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
-
-    def _store_job(
-        self,
-        state: ConnectorRequest,
-        ends: Sequence[int],
-        keys: Sequence[OffloadKey],
-        host: CPULoadStoreSpec,
-    ) -> tuple[JobId, TransferJobSpec]:
-        """Make the job that copies exactly the accepted keys' device blocks."""
-        per_chunk = self.geometry.blocks_per_chunk
-        accepted = set(keys)
-        blocks: list[int] = []
-        sizes: list[int] = []
-        indices: list[int] = []
-        for group, end in zip(state.groups, ends, strict=True):
-            chunks = [c for c in range(group.next_chunk, end) if group.keys[c] in accepted]
-            for chunk in chunks:
-                blocks += group.block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
-            sizes.append(len(chunks) * per_chunk)
-            indices.append(chunks[0] * per_chunk if chunks else 0)
-        job_id = self._jobs.add(state, keys, blocks, is_store=True)
-        device = GPULoadStoreSpec(as_block_ids(blocks), tuple(sizes), tuple(indices))
-        return job_id, TransferJobSpec(device, host, state.ctx.req_id)
-
-    # -- inside: completions --------------------------------------------------------------------
-
-    def _job_ended(self, job: ConnectorJob) -> None:
-        state = job.request
+    def _end_job(self, job: ConnectorJob) -> None:
         if job.is_store:
             self.counters.failed_stores += job.has_failed
-            self.manager.complete_store(job.keys, state.ctx, not job.has_failed)
+            self.manager.complete_store(job.keys, job.request.ctx, not job.has_failed)
         else:
-            self.manager.complete_load(job.keys, state.ctx)
-            if job.has_failed:
-                self.counters.failed_loads += 1
-                self._invalid_blocks.update(job.device_blocks)
-        self._drop_if_idle(state)
+            self.counters.failed_loads += job.has_failed
+            self.manager.complete_load(job.keys, job.request.ctx)
+        self._drop_if_idle(job.request)
 
-    def _fence_ended(self, job_id: JobId, count: int) -> None:
-        left = self._reset_fence.get(job_id)
-        if left is None:
-            return
-        if left > count:
-            self._reset_fence[job_id] = left - count
-            return
-        del self._reset_fence[job_id]
-        if not self._reset_fence:
-            self.manager.on_reset_flushed()
-
-
-def _final_tokens(request: SchedulerRequest) -> int:
-    """Return how many tokens of an ended request have KV: not that of the last sampled one."""
-    return min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
+    def _invalidate(self, job: ConnectorJob) -> None:
+        """Report what a failed load did not fill, unless its request has let go of it since."""
+        job.request.may_load = False
+        if not job.request.has_ended:
+            self._invalid_blocks |= job.request.take_out(job.device_blocks)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
+from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.protocol import (
     ConnectorOutput,
     OffloadingConnectorMetadata,
@@ -18,6 +21,19 @@ from kvoffload_async.facade.connector.protocol import (
 from kvoffload_async.runtime.loop_thread import LoopThread
 from kvoffload_async.types import JobId, TransferResult
 
+logger = logging.getLogger(__name__)
+
+_FOLLOW_S = 0.5
+"""Seconds that the loop is given to notice what has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A job's result, and the request whose load it was, if it was one."""
+
+    result: TransferResult
+    loaded_req_id: str | None
+
 
 class OffloadingConnectorWorker:
     """Performs the jobs of one worker.
@@ -25,6 +41,8 @@ class OffloadingConnectorWorker:
     A step: `handle_preemptions(meta)` before any device block may be overwritten;
     `start_kv_transfers(meta)`; the forward pass; `prepare_store_kv(meta)`, which keeps this
     step's stores for the next one, so that they do not compete with sampling; `build_output()`.
+
+    A copy that fails is a result, never an exception.
 
     Thread: the worker's, for all of it.
     """
@@ -36,20 +54,24 @@ class OffloadingConnectorWorker:
             transport: Where copies are made.
             flush_timeout_s: Seconds that `handle_preemptions` waits at most.
         """
-        self._transport = transport
+        self.transport = transport
         self._flush_timeout_s = flush_timeout_s
         self._loop = LoopThread("kvoffload-worker")
-        self._transfers: dict[JobId, Transfer] = {}
+        self._running: dict[JobId, str | None] = {}
         self._deferred: dict[JobId, TransferJobSpec] = {}
+        self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
         self._tasks: set[asyncio.Task[TransferOutcome]] = set()
-        self._loading: dict[JobId, str] = {}
         self._closed = False
 
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_id: JobId, spec: TransferJobSpec) -> None:
-        """Copy device blocks to slots, behind what has been computed so far. Never waits."""
+        """Copy device blocks to slots, behind what has been computed so far. Never waits.
+
+        Raises:
+            StateError: A job with this id runs.
+        """
         self._submit(job_id, spec, Direction.STORE)
 
     def submit_load(self, job_id: JobId, spec: TransferJobSpec, *, expedited: bool = False) -> None:
@@ -59,31 +81,29 @@ class OffloadingConnectorWorker:
             job_id: The job.
             spec: What to copy.
             expedited: Wait for the end, at most `flush_timeout_s`: the next kernel needs it.
+
+        Raises:
+            StateError: A job with this id runs.
         """
-        self._loading[job_id] = spec.req_id
         self._submit(job_id, spec, Direction.LOAD)
         if expedited:
             self.wait({job_id}, self._flush_timeout_s)
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, each once. Never waits."""
-        results = []
-        while self._ended:
-            job_id, task = self._ended.popleft()
-            self._transfers.pop(job_id, None)
-            results.append(_result(job_id, task))
-        return results
+        return [report.result for report in self._take_reports()]
 
     def wait(self, job_ids: Collection[JobId], timeout: float) -> bool:
         """Wait until jobs have ended, at most `timeout` seconds; unknown ids are ignored.
 
+        Stores that were kept for the next step begin now if one of them is waited for.
+
         Returns:
             Whether all of them have. Their results are left for `get_finished`.
         """
-        deadline_s = time.monotonic() + timeout
-        known = [self._transfers[job_id] for job_id in job_ids if job_id in self._transfers]
-        ended = [t.synchronize(max(0.0, deadline_s - time.monotonic())) for t in known]
-        return all(ended)
+        if not self._deferred.keys().isdisjoint(job_ids):
+            self._submit_deferred()
+        return self._loop.wait_until(partial(self._have_ended, job_ids), timeout)
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -106,35 +126,42 @@ class OffloadingConnectorWorker:
             self.submit_load(job_id, spec)
 
     def prepare_store_kv(self, meta: OffloadingConnectorMetadata) -> None:
-        """Keep this step's stores for the next step."""
+        """Keep this step's stores for the next step; the flushed ones have begun already."""
         for job_id, spec in meta.store_jobs.items():
             if job_id not in meta.jobs_to_flush:
                 self._deferred[job_id] = spec
 
     def build_output(self) -> tuple[ConnectorOutput, set[str]]:
         """Return what ended since the last call, and the requests whose load has ended."""
-        results = self.get_finished()
-        loaded = {self._loading.pop(result.job_id, None) for result in results}
+        reports = self._take_reports()
+        results = [report.result for report in reports]
         output = ConnectorOutput(
             {result.job_id: 1 for result in results},
             frozenset(result.job_id for result in results if not result.success),
         )
-        return output, {req_id for req_id in loaded if req_id is not None}
+        return output, {r.loaded_req_id for r in reports if r.loaded_req_id is not None}
 
     def shutdown(self, timeout: float = 30.0) -> bool:
         """End both directions; idempotent. Results are still there for `get_finished`.
+
+        Every job has one then: one whose copy still runs has failed.
 
         Returns:
             False if a copy still runs: then host and device memory must stay.
         """
         if self._closed:
-            return True
-        self._closed = True
+            return self.transport.close(timeout)
+        deadline_s = time.monotonic() + timeout
         self._submit_deferred()
-        ended = self._transport.close(timeout)
-        self._loop.wait_until(lambda: len(self._ended) == len(self._transfers), timeout)
-        self._loop.close(timeout)
-        return ended
+        self._closed = True
+        has_ended = self.transport.close(timeout)
+        jobs = list(self._running)
+        left_s = deadline_s - time.monotonic() if has_ended else 0.0
+        if not self.wait(jobs, max(_FOLLOW_S, left_s)):
+            self._loop.call_soon(self._give_up)
+            self.wait(jobs, _FOLLOW_S)
+        self._loop.close(_FOLLOW_S)
+        return has_ended
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -144,30 +171,65 @@ class OffloadingConnectorWorker:
             self.submit_store(job_id, spec)
 
     def _submit(self, job_id: JobId, spec: TransferJobSpec, direction: Direction) -> None:
-        transfer = self._transport.submit(
-            BlockCopies(direction, spec.device, spec.host), self._transport.record_compute()
-        )
-        self._transfers[job_id] = transfer
-        self._loop.call_soon(self._follow, job_id, transfer)
+        if job_id in self._running:
+            raise StateError(f"job {job_id} runs already")
+        self._running[job_id] = spec.req_id if direction is Direction.LOAD else None
+        if self._closed:
+            self._report(TransferResult(job_id, success=False))
+            return
+        try:
+            transfer = self.transport.submit(
+                BlockCopies(direction, spec.device, spec.host), self.transport.record_compute()
+            )
+        except Exception:
+            logger.exception("transfer job %d could not be submitted", job_id)
+            self._report(TransferResult(job_id, success=False))
+        else:
+            self._loop.call_soon(self._follow, job_id, transfer)
 
     def _follow(self, job_id: JobId, transfer: Transfer) -> None:
         """Await a transfer's end in a task of its own. Thread: loop."""
         task = asyncio.get_running_loop().create_task(transfer.outcome(), name=f"transfer:{job_id}")
         self._tasks.add(task)
-        task.add_done_callback(partial(self._followed, job_id))
+        task.add_done_callback(partial(self._note_end, job_id))
 
-    def _followed(self, job_id: JobId, task: asyncio.Task[TransferOutcome]) -> None:
+    def _note_end(self, job_id: JobId, task: asyncio.Task[TransferOutcome]) -> None:
         """Thread: loop."""
         self._tasks.discard(task)
         self._ended.append((job_id, task))
         self._loop.notify()
 
+    def _give_up(self) -> None:
+        """Thread: loop."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _have_ended(self, job_ids: Collection[JobId]) -> bool:
+        self._collect()
+        return not any(job_id in self._running for job_id in job_ids)
+
+    def _collect(self) -> None:
+        while self._ended:
+            self._report(_result(*self._ended.popleft()))
+
+    def _report(self, result: TransferResult) -> None:
+        self._reports.append(_Report(result, self._running.pop(result.job_id)))
+
+    def _take_reports(self) -> list[_Report]:
+        self._collect()
+        reports, self._reports = self._reports, []
+        return reports
+
 
 def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResult:
-    if task.cancelled() or task.exception() is not None:
+    if task.cancelled():  # given up
+        return TransferResult(job_id, success=False)
+    error = task.exception() or task.result().error
+    if error is not None:
+        logger.error("transfer job %d failed: %s", job_id, error)
         return TransferResult(job_id, success=False)
     outcome = task.result()
-    return TransferResult(job_id, outcome.error is None, outcome.num_bytes, outcome.seconds)
+    return TransferResult(job_id, True, outcome.num_bytes, outcome.seconds)
 
 
 def summed(outputs: Collection[ConnectorOutput]) -> ConnectorOutput:

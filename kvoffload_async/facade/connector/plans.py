@@ -1,0 +1,144 @@
+"""Which keys a load or a store copies, and which device blocks it touches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvoffload_async.errors import StateError
+from kvoffload_async.facade.connector.protocol import (
+    NULL_BLOCK,
+    ConnectorGeometry,
+    SchedulerRequest,
+)
+from kvoffload_async.facade.connector.requests import ConnectorRequest
+from kvoffload_async.types import GPULoadStoreSpec, OffloadKey, as_block_ids
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """One copy, before it has slots.
+
+    Attributes:
+        keys: One a chunk, group after group.
+        device: Their device blocks, group after group.
+    """
+
+    keys: tuple[OffloadKey, ...]
+    device: GPULoadStoreSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOffer:
+    """The chunks that a request could store.
+
+    Attributes:
+        keys: They, group after group.
+        ends: For each group, the first chunk that it does not reach.
+    """
+
+    keys: tuple[OffloadKey, ...]
+    ends: tuple[int, ...]
+
+
+def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens: int) -> CopyPlan:
+    """Return the copy that fills the device blocks from the local tokens up to `total_tokens`.
+
+    Of a sliding window only the blocks that it reaches are filled, and nulls among them skipped.
+
+    Raises:
+        StateError: There are not blocks enough.
+    """
+    per_chunk = geometry.blocks_per_chunk
+    keys: list[OffloadKey] = []
+    blocks: list[int] = []
+    sizes: list[int] = []
+    indices: list[int] = []
+    for index, group in enumerate(state.groups):
+        tokens = geometry.groups[index].tokens_per_block
+        last = total_tokens // tokens
+        if last > len(group.block_ids):
+            raise StateError(
+                f"request {state.ctx.req_id!r}: {total_tokens} tokens do not fit into "
+                f"{len(group.block_ids)} blocks of group {index}"
+            )
+        first = state.local_tokens // tokens
+        window = geometry.chunks_per_window(index)
+        if window is not None:
+            first = max(first, last - window * per_chunk)
+        while first < last and group.block_ids[first] == NULL_BLOCK:
+            first += 1
+        if first < last:
+            keys += group.keys[first // per_chunk : last // per_chunk]
+        blocks += group.block_ids[first:last]
+        sizes.append(last - first)
+        indices.append(first)
+    return CopyPlan(tuple(keys), _device_spec(blocks, sizes, indices))
+
+
+def offer_store(state: ConnectorRequest, geometry: ConnectorGeometry, tokens: int) -> StoreOffer:
+    """Return the chunks that are full with `tokens` tokens and were not offered before.
+
+    A chunk is full if it has a key and its device blocks; one with a null among them is let go.
+    """
+    tokens = min(tokens, _token_limit(state.request, geometry))
+    per_chunk = geometry.blocks_per_chunk
+    keys: list[OffloadKey] = []
+    ends: list[int] = []
+    for index, group in enumerate(state.groups):
+        full = tokens // geometry.tokens_per_chunk(index)
+        end = min(full, len(group.keys), len(group.block_ids) // per_chunk)
+        keys += [
+            group.keys[chunk]
+            for chunk in range(group.next_chunk, end)
+            if NULL_BLOCK not in _blocks_of(group.block_ids, chunk, per_chunk)
+        ]
+        ends.append(end)
+    return StoreOffer(tuple(keys), tuple(ends))
+
+
+def plan_store(
+    state: ConnectorRequest,
+    geometry: ConnectorGeometry,
+    ends: Sequence[int],
+    accepted: Collection[OffloadKey],
+) -> CopyPlan:
+    """Return the copy of exactly the accepted ones of the offered chunks."""
+    per_chunk = geometry.blocks_per_chunk
+    accepted = frozenset(accepted)
+    keys: list[OffloadKey] = []
+    blocks: list[int] = []
+    sizes: list[int] = []
+    indices: list[int] = []
+    for group, end in zip(state.groups, ends, strict=True):
+        chunks = [c for c in range(group.next_chunk, end) if group.keys[c] in accepted]
+        for chunk in chunks:
+            keys.append(group.keys[chunk])
+            blocks += _blocks_of(group.block_ids, chunk, per_chunk)
+        sizes.append(len(chunks) * per_chunk)
+        indices.append(chunks[0] * per_chunk if chunks else 0)
+    return CopyPlan(tuple(keys), _device_spec(blocks, sizes, indices))
+
+
+def final_tokens(request: SchedulerRequest) -> int:
+    """Return how many tokens of an ended request have KV: the last sampled one's has none."""
+    return min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
+
+
+def _token_limit(request: SchedulerRequest, geometry: ConnectorGeometry) -> int:
+    limit = request.num_tokens
+    if geometry.max_offload_tokens is not None:
+        limit = min(limit, geometry.max_offload_tokens)
+    if geometry.offload_prompt_only:
+        limit = min(limit, request.num_prompt_tokens)
+    return limit
+
+
+def _blocks_of(block_ids: Sequence[int], chunk: int, per_chunk: int) -> Sequence[int]:
+    return block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
+
+
+def _device_spec(
+    blocks: Sequence[int], sizes: Sequence[int], indices: Sequence[int]
+) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(as_block_ids(blocks), tuple(sizes), tuple(indices))

@@ -1,0 +1,152 @@
+"""Store and load through the `fs` tier against the bare system calls, in one run.
+
+The bare side writes and reads as many files of the same size, by as many threads: create, pwrite,
+rename; open, preadv. Rounds alternate, so that both sides see the same machine. Run with
+`--benchmark-enable -s` for the measured sizes; as a plain test it is one small round.
+"""
+
+import os
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload_async.factory import create_policy
+from kvoffload_async.testing.harness import TierHarness, key_of, make_job
+from kvoffload_async.tiers.fs.outcome import Verify
+from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+
+KIB = 1024
+THREADS = 3
+JOBS = 4
+SIZES = [(256, 64), (1024, 32), (4096, 16)]
+
+
+class BareFiles:
+    """As many threads as the tier has, each with its share of the files."""
+
+    def __init__(self, root: Path, rows: list[memoryview]) -> None:
+        self._root = root
+        self._rows = rows
+
+    def store(self) -> None:
+        self._spread(self._write)
+
+    def load(self) -> None:
+        self._spread(self._read)
+
+    def _spread(self, call: Callable[[int], None]) -> None:
+        def work(first: int) -> None:
+            for number in range(first, len(self._rows), THREADS):
+                call(number)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _write(self, number: int) -> None:
+        path = f"{self._root}/{number}.bin"
+        temp = f"{path}.tmp"
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        assert os.pwrite(fd, self._rows[number], 0) == len(self._rows[number])
+        os.close(fd)
+        os.rename(temp, path)
+
+    def _read(self, number: int) -> None:
+        fd = os.open(f"{self._root}/{number}.bin", os.O_RDONLY)
+        assert os.preadv(fd, [self._rows[number]], 0) == len(self._rows[number])
+        os.close(fd)
+
+
+class TierFiles:
+    """The tier, with all jobs submitted at once."""
+
+    def __init__(self, harness: TierHarness, count: int) -> None:
+        self._harness = harness
+        keys = [key_of(number) for number in range(count)]
+        size = -(-count // JOBS)
+        self._jobs = [
+            (keys[start : start + size], range(start, min(count, start + size)))
+            for start in range(0, count, size)
+        ]
+
+    def store(self) -> None:
+        self._run(self._harness.tier.store, is_promotion=False)
+
+    def load(self) -> None:
+        self._run(self._harness.tier.load, is_promotion=True)
+
+    def _run(self, operation, *, is_promotion: bool) -> None:
+        import asyncio
+
+        jobs = [
+            make_job(number, keys, slots, is_promotion=is_promotion)
+            for number, (keys, slots) in enumerate(self._jobs)
+        ]
+
+        async def perform() -> None:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(operation(job)) for job in jobs]
+            assert not any(task.result() for task in tasks)
+
+        self._harness.run(perform())
+
+
+def seconds(call: Callable[[], None]) -> float:
+    begun_s = time.perf_counter()
+    call()
+    return time.perf_counter() - begun_s
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(("kib", "per_job"), SIZES)
+def test_throughput_against_bare_files(tmp_path, request, kib, per_job):
+    is_measured = not request.config.getoption("benchmark_disable")
+    rounds = 9 if is_measured else 1
+    count = JOBS * per_job if is_measured else 4
+    block_bytes = kib * KIB
+    figures = {"store": [], "load": []}
+    settings = FsSettings(
+        root_dir=str(tmp_path / "tier"),
+        run_config={"model_name": "bench"},
+        verify=Verify.WHEN_PRESENT,
+        io_threads=THREADS,
+    )
+    rows = np.random.default_rng(1).integers(0, 256, (count, block_bytes), dtype=np.uint8)
+    for number in range(rounds):
+        tier = FsTier(settings, partial(create_policy, "lru"))
+        harness = TierHarness(tier, count, block_bytes, timeout_s=120)
+        with harness:
+            harness.rows[:] = rows
+            bare_root = tmp_path / "bare"
+            bare_root.mkdir()
+            view = harness.buffer.view.cast("B")
+            pieces = [view[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
+            sides = {"bare": BareFiles(bare_root, pieces), "tier": TierFiles(harness, count)}
+            order = ["bare", "tier"] if number % 2 else ["tier", "bare"]
+            for phase in ("store", "load"):
+                took = {name: seconds(getattr(sides[name], phase)) for name in order}
+                figures[phase].append((took["bare"], took["tier"]))
+            assert np.array_equal(harness.rows, rows)
+            for piece in pieces:
+                piece.release()
+            view.release()
+            sides.clear()
+            shutil.rmtree(bare_root)
+        shutil.rmtree(tmp_path / "tier")
+    total = count * block_bytes / (1 << 30)
+    for phase, pairs in figures.items():
+        ratio = statistics.median(bare / tier for bare, tier in pairs)
+        bare, tier = (statistics.median(side) for side in zip(*pairs, strict=True))
+        print(  # noqa: T201 - the figures are what this is for
+            f"\n{phase:5} {kib:5} KiB x {count}: bare {total / bare:6.2f} GiB/s, "
+            f"tier {total / tier:6.2f} GiB/s, ratio {ratio:.2f}"
+        )

@@ -1,0 +1,114 @@
+"""What the facade costs the scheduler's thread.
+
+Method: one process, one owner thread, the loop and the I/O on threads of their own, as in a server.
+pytest-benchmark calls the function under test in rounds (`--benchmark-enable`; without it each runs
+once, as a plain test) and reports the distribution; the figure to read is the median. Nothing is
+asserted about time, which depends on the machine; the number of wake-ups of the loop thread, which
+does not, is. Goals on one core of a present server: `get_finished_jobs` on an idle tier 1 us,
+`submit_store` of 256 keys 100 us.
+
+    pytest tests/benchmarks --benchmark-enable --benchmark-only
+
+`submit_store` is measured with its hand-over at the end of the step; between rounds, unmeasured,
+the jobs end and their results are taken.
+"""
+
+import itertools
+
+import pytest
+
+from kvoffload_async import TieringOffloadingSpec
+from kvoffload_async.facade.example import ExampleSecondaryTierManager
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.testing.harness import key_of, make_job
+from kvoffload_async.types import LookupResult, ReqContext
+
+pytestmark = pytest.mark.bench
+
+NUM_BLOCKS = 512
+NUM_KEYS = 256
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def tier():
+    buffer = PrimaryBuffer(NUM_BLOCKS, 4096)
+    tier = ExampleSecondaryTierManager(None, buffer.view)
+    yield tier
+    assert tier.shutdown(DEADLINE_S).is_clean
+    assert buffer.release()
+
+
+@pytest.fixture
+def manager():
+    config = {
+        "cpu_bytes_to_use": NUM_BLOCKS * 4096,
+        "block_bytes": 4096,
+        "cascade_fraction": 1.0,
+        "secondary_tiers": [{"type": "example"}, {"type": "example"}],
+    }
+    with TieringOffloadingSpec(config) as spec:
+        yield spec.get_manager()
+
+
+def test_polling_an_idle_tier(benchmark, tier):
+    assert not benchmark(tier.get_finished_jobs)
+
+
+def test_submitting_a_store_of_256_keys(benchmark, tier):
+    keys = [key_of(number) for number in range(NUM_KEYS)]
+    ids = itertools.count()
+    ended = []
+
+    def next_job():
+        assert tier.drain_jobs(DEADLINE_S)
+        ended.extend(tier.get_finished_jobs())
+        return (make_job(next(ids), keys, range(NUM_KEYS), is_promotion=False),), {}
+
+    def submit(job):
+        tier.submit_store(job)
+        tier.on_schedule_end()
+
+    benchmark.pedantic(submit, setup=next_job, rounds=200)
+    next_job()
+    assert all(result.success for result in ended)
+
+
+def test_looking_up_a_key_that_the_primary_has(benchmark, manager):
+    ctx = ReqContext("r")
+    manager.on_new_request(ctx)
+    manager.prepare_store([key_of(1)], ctx)
+    manager.complete_store([key_of(1)], ctx)
+    assert benchmark(manager.lookup, key_of(1), ctx) is LookupResult.HIT
+
+
+def test_looking_up_a_key_that_nobody_has(benchmark, manager):
+    ctx = ReqContext("r")
+    manager.on_new_request(ctx)
+    assert benchmark(manager.lookup, key_of(1), ctx) is LookupResult.MISS
+
+
+def test_an_idle_step(benchmark, manager):
+    benchmark(manager.on_schedule_end)
+    assert not manager.has_pending_work()
+
+
+def test_a_step_wakes_the_loop_thread_once_however_much_it_submits(manager):
+    bridge = manager.secondary_tiers[0]._bridge
+    woken = []
+    call_soon = bridge.runner.call_soon
+    bridge.runner.call_soon = lambda *args: woken.append(args) or call_soon(*args)
+    ctx = ReqContext("r")
+    manager.on_new_request(ctx)
+    for number in range(64):
+        manager.prepare_store([key_of(number)], ctx)
+        manager.complete_store([key_of(number)], ctx)
+    assert not woken, "nothing is handed over before the end of the step"
+    manager.on_schedule_end()
+    assert len(woken) == 1
+    jobs = sum(len(effects) for _, effects in woken[0][1])
+    assert jobs == 128, "sixty-four stores to each of two tiers"
+    while manager.has_pending_work():
+        assert manager.wait_for_progress(DEADLINE_S)
+        manager.on_schedule_end()
+    assert len(woken) == 1, "steps that submit nothing wake nobody"

@@ -1,0 +1,414 @@
+"""The whole facade as a state machine: hypothesis draws what ends when, and how.
+
+Real actors run on a virtual loop; every copy is parked until a rule settles it. Bytes are real: a
+slot that is handed out too early shows as wrong bytes on some later hit, or in some tier.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from facade.worlds import (
+    EXCLUSIVE,
+    HIT,
+    PROBED,
+    REQUEST_LEVEL,
+    SLOT_BYTES,
+    PooledScriptedIo,
+    World,
+    k,
+    ks,
+)
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvoffload_async.abc.tier import TierBounds
+from kvoffload_async.core.laws import check_quiescent, check_state
+from kvoffload_async.errors import CorruptBlockError, OffloadError, TierUnavailableError
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.testing import Operation, ScriptedTier
+from kvoffload_async.testing.harness import content_of, make_job
+from kvoffload_async.tiers.example import ExampleTier
+from kvoffload_async.types import ALL_TIERS, ReqContext
+
+NUM_SLOTS = 6
+BOUNDS = TierBounds(concurrent_loads=1, concurrent_stores=1, queued_jobs=2)
+LOOSE_SLOTS = 4
+NUMBERS = st.integers(0, 8)
+BATCHES = st.lists(NUMBERS, min_size=1, max_size=4)
+ERRORS = st.sampled_from(
+    [OSError(5, "io"), TierUnavailableError("down"), MemoryError(), SystemExit(1)]
+)
+
+
+class Counting(SecondaryTierManager):
+    """Counts the jobs that it accepted and the results that it gave; refuses when told to."""
+
+    def __init__(self, *args, **kwargs):
+        self.accepted = Counter()
+        self.reported = Counter()
+        self.refuses = False
+        super().__init__(*args, **kwargs)
+
+    def submit_store(self, job_metadata):
+        self._count(job_metadata)
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata):
+        self._count(job_metadata)
+        super().submit_load(job_metadata)
+
+    def get_finished_jobs(self):
+        results = list(super().get_finished_jobs())
+        self.reported.update(result.job_id for result in results)
+        return results
+
+    def _count(self, job):
+        if self.refuses:
+            raise RuntimeError("third-party code")
+        self.accepted[job.job_id] += 1
+
+
+@dataclass
+class DeviceCopy:
+    """A copy between device and primary that the scheduler waits for."""
+
+    ctx: ReqContext
+    slots: dict
+
+
+class Facade(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.example = ExampleTier()
+        self.probed = ScriptedTier(PROBED, BOUNDS)
+        self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
+        self.world = World(
+            self.example,
+            self.probed,
+            self.whole,
+            num_slots=NUM_SLOTS,
+            manager_class=Counting,
+            io_timeout_s=5.0,
+            pool=PooledScriptedIo,
+            drain_timeout_s=1.0,
+            deferral_timeout_s=20.0,
+            promotion_fraction=0.5,
+        )
+        self.manager = self.world.manager
+        self.runner = self.world.runner
+        self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
+        self.loose = Counting(
+            None,
+            memoryview(bytearray(LOOSE_SLOTS * 8)).cast("B", (LOOSE_SLOTS, 8)),
+            "loose",
+            self.loose_tier,
+            runtime=self.world.bridge,
+            io_timeout_s=5.0,
+        )
+        self.requests = {}
+        self.stores = []
+        self.loads = []
+        self.born = 0
+        self.closed = False
+
+    @initialize(num_requests=st.integers(0, 3), is_warm=st.booleans())
+    def start(self, num_requests, is_warm):
+        """Begin with requests and, mostly, with blocks in the tiers, so that much can happen."""
+        for _ in range(num_requests):
+            self.begin(ALL_TIERS)
+        if is_warm:
+            for tier, numbers in ((self.example, range(5)), (self.whole, range(4, 8))):
+                blocks = self.example._blocks if tier is self.example else tier.blocks
+                blocks.update((key, content_of(key, SLOT_BYTES)) for key in ks(*numbers))
+                tier._env.blocks_appeared(ks(*numbers))
+            self.probed.blocks.update((key, content_of(key, SLOT_BYTES)) for key in ks(7, 8))
+
+    # -- the scheduler ----------------------------------------------------------------------
+
+    is_open = precondition(lambda self: not self.closed)
+    has_request = precondition(lambda self: not self.closed and self.requests)
+
+    @precondition(lambda self: not self.closed and len(self.requests) < 4)
+    @rule(filters=st.sampled_from([ALL_TIERS] * 4 + [frozenset()]))
+    def begin(self, filters):
+        self.born += 1
+        ctx = ReqContext(f"r{self.born}", load_tier_filter=filters)
+        self.requests[ctx.req_id] = ctx
+        self.manager.on_new_request(ctx)
+
+    @has_request
+    @rule(data=st.data(), touched=st.lists(NUMBERS, max_size=2))
+    def finish(self, data, touched):
+        ctx = self.requests.pop(self._request(data).req_id)
+        self.manager.touch(ks(*touched), ctx)
+        self.manager.on_request_finished(ctx)
+
+    @has_request
+    @rule(data=st.data(), numbers=BATCHES)
+    def look_up(self, data, numbers):
+        ctx = self._request(data)
+        hits = []
+        for key in ks(*dict.fromkeys(numbers)):
+            if self.manager.lookup(key, ctx) is HIT:
+                self._check_bytes(key, self.world.primary.core.slot_of(key))
+                hits.append(key)
+        if hits and data.draw(st.booleans(), "load them"):
+            slots = self.manager.prepare_load(hits, ctx).block_ids.tolist()
+            self.loads.append(DeviceCopy(ctx, dict(zip(hits, slots, strict=True))))
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def end_load(self, data):
+        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1), "load"))
+        for key, slot in load.slots.items():
+            self._check_bytes(key, slot)
+        self.manager.complete_load(list(load.slots), load.ctx)
+
+    @has_request
+    @rule(data=st.data(), numbers=BATCHES)
+    def begin_store(self, data, numbers):
+        ctx = self._request(data)
+        output = self.manager.prepare_store(ks(*numbers), ctx)
+        if output is not None and output.keys_to_store:
+            slots = output.store_spec.block_ids.tolist()
+            self.stores.append(DeviceCopy(ctx, dict(zip(output.keys_to_store, slots, strict=True))))
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), success=st.sampled_from([True, True, True, False]))
+    def end_store(self, data, success):
+        store = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1), "store"))
+        for key, slot in store.slots.items():
+            self.world.rows[slot] = content_of(key, SLOT_BYTES)
+        self.manager.complete_store(list(store.slots), store.ctx, success)
+
+    @rule(turns=st.booleans(), observes=st.booleans())
+    def step(self, turns, observes):
+        self.manager.on_schedule_end()
+        if observes:
+            list(self.manager.take_events())
+            self.manager.has_pending_work()
+        if turns:
+            self.runner.run_ready()
+
+    @is_open
+    @rule()
+    def reset(self):
+        self.manager.reset_cache()
+        # The device's copies from before are fenced by the scheduler, which reports none of them.
+        self.stores.clear()
+        self.loads.clear()
+
+    @is_open
+    @rule()
+    def flushed(self):
+        self.manager.on_reset_flushed()
+
+    @is_open
+    @rule(index=st.integers(0, 2), refuses=st.booleans())
+    def refuse_submissions(self, index, refuses):
+        self.world.secondaries[index].refuses = refuses
+
+    @precondition(lambda self: not self.closed and self.born > 3)
+    @rule(sure=st.integers(0, 9))
+    def shut_down(self, sure):
+        if sure == 0:
+            self.closed = True
+            with contextlib.suppress(OffloadError):  # a probe hangs: that tier was not closed
+                self.manager.shutdown(1.0)
+            assert not self.manager.engine.jobs
+
+    # -- the loop and the tiers -------------------------------------------------------------
+
+    @rule()
+    def turn(self):
+        self.runner.run_ready()
+
+    @rule(seconds=st.sampled_from([0.5, 2.5, 6.0]))
+    def time_passes(self, seconds):
+        self.runner.advance(seconds)
+
+    @rule()
+    def calm(self):
+        """Everything under way ends well: what was pinned becomes idle, and can be evicted."""
+        self.manager.on_schedule_end()
+        self._settle_everything()
+        self.manager.on_schedule_end()
+        self.manager.on_schedule_end()
+
+    @precondition(lambda self: self._parked())
+    @rule(data=st.data(), turns=st.booleans())
+    def settle_well(self, data, turns):
+        tier, parked = data.draw(st.sampled_from(self._parked()), "operation")
+        tier.settle(parked)
+        if turns:
+            self.runner.run_ready()
+
+    @precondition(lambda self: self._parked())
+    @rule(data=st.data(), error=ERRORS)
+    def settle_badly(self, data, error):
+        tier, parked = data.draw(st.sampled_from(self._parked()), "operation")
+        how = data.draw(st.sampled_from(["error", "some blocks", "cancelled"]), "how")
+        if how == "some blocks" and parked.job and parked.job.keys:
+            kind = data.draw(st.sampled_from([CorruptBlockError, TierUnavailableError]))
+            failed = data.draw(st.sets(st.integers(0, len(parked.keys) - 1), min_size=1))
+            tier.settle(parked, {index: kind("bad") for index in failed})
+        else:
+            tier.settle(parked, error=asyncio.CancelledError() if how == "cancelled" else error)
+
+    @precondition(lambda self: self._calls())
+    @rule(
+        data=st.data(),
+        error=st.sampled_from([None, None, OSError(5, "io")]),
+        after_run=st.booleans(),
+        turns=st.booleans(),
+    )
+    def settle_call(self, data, error, after_run, turns):
+        pool, call = data.draw(st.sampled_from(self._calls()), "call")
+        pool.settle(call, error, after_run=after_run)
+        if turns:
+            self.runner.run_ready()
+
+    @precondition(lambda self: self._job_tasks())
+    @rule(data=st.data())
+    def cancel(self, data):
+        tasks = self._job_tasks()
+        tasks[data.draw(st.sampled_from(sorted(tasks)), "task")].cancel()
+
+    # -- a tier alone: duplicate ids, empty jobs, jobs after its shutdown ---------------------
+
+    @rule(
+        job_id=st.integers(0, 4),
+        numbers=st.lists(NUMBERS, max_size=LOOSE_SLOTS, unique=True),
+        is_promotion=st.booleans(),
+        polls=st.booleans(),
+    )
+    def submit_loose(self, job_id, numbers, is_promotion, polls):
+        job = make_job(job_id, ks(*numbers), range(len(numbers)), is_promotion=is_promotion)
+        (self.loose.submit_load if is_promotion else self.loose.submit_store)(job)
+        if polls:
+            self.loose.get_finished_jobs()
+            self.loose.get_released_jobs()
+
+    @rule(sure=st.integers(0, 9))
+    def shut_down_loose(self, sure):
+        if sure == 0:
+            self.loose.shutdown(0.5)
+
+    # -- what always holds ------------------------------------------------------------------
+
+    @invariant()
+    def laws_hold(self):
+        check_state(self.manager.engine)
+
+    @invariant()
+    def tiers_have_the_bytes_of_their_keys(self):
+        for blocks in (self.example._blocks, self.probed.blocks, self.whole.blocks):
+            for key, block in blocks.items():
+                assert bytes(block) == bytes(content_of(key, SLOT_BYTES))
+
+    def teardown(self):
+        if not self.closed:
+            self._come_to_rest()
+            check_quiescent(self.manager.engine)
+            self.world.rows = None
+            self.manager.shutdown(1.0)
+        self.loose.shutdown(1.0)
+        self._settle_everything()
+        managers = [*self.world.secondaries, self.loose]
+        for manager in managers:
+            manager.get_finished_jobs()
+            assert manager.reported == manager.accepted
+            assert not manager.has_pending_work()
+            assert not manager.abandon_jobs(), "a copy has ended, and nobody was told"
+        counters = self.manager.engine.counters
+        assert counters.jobs_submitted == counters.job_results
+        # Still there only if a copy was left behind by the shutdown.
+        self.example._rows = self.world.rows = None
+        for secondary in self.world.secondaries:
+            secondary._view.release()
+        self.runner.close()  # raises if a task is left
+        assert self.world.buffer.release()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _request(self, data):
+        return self.requests[data.draw(st.sampled_from(sorted(self.requests)), "request")]
+
+    def _check_bytes(self, key, slot):
+        assert bytes(self.world.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
+
+    def _parked(self):
+        tiers = (self.probed, self.whole, self.loose_tier)
+        return [(tier, parked) for tier in tiers for parked in tier.parked]
+
+    def _calls(self):
+        return [(pool, call) for pool in self.world.host.pools for call in pool.parked]
+
+    def _job_tasks(self):
+        tasks = asyncio.all_tasks(self.runner.loop)
+        names = {task.get_name(): task for task in tasks}
+        return {name: task for name, task in names.items() if ":store:" in name or ":load:" in name}
+
+    def _settle_everything(self):
+        self.runner.run_ready()
+        while self._parked() or self._calls():
+            for tier, parked in self._parked():
+                tier.settle(parked)
+            for pool, call in self._calls():
+                pool.settle(call)
+            self.runner.run_ready()
+
+    def _come_to_rest(self):
+        for secondary in self.world.secondaries:
+            secondary.refuses = False
+        for copies, complete in (
+            (self.stores, self.manager.complete_store),
+            (self.loads, self.manager.complete_load),
+        ):
+            for copy in copies:
+                for key, slot in copy.slots.items():
+                    self.world.rows[slot] = content_of(key, SLOT_BYTES)
+                complete(list(copy.slots), copy.ctx)
+        for ctx in self.requests.values():
+            self.manager.on_request_finished(ctx)
+        for _ in range(20):
+            self.manager.on_schedule_end()
+            self.runner.run_ready()
+            self._settle_everything()
+        self.manager.on_schedule_end()
+        assert not self.manager.has_pending_work()
+
+
+TestFacade = pytest.mark.stateful(Facade.TestCase)
+# Much must come together in one run, and a run costs a few milliseconds.
+TestFacade.settings = settings(max_examples=settings().max_examples * 6, stateful_step_count=80)
+
+
+def test_the_machine_reaches_a_promotion_with_bytes():
+    """A path that the rules must be able to take; else the machine would prove little."""
+    machine = Facade()
+    machine.begin(ALL_TIERS)
+    ctx = machine.requests["r1"]
+    (slot,) = machine.manager.prepare_store(ks(1), ctx).store_spec.block_ids.tolist()
+    machine.stores.append(DeviceCopy(ctx, {k(1): slot}))
+    machine.world.rows[slot] = content_of(k(1), SLOT_BYTES)
+    machine.manager.complete_store(ks(1), ctx)
+    machine.stores.clear()
+    for _ in range(3):
+        machine.step(turns=True, observes=False)
+        machine._settle_everything()
+    assert {parked.kind for _, parked in machine._parked()} <= set(Operation)
+    machine.reset()
+    machine.flushed()
+    machine.world.rows[:] = 0
+    machine.manager.lookup(k(1), ctx)
+    for _ in range(3):
+        machine.step(turns=True, observes=False)
+        machine._settle_everything()
+    assert machine.manager.lookup(k(1), ctx) is HIT
+    machine._check_bytes(k(1), machine.world.primary.core.slot_of(k(1)))
+    machine.teardown()

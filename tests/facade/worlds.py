@@ -1,0 +1,199 @@
+"""Managers on a virtual loop, over tiers and I/O that do as the test says."""
+
+import numpy as np
+
+from kvoffload_async.abc.tier import TierBounds, TierCapabilities
+from kvoffload_async.core.laws import check_state
+from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.testing import InlineIo, ScriptedIo, ScriptedTier, VirtualRunner
+from kvoffload_async.testing.harness import content_of, key_of
+from kvoffload_async.types import LookupResult, ReqContext
+
+SLOT_BYTES = 32
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
+
+EXCLUSIVE = TierCapabilities(exclusive=True)
+PROBED = TierCapabilities(exclusive=False)
+REQUEST_LEVEL = TierCapabilities(exclusive=True, request_level=True)
+
+
+class UnpooledInlineIo(InlineIo):
+    def close(self, timeout_s):
+        return 0
+
+
+class PooledScriptedIo(ScriptedIo):
+    """A scripted pool: closing it leaves what is parked, like threads that hang in a call."""
+
+    def close(self, timeout_s):
+        return len(self.parked)
+
+
+class FakeHost:
+    """A virtual runner and a bridge over it whose pools the test holds."""
+
+    def __init__(self, pool=UnpooledInlineIo):
+        self.runner = VirtualRunner()
+        self.pools = []
+
+        def create_pool(*_threads):
+            self.pools.append(pool())
+            return self.pools[-1]
+
+        self.bridge = Bridge(self.runner, create_pool)
+
+
+def k(number):
+    return key_of(number)
+
+
+def ks(*numbers):
+    return [key_of(number) for number in numbers]
+
+
+class World:
+    """A tiering manager over scripted tiers, in virtual time, with real bytes."""
+
+    def __init__(
+        self,
+        *tiers,
+        num_slots=8,
+        manager_class=SecondaryTierManager,
+        io_timeout_s=30.0,
+        pool=UnpooledInlineIo,
+        **options,
+    ):
+        self.host = FakeHost(pool)
+        self.runner = self.host.runner
+        self.bridge = self.host.bridge
+        self.tiers = [t if not isinstance(t, TierCapabilities) else scripted(t) for t in tiers]
+        self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES, prefault=False)
+        self.rows = np.asarray(self.buffer.view)
+        self.primary = CPUPrimaryTierOffloadingManager(
+            num_slots, buffer=self.buffer, enable_events=True
+        )
+        self.secondaries = [
+            manager_class(
+                None,
+                self.buffer.view,
+                f"tier{index}",
+                tier,
+                runtime=self.bridge,
+                io_timeout_s=io_timeout_s,
+                enable_kv_events=True,
+            )
+            for index, tier in enumerate(self.tiers)
+        ]
+        options = {"promotion_fraction": 1.0, "cascade_fraction": 1.0, **options}
+        self.manager = TieringOffloadingManager(
+            self.primary,
+            self.secondaries,
+            bridge=self.bridge,
+            clock=self.runner.now_s,
+            check_laws=True,
+            **options,
+        )
+        self.contexts = {}
+
+    # -- the scheduler ----------------------------------------------------------------------
+
+    def begin(self, req_id, **kwargs):
+        ctx = self.contexts[req_id] = ReqContext(req_id, **kwargs)
+        return self.manager.on_new_request(ctx)
+
+    def finish(self, req_id):
+        self.manager.on_request_finished(self.contexts.pop(req_id))
+
+    def lookup(self, number, req_id="r"):
+        return self.manager.lookup(k(number), self.contexts[req_id])
+
+    def prepare_store(self, *numbers, req_id="r"):
+        output = self.manager.prepare_store(ks(*numbers), self.contexts[req_id])
+        if output is not None:
+            for key, slot in zip(
+                output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True
+            ):
+                self.rows[slot] = content_of(key, SLOT_BYTES)
+        return output
+
+    def complete_store(self, *numbers, req_id="r", success=True):
+        self.manager.complete_store(ks(*numbers), self.contexts[req_id], success)
+
+    def store(self, *numbers, req_id="r"):
+        output = self.prepare_store(*numbers, req_id=req_id)
+        assert output is not None
+        self.complete_store(*numbers, req_id=req_id)
+
+    def load(self, *numbers, req_id="r"):
+        """Load keys that are HIT and compare their bytes."""
+        spec = self.manager.prepare_load(ks(*numbers), self.contexts[req_id])
+        for number, slot in zip(numbers, spec.block_ids.tolist(), strict=True):
+            assert bytes(self.rows[slot]) == bytes(content_of(k(number), SLOT_BYTES))
+        self.manager.complete_load(ks(*numbers), self.contexts[req_id])
+
+    def step(self):
+        """End a scheduler step and let the loop do what it can in no time."""
+        self.manager.on_schedule_end()
+        self.runner.run_ready()
+        check_state(self.manager.engine)
+
+    def poll(self):
+        """End the step and begin another one, in which results are taken in."""
+        self.step()
+        self.step()
+
+    # -- the tiers --------------------------------------------------------------------------
+
+    def parked(self, index=0):
+        return self.tiers[index].parked
+
+    def settle(self, index=0, at=0, **outcome):
+        self.tiers[index].settle(self.parked(index)[at], **outcome)
+        self.runner.run_ready()
+
+    def settle_all(self):
+        while any(tier.parked for tier in self.tiers):
+            for tier in self.tiers:
+                tier.settle_all()
+            self.runner.run_ready()
+
+    def rest(self, steps=10):
+        """Let everything end well, step by step."""
+        for _ in range(steps):
+            self.step()
+            self.settle_all()
+        assert not self.manager.has_pending_work()
+
+    def evict_everything(self):
+        """Push what is idle out of the primary, without a trace in the tiers."""
+        self.rest()
+        self.manager.reset_cache()
+        self.manager.on_reset_flushed()
+
+    @property
+    def counts(self):
+        return self.primary.core.counts
+
+    def end(self):
+        """Shut down; memory, loop and tasks must all be gone afterwards."""
+        try:
+            self.manager.shutdown(1.0)
+        finally:
+            self.settle_all()
+            for tier in self.tiers:
+                tier._env = None
+            self.rows = None
+            for secondary in self.secondaries:
+                secondary._view.release()
+            released = self.buffer.release()
+            self.runner.close()
+        assert released
+
+
+def scripted(capabilities=EXCLUSIVE, **options):
+    return ScriptedTier(capabilities, TierBounds(), **options)

@@ -1,0 +1,250 @@
+"""The I/O pool: who runs what, and what happens to calls when it is cancelled or closed."""
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import pytest
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
+from kvoffload_async.runtime.io_pool import IoPool
+from kvoffload_async.runtime.loop_thread import LoopThread
+
+LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.NONE
+DEADLINE_S = 10.0
+
+
+class Gate:
+    """A call that waits until it is opened."""
+
+    def __init__(self, result=None):
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        self.result = result
+
+    def __call__(self):
+        self.entered.set()
+        if not self.opened.wait(DEADLINE_S):
+            raise TimeoutError
+        return self.result
+
+
+@pytest.fixture
+def loop():
+    with LoopThread() as thread:
+        yield thread
+
+
+@pytest.fixture
+def pools():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(IoPool(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        assert pool.close(DEADLINE_S) == 0
+
+
+def start(loop, coroutine):
+    """Start a coroutine; return a future of its end, for another thread."""
+    return asyncio.run_coroutine_threadsafe(coroutine, loop._loop)
+
+
+def queued(loop, pool, direction, call):
+    """Queue a call and return when it is queued for certain."""
+    future = start(loop, pool.run(direction, call))
+    loop.run(asyncio.sleep(0), DEADLINE_S)
+    return future
+
+
+def test_a_call_runs_off_the_loop_and_gives_its_result(loop, pools):
+    name = loop.run(pools(1, 0, 0).run(LOAD, lambda: threading.current_thread().name), DEADLINE_S)
+    assert name.startswith("kvoffload-io")
+
+
+def test_a_call_that_raises_gives_its_error(loop, pools):
+    with pytest.raises(OSError, match="boom"):
+        loop.run(pools(1, 0, 0).run(LOAD, _raise(OSError("boom"))), DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    "error", [StopIteration(), SystemExit(2), KeyboardInterrupt(), asyncio.CancelledError()]
+)
+def test_a_call_that_raises_what_a_loop_cannot_carry_fails_as_unavailable(loop, pools, error):
+    pool = pools(1, 0, 0)
+    with pytest.raises(TierUnavailableError) as raised:
+        loop.run(pool.run(LOAD, _raise(error)), DEADLINE_S)
+    assert raised.value.__cause__ is error
+    assert loop.run(pool.run(LOAD, lambda: 5), DEADLINE_S) == 5, "loop and thread live on"
+
+
+def test_a_finished_call_is_forgotten_with_what_it_captured(loop, pools):
+    class Captured:
+        pass
+
+    captured = Captured()
+    seen = weakref.ref(captured)
+    loop.run(pools(1, 0, 0).run(LOAD, lambda c=captured: None), DEADLINE_S)
+    del captured
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize(
+    ("threads", "first"), [((1, 0, 0), "load"), ((0, 1, 0), "store")], ids=["load", "store"]
+)
+def test_a_thread_takes_its_preferred_direction_first(loop, pools, threads, first):
+    pool = pools(*threads)
+    gate, order = Gate(), []
+    blocked = start(loop, pool.run(LOAD, gate))
+    assert gate.entered.wait(DEADLINE_S)
+    futures = [
+        queued(loop, pool, direction, lambda name=name: order.append(name))
+        for direction, name in [(STORE, "store"), (LOAD, "load"), (STORE, "store"), (LOAD, "load")]
+    ]
+    gate.opened.set()
+    for future in (blocked, *futures):
+        future.result(DEADLINE_S)
+    assert order[:2] == [first] * 2
+    assert len(order) == 4, "the other direction has its turn as well"
+
+
+@pytest.mark.parametrize(("flood", "other"), [(LOAD, STORE), (STORE, LOAD)])
+def test_neither_direction_starves_while_the_other_floods(loop, pools, flood, other):
+    pool = pools(1, 1, 0)
+    gates = [Gate() for _ in range(6)]
+    floods = [queued(loop, pool, flood, gate) for gate in gates]
+    assert gates[0].entered.wait(DEADLINE_S)
+    assert gates[1].entered.wait(DEADLINE_S)
+    late = queued(loop, pool, other, lambda: "served")
+    for number, gate in enumerate(gates[:3]):  # at most two more of the flood go before it
+        gate.opened.set()
+        assert number < 3
+    assert late.result(DEADLINE_S) == "served"
+    assert not gates[-1].entered.is_set()
+    for gate in gates:
+        gate.opened.set()
+    for future in floods:
+        future.result(DEADLINE_S)
+
+
+def test_a_call_without_payload_never_waits_behind_transfers(loop, pools):
+    pool = pools(1, 1, 1)
+    gates = [Gate(), Gate()]
+    blocked = [queued(loop, pool, LOAD, gate) for gate in gates]
+    assert all(gate.entered.wait(DEADLINE_S) for gate in gates)
+    assert loop.run(pool.run(NONE, lambda: "probed"), DEADLINE_S) == "probed"
+    for gate, future in zip(gates, blocked, strict=True):
+        gate.opened.set()
+        future.result(DEADLINE_S)
+
+
+def test_a_call_over_the_queues_bound_is_refused_at_once(loop, pools):
+    pool = pools(1, 0, 0, queued_calls=1)
+    gate = Gate()
+    blocked = start(loop, pool.run(LOAD, gate))
+    assert gate.entered.wait(DEADLINE_S)
+    waiting = queued(loop, pool, LOAD, int)
+    with pytest.raises(BusyError):
+        loop.run(pool.run(LOAD, int), DEADLINE_S)
+    gate.opened.set()
+    assert blocked.result(DEADLINE_S) is None
+    assert waiting.result(DEADLINE_S) == 0
+
+
+def test_a_cancelled_call_is_waited_for_until_it_has_ended(loop, pools):
+    pool = pools(1, 0, 0)
+    gate = Gate()
+
+    async def cancel_twice():
+        task = asyncio.get_running_loop().create_task(pool.run(LOAD, gate), name="call")
+        await asyncio.sleep(0)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        was_done = task.done()
+        gate.opened.set()
+        await asyncio.wait({task})
+        return was_done, task.cancelled()
+
+    assert loop.run(cancel_twice(), DEADLINE_S) == (False, True)
+
+
+def test_a_cancelled_call_that_fails_is_still_a_cancelled_one(loop, pools):
+    pool = pools(1, 0, 0)
+    entered, opened = threading.Event(), threading.Event()
+
+    def fail():
+        entered.set()
+        opened.wait(DEADLINE_S)
+        raise OSError("late")
+
+    async def cancel():
+        task = asyncio.get_running_loop().create_task(pool.run(LOAD, fail), name="call")
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        opened.set()
+        await asyncio.wait({task})
+        return task.cancelled()
+
+    assert loop.run(cancel(), DEADLINE_S)
+
+
+def test_close_fails_the_queued_calls_and_lets_the_running_one_end(loop, pools):
+    pool = pools(1, 0, 0)
+    gate = Gate("done")
+    running = start(loop, pool.run(LOAD, gate))
+    assert gate.entered.wait(DEADLINE_S)
+    waiting = [queued(loop, pool, direction, int) for direction in (LOAD, STORE, NONE)]
+    assert pool.close(0.0) == 1
+    for future in waiting:
+        with pytest.raises(TierClosedError):
+            future.result(DEADLINE_S)
+    gate.opened.set()
+    assert running.result(DEADLINE_S) == "done"
+    assert pool.close(DEADLINE_S) == 0
+
+
+def test_a_call_after_close_is_refused(loop, pools):
+    pool = pools(1, 0, 0)
+    pool.close(DEADLINE_S)
+    with pytest.raises(TierClosedError):
+        loop.run(pool.run(LOAD, int), DEADLINE_S)
+
+
+def test_a_hung_call_is_left_behind_and_may_end_after_its_loop(pools):
+    pool = pools(1, 0, 0)
+    gate = Gate()
+    with LoopThread() as loop:
+        start(loop, pool.run(LOAD, gate))
+        assert gate.entered.wait(DEADLINE_S)
+        assert pool.close(0.0) == 1
+    gate.opened.set()  # its loop is gone; nothing breaks
+    assert pool.close(DEADLINE_S) == 0
+
+
+def test_many_calls_all_end(loop, pools):
+    pool = pools(2, 1, 1)
+
+    async def flood():
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(pool.run((LOAD, STORE, NONE)[i % 3], lambda i=i: i))
+                for i in range(500)
+            ]
+        return [task.result() for task in tasks]
+
+    assert loop.run(flood(), DEADLINE_S) == list(range(500))
+
+
+def _raise(error):
+    def call():
+        raise error
+
+    return call
