@@ -1,10 +1,10 @@
-"""The commands. Exit status: 0 fine, 1 a check failed, 2 bad input, 130 interrupted."""
+"""The commands; `ending` says what their exit status means."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,33 +13,36 @@ from rich.console import Console
 from rich.text import Text
 
 from kvoffload_async.cli.catalogue import common_options, tier_entries
+from kvoffload_async.cli.ending import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    OneLineGroup,
+    complain,
+    errors_as_one_line,
+)
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.interrupt import Interrupt
-from kvoffload_async.cli.progress import progress_bar
+from kvoffload_async.cli.passes import PassReports, print_table, replay_passes
 from kvoffload_async.cli.replay import Manner
-from kvoffload_async.cli.replay import replay as run_replay
-from kvoffload_async.cli.report import Report, print_table
-from kvoffload_async.cli.settings import Flags, read_config, resolve
-from kvoffload_async.cli.settings import check_config as check
-from kvoffload_async.cli.source import RequestSource
+from kvoffload_async.cli.scratch import ScratchFolder
+from kvoffload_async.cli.settings import BUILT_IN_PASSES, Flags, read_config, resolve
+from kvoffload_async.cli.store.command import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
 from kvoffload_async.cli.trace import TraceFile
 from kvoffload_async.cli.workload import ChatWorkload
-from kvoffload_async.errors import ConfigError, OffloadError
-
-EXIT_FAILED: Final = 1
-EXIT_BAD_INPUT: Final = 2
-EXIT_INTERRUPTED: Final = 130
+from kvoffload_async.facade.spec import TieringOffloadingSpec
 
 STDOUT: Final = "-"
 
 app = typer.Typer(
-    help="A multi-tier KV-cache offload engine, driven by traces.",
+    cls=OneLineGroup,
+    help="A multi-tier KV-cache offload engine: replays traces, looks after what tiers leave.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(store_app)
 
 
 def main() -> None:
@@ -81,6 +84,15 @@ def replay(
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Replay only the first N requests.")
     ] = None,
+    passes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Replay N times, each time on a new engine over the same tiers; by default 1, "
+            "and 2 for the built-in workload over its own tier.",
+        ),
+    ] = None,
     concurrency: Annotated[
         int, typer.Option(min=1, metavar="K", help="Requests in flight at once.")
     ] = 1,
@@ -92,7 +104,10 @@ def replay(
         typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
     ] = None,
 ) -> None:
-    """Replay a serving trace through the whole engine, with real bytes."""
+    """Replay a serving trace through the whole engine, with real bytes.
+
+    Without a trace and a tier: a built-in workload over files in a temporary directory, twice.
+    """
     flags = Flags(
         primary_blocks=primary_blocks,
         primary_bytes=primary_bytes,
@@ -102,32 +117,38 @@ def replay(
         config=config,
         is_built_in=trace is None,
     )
-    with _errors_as_one_line(), Interrupt() as interrupt:
+    with errors_as_one_line(), Interrupt() as interrupt, ScratchFolder() as scratch:
         _check_writable(json)
-        spec = resolve(flags)
-        source: RequestSource = TraceFile(trace, limit) if trace else ChatWorkload(limit)
-        with closing(source), progress_bar(Console(stderr=True), source) as on_step:
-            manner = Manner(
-                concurrency=concurrency,
-                verify=not no_verify,
-                should_stop=lambda: interrupt.is_requested,
-                on_step=on_step,
-            )
-            report = run_replay(spec, source, manner)
-        _publish(report, json)
-    for complaint in report.complaints:
-        _complain(complaint)
-    if report.interrupted:
+        spec = resolve(flags, scratch)
+        num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
+        if trace and num_passes > 1 and not trace.is_file():
+            raise InputError(f"--passes {num_passes}: {trace} is no file that can be read again")
+        manner = Manner(
+            concurrency=concurrency,
+            verify=not no_verify,
+            should_stop=lambda: interrupt.is_requested,
+        )
+        reports = replay_passes(
+            spec,
+            lambda: TraceFile(trace, limit) if trace else ChatWorkload(limit),
+            Console(stderr=True),
+            manner,
+            num_passes,
+        )
+        _publish(reports, json)
+    for complaint in reports.complaints:
+        complain(complaint)
+    if reports.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
-    if report.complaints:
+    if reports.complaints:
         raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
 def check_config(file: Annotated[Path, typer.Argument(help="JSON object of settings.")]) -> None:
     """Check a configuration, and show what follows from it; nothing is started."""
-    with _errors_as_one_line():
-        spec = check(read_config(file))
+    with errors_as_one_line():
+        spec = TieringOffloadingSpec(read_config(file))
         Console().print(geometry_table(spec))
 
 
@@ -143,24 +164,6 @@ def tiers() -> None:
     console.print(option_table(common_options()))
 
 
-@contextmanager
-def _errors_as_one_line() -> Iterator[None]:
-    """Turn what can be expected to go wrong into one line and an exit status."""
-    try:
-        yield
-    except (InputError, ConfigError) as error:
-        _complain(error)
-        raise typer.Exit(EXIT_BAD_INPUT) from error
-    except OffloadError as error:
-        _complain(error)
-        raise typer.Exit(EXIT_FAILED) from error
-
-
-def _complain(what: object) -> None:
-    line = " ".join(str(what).split())
-    typer.echo(f"kvoffload: error: {line}", err=True)
-
-
 def _check_writable(json: str | None) -> None:
     """Find out before a long run, not after it."""
     if json is not None and json != STDOUT:
@@ -170,14 +173,14 @@ def _check_writable(json: str | None) -> None:
                 raise InputError(f"--json {json}: cannot be written: no such place for a file")
 
 
-def _publish(report: Report, json: str | None) -> None:
+def _publish(reports: PassReports, json: str | None) -> None:
     if json == STDOUT:
-        sys.stdout.write(report.to_json() + "\n")
+        sys.stdout.write(reports.to_json() + "\n")
         return
-    print_table(Console(), report)
+    print_table(Console(), reports)
     if json is not None:
         with _as_unwritable(json):
-            Path(json).write_text(report.to_json() + "\n", encoding="utf-8")
+            Path(json).write_text(reports.to_json() + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
+from kvoffload_async.facade.factory import (
+    SecondaryTierFactory,
+    accepted_options,
+    constructor_parameters,
+)
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.factory import load_class
 
 REQUIRED = inspect.Parameter.empty
 
-_INTERNAL = {"backpressure_detector"}  # made by the factory, from its own two keys
+# The first is made by the factory, from its own two keys; the second is for tests.
+_INTERNAL = {"backpressure_detector", "ops"}
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
@@ -65,35 +67,6 @@ def common_options() -> tuple[TierOption, ...]:
     return (*_options(SecondaryTierManager, set()), *backpressure)
 
 
-def check_option_types(tier_config: Mapping[str, Any]) -> None:
-    """Check the options whose default tells what they are: numbers, text, true or false.
-
-    The names must have been checked before.
-
-    Raises:
-        ConfigError: A value is of another type.
-    """
-    module_path = tier_config.get("module_path")
-    cls = (
-        SecondaryTierFactory.get_tier_class(tier_config["type"])
-        if module_path is None
-        else load_class(module_path, tier_config["type"])
-    )
-    defaults = _parameters(SecondaryTierManager) | _parameters(cls)
-    for key, value in tier_config.items():
-        default = defaults[key].default if key in defaults else REQUIRED
-        allowed = _ALLOWED.get(type(default))
-        if allowed is not None and type(value) not in allowed[0]:
-            raise ConfigError(f"{key}: {value!r} is not valid; it must be {allowed[1]}")
-
-
-_ALLOWED: dict[type, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "an integer"),
-    float: ((int, float), "a number"),
-}
-
-
 def _entry(name: str) -> TierEntry:
     try:
         cls = SecondaryTierFactory.get_tier_class(name)
@@ -105,7 +78,7 @@ def _entry(name: str) -> TierEntry:
 
 
 def _options(cls: type, without: set[str]) -> tuple[TierOption, ...]:
-    parameters = _parameters(cls)
+    parameters = constructor_parameters(cls)
     summaries = _summaries(cls)
     names = accepted_options(cls) - without - _INTERNAL
     return tuple(
@@ -113,16 +86,6 @@ def _options(cls: type, without: set[str]) -> tuple[TierOption, ...]:
         for name, parameter in parameters.items()
         if name in names
     )
-
-
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """Return the constructor's parameters, its bases' behind its own."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        init = base.__dict__.get("__init__")
-        if init is not None:
-            found = {**dict(inspect.signature(init).parameters), **found}
-    return found
 
 
 def _summaries(cls: type) -> dict[str, str]:

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from kvoffload_async.cli.source import RequestSource
-
 _REFRESH_S = 0.1
 
 
 @contextmanager
-def progress_bar(console: Console, source: RequestSource) -> Iterator[Callable[[], None]]:
-    """Show how much of `source` has been taken; yields what is to be called once a step."""
+def progress_bar(
+    console: Console, fraction_done: Callable[[], float], title: str
+) -> Iterator[Callable[[], None]]:
+    """Show how much has been done; yields what is to be called once a step."""
     if not console.is_terminal:
         yield lambda: None
         return
@@ -27,7 +27,7 @@ def progress_bar(console: Console, source: RequestSource) -> Iterator[Callable[[
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("replay", total=1.0)
+        task = progress.add_task(title, total=1.0)
         due_s = 0.0
 
         def update() -> None:
@@ -35,6 +35,6 @@ def progress_bar(console: Console, source: RequestSource) -> Iterator[Callable[[
             now_s = time.monotonic()
             if now_s >= due_s:
                 due_s = now_s + _REFRESH_S
-                progress.update(task, completed=source.fraction_done, refresh=True)
+                progress.update(task, completed=fraction_done(), refresh=True)
 
         yield update

@@ -1,21 +1,15 @@
-"""The figures of a replay: as JSON, and as a table."""
+"""The figures of one pass of a replay."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from kvoffload_async.cli.tally import Tally
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-
-_MIB = 1024 * 1024
-_GIB = 1024 * _MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +72,6 @@ class Report:
             if is_so
         ]
 
-    def to_json(self) -> str:
-        """Return everything as one JSON object."""
-        return json.dumps(asdict(self), indent=2)
-
 
 def build_report(
     spec: TieringOffloadingSpec,
@@ -136,67 +126,3 @@ def _percentiles_us(tally: Tally) -> dict[str, float]:
     steps_us = np.array(tally.owner_ns or [0], dtype=np.int64) / 1000
     p50, p99 = np.percentile(steps_us, (50, 99))
     return {"p50": float(p50), "p99": float(p99), "max": float(steps_us.max())}
-
-
-def print_table(console: Console, report: Report) -> None:
-    """Print the figures for people."""
-    title = "Replay, interrupted" if report.interrupted else "Replay"
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    for name, value in _rows(report):
-        table.add_row(name, value)
-    console.print(table)
-    if report.tiers:
-        console.print(_tier_table(report))
-
-
-def _rows(report: Report) -> list[tuple[str, str]]:
-    jobs = (report.jobs_submitted, report.job_results, report.job_failures)
-    refused = (report.stores_refused, report.promotions_refused)
-    moved = (_size(report.bytes_stored), _size(report.bytes_loaded))
-    owner_us = (f"{name} {value:,.0f} us" for name, value in report.owner_us_per_step.items())
-    return [
-        ("requests", f"{report.requests:,}"),
-        ("block references", f"{report.block_refs:,}"),
-        ("hit ratio", f"{report.hit_ratio:.4f}"),
-        *((f"hits in {name}", f"{count:,}") for name, count in report.hits.items()),
-        ("verified blocks", f"{report.verified_blocks:,}"),
-        ("corrupt blocks", f"{report.corrupt_blocks:,}"),
-        ("jobs / results / failed", _joined(jobs)),
-        ("leaked pins", f"{report.leaked_pins:,}"),
-        ("stored / loaded", " / ".join(moved)),
-        ("evictions", f"{report.evictions:,}"),
-        ("stores / promotions refused", _joined(refused)),
-        ("primary blocks", f"{report.primary_blocks:,} of {_size(report.row_bytes)}"),
-        ("eviction policy", report.policy),
-        ("wall time", f"{report.wall_s:.2f} s"),
-        ("block references a second", f"{report.block_refs_per_s:,.0f}"),
-        ("steps", f"{report.steps:,}"),
-        ("owner's time a step", ", ".join(owner_us)),
-    ]
-
-
-def _tier_table(report: Report) -> Table:
-    table = Table("tier", title="Secondary tiers", title_justify="left")
-    for name in ("stored", "loaded", "failed jobs", "dropped blocks"):
-        table.add_column(name, justify="right")
-    for name, tier in report.tiers.items():
-        table.add_row(
-            name,
-            _size(tier["stored_bytes"]),
-            _size(tier["loaded_bytes"]),
-            f"{tier['failed_jobs']:,}",
-            f"{tier['dropped_blocks']:,}",
-        )
-    return table
-
-
-def _joined(counts: Sequence[int]) -> str:
-    return " / ".join(f"{count:,}" for count in counts)
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes < _MIB:
-        return f"{num_bytes / 1024:,.0f} KiB"
-    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"

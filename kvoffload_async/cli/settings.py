@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload_async.cli.catalogue import check_option_types
 from kvoffload_async.cli.errors import InputError
+from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
-from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.buffer import row_stride_bytes
 
 DEFAULT_BLOCK_BYTES = 16 * 1024
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
-DEFAULT_TIER = "example"
+BUILT_IN_TIER = "fs"
+BUILT_IN_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +53,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def check_config(config: dict[str, Any]) -> TieringOffloadingSpec:
-    """Return the spec of a configuration; nothing is started.
-
-    Raises:
-        ConfigError: A key or a value is unusable; the message names it.
-    """
-    spec = TieringOffloadingSpec(config)
-    for index, tier in enumerate(spec.config.secondary_tiers):
-        try:
-            check_option_types(tier)
-        except ConfigError as error:
-            raise ConfigError(f"secondary_tiers[{index}]: {error}") from error
-    return spec
-
-
-def resolve(flags: Flags) -> TieringOffloadingSpec:
+def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
     """Return the spec of a replay: flags over the file over the defaults.
+
+    Args:
+        flags: What the command line says.
+        scratch: Where the tier of the built-in workload lies, if nobody asks for another.
 
     Raises:
         InputError: The file is unusable, or two flags contradict each other.
@@ -87,12 +76,12 @@ def resolve(flags: Flags) -> TieringOffloadingSpec:
         config["eviction_policy"] = flags.policy
     if flags.tiers:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
-    elif flags.is_built_in:
-        config.setdefault("secondary_tiers", [{"type": DEFAULT_TIER}])
+    elif flags.is_built_in and "secondary_tiers" not in config:
+        config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": scratch.path}]
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
     config.setdefault("accept_prefix", True)
     _size_primary(config, flags)
-    return check_config(config)
+    return TieringOffloadingSpec(config)
 
 
 def _size_primary(config: dict[str, Any], flags: Flags) -> None:

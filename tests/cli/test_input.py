@@ -1,6 +1,7 @@
 """Bad input: one clear line on standard error, status 2, and nothing has been started."""
 
 import json
+import os
 
 import pytest
 
@@ -68,6 +69,12 @@ def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
         (["--tier", ":a=1"], "no type"),
         (["--tier", "Nothing:module_path=json"], "no attribute 'Nothing'"),
         (["--tier", "Nothing:module_path=no_such_module"], "No module named"),
+        (["--tier", "Nothing:module_path=no_such_module"], "module_path: 'no_such_module'"),
+        (["--tier", "Tier:module_path="], "module_path: '' is not valid"),
+        (["--tier", "Tier:module_path=.x"], "module_path: '.x' is not valid"),
+        (["--tier", "Tier:module_path=0"], "module_path: 0 is not valid; it must be a name"),
+        (["--tier", "fs"], "root_dir: missing"),
+        (["--tier", "fs:root_dir=relative"], "root_dir: 'relative' is not an absolute path"),
         (["--block-bytes", "4Q"], "--block-bytes: '4Q' is not valid"),
         (["--primary-bytes", "0"], "--primary-bytes: 0 is not valid"),
         (["--primary-bytes", "1KiB"], "1024 bytes hold no block"),
@@ -81,11 +88,56 @@ def test_bad_flags(command, arguments, reason):
     assert reason in command.refusal("replay", *arguments)
 
 
-@pytest.mark.parametrize("arguments", [["--primary-blocks", "0"], ["--limit", "x"], ["--nope"]])
-def test_impossible_flags_are_the_parsers_to_refuse(command, arguments):
-    result = command.run("replay", *arguments)
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["replay", "--primary-blocks", "0"], "--primary-blocks"),
+        (["replay", "--limit", "x"], "--limit"),
+        (["replay", "--passes", "0"], "--passes"),
+        (["replay", "--nope"], "--nope"),
+        (["replay", "--limit"], "--limit"),
+        (["replay", "a", "b"], "b"),
+        (["store", "gc", "/", "--older-than", "-1"], "--older-than"),
+        (["store", "inspect"], "DIR"),
+        (["store", "nope"], "nope"),
+        (["nope"], "nope"),
+    ],
+)
+def test_wrong_usage_is_one_line_too(command, arguments, named):
+    assert named in command.refusal(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [[], ["store"]])
+def test_without_a_command_the_help_is_shown(command, arguments):
+    result = command.run(*arguments)
     assert result.exit_code == 2
-    assert arguments[0] in result.stderr
+    assert result.stderr.startswith("Usage: ")
+
+
+def test_a_defect_is_no_usage_error(command, monkeypatch):
+    def fail():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("kvoffload_async.cli.app.tier_entries", fail)
+    assert isinstance(command.run("tiers").exception, ZeroDivisionError)
+
+
+def test_a_pipe_cannot_be_replayed_twice(command):
+    path = command.directory / "pipe"
+    os.mkfifo(path)
+    message = command.refusal("replay", path, "--passes", 2)
+    assert "--passes 2" in message
+    assert "no file that can be read again" in message
+
+
+@pytest.mark.parametrize("failure", ["raise ValueError('broken')", "raise SystemExit(3)", "1 / 0"])
+def test_a_module_that_fails_when_it_is_imported_is_named(command, monkeypatch, failure):
+    name = f"broken_{abs(hash((str(command.directory), failure)))}"
+    command.file(failure, f"{name}.py")
+    monkeypatch.syspath_prepend(command.directory)
+    message = command.refusal("replay", "--tier", f"Tier:module_path={name}")
+    assert f"secondary_tiers[0]: module_path: '{name}' cannot be imported, as it raises" in message
+    assert "correct that module, or name another" in message
 
 
 @pytest.mark.parametrize(

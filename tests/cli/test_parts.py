@@ -15,9 +15,11 @@ from kvoffload_async.cli import catalogue
 from kvoffload_async.cli.content import BlockContent
 from kvoffload_async.cli.driver import Driver
 from kvoffload_async.cli.errors import InputError, StalledError
+from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.replay import Manner, replay, stall_timeout_s, unique_names
+from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import Flags, resolve
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.cli.trace import TraceFile
@@ -213,24 +215,33 @@ class TestInterrupt:
 class TestProgress:
     def test_shows_nothing_where_there_is_no_terminal(self):
         out = io.StringIO()
-        with progress_bar(Console(file=out), ChatWorkload()) as on_step:
+        with progress_bar(Console(file=out), lambda: 0.5, "replay") as on_step:
             on_step()
         assert out.getvalue() == ""
 
     def test_shows_a_share_on_a_terminal(self):
-        out = io.StringIO()
-        source = ChatWorkload(limit=4)
-        with progress_bar(Console(file=out, force_terminal=True, width=80), source) as on_step:
-            next(iter(source))
+        console = Console(file=io.StringIO(), force_terminal=True, width=80)
+        with progress_bar(console, lambda: 0.25, "replay 1/2") as on_step:
             on_step()
             on_step()  # too soon to be shown again
-        assert "25%" in out.getvalue()
+        assert "25%" in console.file.getvalue()
+        assert "replay 1/2" in console.file.getvalue()
+
+    def test_a_gauge_counts_what_is_done_of_what_is_to_be_done(self):
+        gauge, shares = Gauge(), []
+        gauge.on_change = lambda: shares.append(gauge.fraction_done)
+        gauge.advance(0)
+        gauge.expect(4)
+        gauge.advance(1)
+        gauge.expect(4)
+        gauge.advance(7)
+        assert shares == [0, 0, 0.25, 0.125, 1]
 
 
 class TestStop:
     def test_stopping_ends_the_requests_in_flight(self, command):
         answers = iter([False] * 50)
-        spec = resolve(Flags(primary_blocks=100))
+        spec = resolve(Flags(primary_blocks=100, tiers=["example"]), ScratchFolder())
         manner = Manner(concurrency=4, should_stop=lambda: next(answers, True))
         report = replay(spec, ChatWorkload(), manner)
         assert report.interrupted
@@ -238,7 +249,7 @@ class TestStop:
         assert report.complaints == []
 
     def test_work_that_never_ends_is_given_up_at_the_deadline(self, faulty_tiers):
-        spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]))
+        spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
         manager = spec.get_manager()
         content = BlockContent(manager.get_primary_kv_view())
         driver = Driver(manager, ["Stuck"], content, stall_timeout_s=0.25)
@@ -259,7 +270,9 @@ class TestStop:
 
 class TestReport:
     def test_complains_of_what_must_never_happen(self):
-        good = replay(resolve(Flags()), ChatWorkload(limit=3), Manner())
+        good = replay(
+            resolve(Flags(tiers=["example"]), ScratchFolder()), ChatWorkload(limit=3), Manner()
+        )
         assert good.complaints == []
         bad = replace(good, corrupt_blocks=1, leaked_pins=2, job_results=good.job_results - 3)
         assert bad.complaints == [

@@ -1,0 +1,57 @@
+"""How a command ends. Exit status: 0 fine, 1 a check failed, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import ConfigError, OffloadError
+
+EXIT_FAILED: Final = 1
+EXIT_BAD_INPUT: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+def complain(what: object) -> None:
+    """Write one line to standard error."""
+    line = " ".join(str(what).split())
+    typer.echo(f"kvoffload: error: {line}", err=True)
+
+
+@contextmanager
+def errors_as_one_line() -> Iterator[None]:
+    """Turn what can be expected to go wrong into one line and an exit status."""
+    try:
+        yield
+    except (InputError, ConfigError) as error:
+        complain(error)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+    except OffloadError as error:
+        complain(error)
+        raise typer.Exit(EXIT_FAILED) from error
+
+
+class OneLineGroup(TyperGroup):
+    """Commands whose usage errors are one line, as every other error."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401 - the base's signature
+        try:
+            status = super().main(*args, **{**extra, "standalone_mode": False})
+        except Exception as error:
+            # By its shape: which package the class comes from depends on typer's version.
+            format_message = getattr(error, "format_message", None)
+            if format_message is None:
+                raise
+            message = format_message()
+            if message.startswith("Usage:"):  # no command was given: this is the help
+                typer.echo(message, err=True)
+            else:
+                complain(message)
+            status = EXIT_BAD_INPUT
+        sys.exit(status or 0)

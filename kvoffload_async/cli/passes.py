@@ -1,0 +1,172 @@
+"""The figures of all passes of a replay: as JSON, and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload_async.cli.progress import progress_bar
+from kvoffload_async.cli.replay import Manner, replay
+from kvoffload_async.cli.report import Report
+from kvoffload_async.cli.source import RequestSource
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+
+_MIB = 1024 * 1024
+_GIB = 1024 * _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class PassReports:
+    """The reports of the passes, the first one cold; at least one."""
+
+    passes: tuple[Report, ...]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last one ended before its requests did."""
+        return self.passes[-1].interrupted
+
+    @property
+    def complaints(self) -> list[str]:
+        """What must never happen, and did; behind the first pass with the pass's number."""
+        return [
+            complaint if number == 1 else f"pass {number}: {complaint}"
+            for number, report in enumerate(self.passes, 1)
+            for complaint in report.complaints
+        ]
+
+    def to_json(self) -> str:
+        """Return one JSON object: the first pass's figures, with those of the others in it.
+
+        The second pass is under `warm`, those behind it are a list under `later_passes`.
+        """
+        figures, *others = map(asdict, self.passes)
+        if others:
+            figures["warm"] = others[0]
+        if others[1:]:
+            figures["later_passes"] = others[1:]
+        return json.dumps(figures, indent=2)
+
+
+def replay_passes(
+    spec: TieringOffloadingSpec,
+    open_source: Callable[[], RequestSource],
+    console: Console,
+    manner: Manner,
+    num_passes: int,
+) -> PassReports:
+    """Replay the same requests several times, each time on a new engine over the same tiers.
+
+    Args:
+        spec: The engine's; the first pass uses it, the others its configuration.
+        open_source: Returns the requests, from the first on.
+        console: Where to show how far it is, if that is a terminal.
+        manner: How to replay.
+        num_passes: How often, at most: an interrupted pass is the last.
+
+    Raises:
+        OffloadError: See `replay`.
+    """
+    reports: list[Report] = []
+    for number in range(1, num_passes + 1):
+        if reports:
+            spec = TieringOffloadingSpec(spec.config)
+        title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
+        with closing(open_source()) as source:
+            reports.append(_shown(spec, source, manner, console, title))
+        if reports[-1].interrupted:
+            break
+    return PassReports(tuple(reports))
+
+
+def _shown(
+    spec: TieringOffloadingSpec, source: RequestSource, manner: Manner, console: Console, title: str
+) -> Report:
+    with progress_bar(console, lambda: source.fraction_done, title) as on_step:
+        return replay(spec, source, replace(manner, on_step=on_step))
+
+
+# -- for people ---------------------------------------------------------------------------------
+
+
+def print_table(console: Console, reports: PassReports) -> None:
+    """Print the figures for people, a column a pass."""
+    passes = reports.passes
+    names = [_pass_name(number) for number in range(1, len(passes) + 1)]
+    table = Table(
+        title="Replay, interrupted" if reports.interrupted else "Replay",
+        show_header=len(passes) > 1,
+        title_justify="left",
+    )
+    table.add_column(style="bold")
+    for name in names:
+        table.add_column(name, justify="right")
+    for rows in zip(*map(_rows, passes), strict=True):
+        table.add_row(rows[0][0], *(value for _, value in rows))
+    console.print(table)
+    if passes[0].tiers:
+        console.print(_tier_table(passes, names))
+
+
+def _pass_name(number: int) -> str:
+    return {1: "first pass", 2: "warm pass"}.get(number, f"pass {number}")
+
+
+def _rows(report: Report) -> list[tuple[str, str]]:
+    jobs = (report.jobs_submitted, report.job_results, report.job_failures)
+    refused = (report.stores_refused, report.promotions_refused)
+    moved = (_size(report.bytes_stored), _size(report.bytes_loaded))
+    owner_us = (f"{name} {value:,.0f} us" for name, value in report.owner_us_per_step.items())
+    return [
+        ("requests", f"{report.requests:,}"),
+        ("block references", f"{report.block_refs:,}"),
+        ("hit ratio", f"{report.hit_ratio:.4f}"),
+        *((f"hits in {name}", f"{count:,}") for name, count in report.hits.items()),
+        ("verified blocks", f"{report.verified_blocks:,}"),
+        ("corrupt blocks", f"{report.corrupt_blocks:,}"),
+        ("jobs / results / failed", _joined(jobs)),
+        ("leaked pins", f"{report.leaked_pins:,}"),
+        ("stored / loaded", " / ".join(moved)),
+        ("evictions", f"{report.evictions:,}"),
+        ("stores / promotions refused", _joined(refused)),
+        ("primary blocks", f"{report.primary_blocks:,} of {_size(report.row_bytes)}"),
+        ("eviction policy", report.policy),
+        ("wall time", f"{report.wall_s:.2f} s"),
+        ("block references a second", f"{report.block_refs_per_s:,.0f}"),
+        ("steps", f"{report.steps:,}"),
+        ("owner's time a step", ", ".join(owner_us)),
+    ]
+
+
+def _tier_table(passes: Sequence[Report], names: Sequence[str]) -> Table:
+    table = Table("tier", title="Secondary tiers", title_justify="left")
+    if len(passes) > 1:
+        table.add_column("pass")
+    for name in ("stored", "loaded", "failed jobs", "dropped blocks"):
+        table.add_column(name, justify="right")
+    for report, pass_name in zip(passes, names, strict=True):
+        for name, tier in report.tiers.items():
+            table.add_row(
+                name,
+                *([pass_name] if len(passes) > 1 else []),
+                _size(tier["stored_bytes"]),
+                _size(tier["loaded_bytes"]),
+                f"{tier['failed_jobs']:,}",
+                f"{tier['dropped_blocks']:,}",
+            )
+    return table
+
+
+def _joined(counts: Sequence[int]) -> str:
+    return " / ".join(f"{count:,}" for count in counts)
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < _MIB:
+        return f"{num_bytes / 1024:,.0f} KiB"
+    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"

@@ -1,0 +1,1 @@
+"""Looking after what `fs` tiers leave in a directory: `kvoffload store`."""
