@@ -1,5 +1,8 @@
 """Managers on a virtual loop, over tiers and I/O that do as the test says."""
 
+from collections import Counter
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvoffload_async.abc.tier import TierBounds, TierCapabilities
@@ -10,7 +13,7 @@ from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing import InlineIo, ScriptedIo, ScriptedTier, VirtualRunner
-from kvoffload_async.testing.harness import content_of, key_of
+from kvoffload_async.testing.harness import content_of, key_of, make_job
 from kvoffload_async.types import LookupResult, ReqContext
 
 SLOT_BYTES = 32
@@ -197,3 +200,127 @@ class World:
 
 def scripted(capabilities=EXCLUSIVE, **options):
     return ScriptedTier(capabilities, TierBounds(), **options)
+
+
+def filled(world, *numbers):
+    """Put blocks into every tier, and nowhere else."""
+    world.begin("filler")
+    world.store(*numbers, req_id="filler")
+    world.finish("filler")
+    world.evict_everything()
+
+
+class Refusing(SecondaryTierManager):
+    """Raises out of `submit_*` when it is told to."""
+
+    refuses = False
+
+    def submit_store(self, job_metadata):
+        self._maybe_refuse()
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata):
+        self._maybe_refuse()
+        super().submit_load(job_metadata)
+
+    def _maybe_refuse(self):
+        if self.refuses:
+            raise RuntimeError("third-party code")
+
+
+class Hearing(SecondaryTierManager):
+    """Notes what it hears of requests and jobs."""
+
+    def __init__(self, *args, **kwargs):
+        self.heard = []
+        super().__init__(*args, **kwargs)
+
+    def on_new_request(self, req_context):
+        self.heard.append(("new", req_context.req_id))
+        return super().on_new_request(req_context)
+
+    def on_request_finished(self, req_context):
+        self.heard.append(("finished", req_context.req_id))
+        super().on_request_finished(req_context)
+
+    def submit_store(self, job_metadata):
+        self.heard.append(("store", job_metadata.req_context.req_id))
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata):
+        self.heard.append(("load", job_metadata.req_context.req_id))
+        super().submit_load(job_metadata)
+
+
+class Counting(SecondaryTierManager):
+    """Counts the jobs that it accepted and the results that it gave; refuses when told to."""
+
+    def __init__(self, *args, **kwargs):
+        self.accepted = Counter()
+        self.reported = Counter()
+        self.refuses = False
+        super().__init__(*args, **kwargs)
+
+    def submit_store(self, job_metadata):
+        self._count(job_metadata)
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata):
+        self._count(job_metadata)
+        super().submit_load(job_metadata)
+
+    def get_finished_jobs(self):
+        results = list(super().get_finished_jobs())
+        self.reported.update(result.job_id for result in results)
+        return results
+
+    def _count(self, job):
+        if self.refuses:
+            raise RuntimeError("third-party code")
+        self.accepted[job.job_id] += 1
+
+
+class Alone:
+    """One manager on a virtual loop, over a tier that parks everything."""
+
+    def __init__(self, capabilities=EXCLUSIVE, **options):
+        self.tier = scripted(capabilities)
+        self.host = FakeHost()
+        self.view = memoryview(bytearray(8 * 16)).cast("B", (8, 16))
+        self.manager = SecondaryTierManager(
+            None, self.view, "t", self.tier, runtime=self.host.bridge, **options
+        )
+
+    def submit(self, job_id, numbers=(1,), *, is_promotion=False, slots=None):
+        keys = ks(*numbers)
+        job = make_job(
+            job_id, keys, range(len(keys)) if slots is None else slots, is_promotion=is_promotion
+        )
+        submit = self.manager.submit_load if is_promotion else self.manager.submit_store
+        submit(job)
+
+    def run(self):
+        self.manager.on_schedule_end()
+        self.host.runner.run_ready()
+
+    def settle(self, index=0, **outcome):
+        self.tier.settle(self.tier.parked[index], **outcome)
+        self.host.runner.run_ready()
+
+    def results(self):
+        return {result.job_id: result for result in self.manager.get_finished_jobs()}
+
+    def end(self):
+        self.manager.shutdown(0.1)
+        while self.tier.parked:
+            self.tier.settle_all()
+            self.host.runner.run_ready()
+        self.host.runner.close()
+
+
+@dataclass
+class DeviceCopy:
+    """A copy between device and primary that the scheduler waits for."""
+
+    ctx: ReqContext
+    slots: dict

@@ -306,3 +306,14 @@ def test_requests_share_keys_exactly_as_far_as_their_prefixes(stream):
             shared = [x == y for x, y in zip(a.keys, b.keys, strict=False)]
             assert shared == sorted(shared, reverse=True), "once apart, never together again"
             assert len(set(a.keys) & set(b.keys)) == sum(shared)
+
+
+def test_a_harness_knows_what_a_tier_announced_and_did_not_take_back():
+    class Announcing(ExampleTier):
+        async def open(self, env):
+            await super().open(env)
+            env.blocks_appeared([key_of(1), key_of(2)])
+            env.blocks_evicted([key_of(2)])
+
+    with TierHarness(Announcing()) as harness:
+        assert harness.announced() == {key_of(1)}

@@ -3,15 +3,14 @@
 import asyncio
 import gc
 import logging
+import weakref
 
 import pytest
+from tiers.actors import IO_TIMEOUT_S
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, JobOverdue, JobSettled
-from kvoffload_async.abc.events import ProbeAnswered as Answered
-from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.errors import (
     BlockMissingError,
-    ConfigError,
     CorruptBlockError,
     JobCancelledError,
     TierBusyError,
@@ -20,78 +19,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
-from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import InlineIo, Operation, ScriptedTier, VirtualRunner
 from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
-
-IO_TIMEOUT_S = 30.0
-PROBE_TIMEOUT_S = 2.0
-LOAD, STORE, CONTAINS = Operation.LOAD, Operation.STORE, Operation.CONTAINS
-
-
-class World:
-    """An actor on a virtual loop, over a tier that parks everything."""
-
-    def __init__(self, tier=None, **bounds):
-        self.tier = tier or ScriptedTier(bounds=TierBounds(**bounds))
-        self.events = []
-        self.runner = VirtualRunner()
-        self.buffer = PrimaryBuffer(8, 4096)
-        env = ActorEnvironment(self.buffer.view, InlineIo(), self.events.append)
-        self.actor = TierActor(
-            "t", self.tier, env, io_timeout_s=IO_TIMEOUT_S, probe_timeout_s=PROBE_TIMEOUT_S
-        )
-
-    def open(self):
-        self.runner.run(self.actor.open(), 1.0)
-        return self
-
-    def start(self, job_id, numbers=(1,), *, is_promotion=False):
-        keys = [key_of(n) for n in numbers]
-        job = make_job(job_id, keys, range(len(keys)), is_promotion=is_promotion)
-        self.runner.call_soon(self.actor.start_job, job)
-        self.runner.run_ready()
-
-    def probe(self, generation, numbers=(1,)):
-        self.runner.call_soon(self.actor.start_probe, generation, [key_of(n) for n in numbers])
-        self.runner.run_ready()
-
-    def settle(self, index=0, *args, **kwargs):
-        self.tier.settle(self.tier.parked[index], *args, **kwargs)
-        self.runner.run_ready()
-
-    def task(self, name):
-        (task,) = [t for t in asyncio.all_tasks(self.runner.loop) if t.get_name() == name]
-        return task
-
-    def close(self, timeout_s=1.0):
-        return self.runner.run(self.actor.close(timeout_s), 10.0)
-
-    def settled(self):
-        return {e.job_id: e for e in self.events if isinstance(e, JobSettled)}
-
-    def running(self):
-        return [p.job.job_id for p in self.tier.parked if p.job]
-
-
-@pytest.fixture
-def worlds():
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(World(*args, **kwargs).open())
-        return made[-1]
-
-    yield make
-    for world in made:
-        while world.tier.parked:
-            world.tier.settle_all()
-            world.runner.run_ready()
-        world.runner.close()
-        world.tier._env = None
-        assert world.buffer.release()
-
 
 # -- the mailbox --------------------------------------------------------------------------------
 
@@ -253,14 +181,14 @@ def test_an_error_that_is_kept_does_not_keep_what_its_frames_held(worlds):
 
     async def store(job):
         big = Big()
-        held.append(id(big))
+        held.append(weakref.ref(big))
         raise TierUnavailableError("mapped") from OSError(5, "io")
 
     world.tier.store = store
     world.start(0)
     gc.collect()
     assert isinstance(world.settled()[0].job_error.__cause__, OSError)
-    assert not any(isinstance(o, Big) for o in gc.get_objects())
+    assert held[0]() is None
 
 
 # -- cancellation -------------------------------------------------------------------------------
@@ -342,159 +270,6 @@ def test_a_job_that_ends_in_time_is_never_overdue(worlds):
     world.settle()
     world.runner.advance(1000)
     assert [type(e) for e in world.events] == [JobSettled]
-
-
-# -- probes -------------------------------------------------------------------------------------
-
-
-def test_a_probe_is_answered_once(worlds):
-    world = worlds()
-    world.start(0)
-    world.settle()
-    world.events.clear()
-    world.probe(5, [1, 2])
-    world.settle()
-    world.runner.advance(100)
-    assert world.events == [Answered(5, frozenset({key_of(1)}))]
-
-
-def test_a_hung_probe_is_answered_as_absent_at_its_deadline_and_not_again(worlds):
-    world = worlds()
-    world.start(0)
-    world.settle()
-    world.events.clear()
-    world.probe(5)
-    world.runner.advance(PROBE_TIMEOUT_S)
-    assert world.events == [Answered(5, frozenset())]
-    world.settle()
-    assert len(world.events) == 1
-
-
-@pytest.mark.parametrize("error", [OSError("io"), SystemExit(1), asyncio.CancelledError()])
-def test_a_probe_that_fails_is_answered_as_absent(worlds, error, caplog):
-    world = worlds()
-    world.probe(5)
-    world.settle(0, error=error)
-    assert world.events == [Answered(5, frozenset())]
-    assert "probe 5" in caplog.text
-
-
-def test_a_probe_whose_answer_breaks_the_contract_counts_as_absent(worlds, caplog):
-    world = worlds()
-
-    async def contains(keys):
-        return None
-
-    world.tier.contains = contains
-    world.probe(5)
-    assert world.events == [Answered(5, frozenset())]
-    assert "returned None" in caplog.text
-
-
-def test_a_probe_after_close_is_answered_as_absent_at_once(worlds):
-    world = worlds()
-    world.close()
-    world.probe(5)
-    assert world.events == [Answered(5, frozenset())]
-
-
-# -- opening and closing ------------------------------------------------------------------------
-
-
-def test_a_tier_that_fails_to_open_is_closed_and_the_error_goes_on():
-    tier = ScriptedTier(open_error=ConfigError("root_dir: is a file"))
-    world = World(tier)
-    with pytest.raises(ConfigError, match="root_dir"):
-        world.open()
-    assert tier.close_count == 1
-    world.runner.close()
-
-
-def test_a_failing_close_after_a_failed_open_does_not_hide_the_first_error(caplog):
-    tier = ScriptedTier(open_error=ConfigError("first"), close_error=OSError("second"))
-    world = World(tier)
-    with pytest.raises(ConfigError, match="first"):
-        world.open()
-    assert "second" in caplog.text
-    world.runner.close()
-
-
-def test_close_lets_running_jobs_end_and_then_closes_the_tier(worlds):
-    world = worlds()
-    world.start(0)
-    world.runner.loop.call_later(0.5, lambda: world.tier.settle(world.tier.parked[0]))
-    report = world.close(1.0)
-    assert report.is_clean
-    assert world.settled()[0].job_error is None
-    assert world.tier.close_count == 1
-
-
-def test_close_fails_what_waits_first(worlds):
-    world = worlds(concurrent_stores=1)
-    world.start(0)
-    world.start(1)
-    world.runner.loop.call_later(0.5, lambda: world.tier.settle(world.tier.parked[0]))
-    world.close(1.0)
-    assert [e.job_id for e in world.events] == [1, 0]
-    assert isinstance(world.settled()[1].job_error, TierClosedError)
-
-
-def test_a_job_or_probe_that_comes_while_closing_is_answered_at_once(worlds):
-    world = worlds()
-    world.start(0)
-    job = make_job(1, [key_of(1)], [0], is_promotion=False)
-    world.runner.loop.call_later(0.2, world.actor.start_job, job)
-    world.runner.loop.call_later(0.3, lambda: world.tier.settle(world.tier.parked[0]))
-    world.close(1.0)
-    assert [e.job_id for e in world.events] == [1, 0]
-    assert isinstance(world.settled()[1].job_error, TierClosedError)
-
-
-def test_close_cancels_what_does_not_end_and_waits_for_it_a_little(worlds):
-    world = worlds()
-
-    async def store(job):
-        await asyncio.sleep(3600)
-
-    world.tier.store = store
-    world.start(0)
-    report = world.close(1.0)
-    assert report.is_clean
-    assert isinstance(world.settled()[0].job_error, JobCancelledError)
-
-
-def test_close_names_the_jobs_whose_copies_still_run_and_leaves_the_tier_open(worlds):
-    world = worlds()
-    world.start(3)
-    world.start(4, is_promotion=True)
-    report = world.close(1.0)
-    assert set(report.unfinished_jobs) == {3, 4}
-    assert isinstance(report.error, TierTimeoutError)
-    assert world.tier.close_count == 0, "it is not closed under its copies"
-    world.settle()
-    world.settle()
-    assert set(world.settled()) == {3, 4}, "a late end is still reported"
-
-
-def test_close_waits_for_probes_too_and_says_when_one_hangs(worlds):
-    world = worlds()
-    world.probe(1)
-    report = world.close(1.0)
-    assert not report.unfinished_jobs
-    assert isinstance(report.error, TierTimeoutError)
-
-
-def test_close_is_bounded_when_the_tiers_own_close_hangs(worlds):
-    world = worlds(ScriptedTier(parks_close=True))
-    report = world.close(1.0)
-    assert isinstance(report.error, TierTimeoutError)
-    assert world.runner.now_s() == pytest.approx(1.0)
-
-
-def test_a_failing_close_is_reported_and_not_raised(worlds):
-    error = OSError("no")
-    assert worlds(ScriptedTier(close_error=error)).close().error is error
-    assert worlds(ScriptedTier(close_error=SystemExit(1))).close().error is not None
 
 
 # -- the rest -----------------------------------------------------------------------------------

@@ -1,0 +1,382 @@
+"""`TieringOffloadingManager` when things go wrong: failures, deadlines, resets, shutdown.
+
+A number at the end of a test's name is the vLLM issue or pull request whose fault it replays.
+"""
+
+import logging
+
+import numpy as np
+import pytest
+from facade.worlds import (
+    EXCLUSIVE,
+    HIT,
+    MISS,
+    PENDING,
+    PROBED,
+    RETRY,
+    Refusing,
+    filled,
+    k,
+    ks,
+    scripted,
+)
+
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.errors import (
+    BlockMissingError,
+    ClosedError,
+    CorruptBlockError,
+    OffloadError,
+    StateError,
+    TierUnavailableError,
+)
+from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.testing import Operation
+
+NO_BREAKER = BreakerSettings(fault_threshold=1_000)
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_is_not_tried_for_ever_49176_49328(worlds):
+    world = worlds(EXCLUSIVE, breaker=NO_BREAKER)
+    filled(world, 1)
+    world.begin("r")
+    assert world.lookup(1) is PENDING
+    world.step()
+    world.settle(error=OSError(5, "truncated"))
+    assert world.lookup(1) is MISS, "the request recomputes it"
+    world.step()
+    assert not world.parked()
+    world.begin("later")
+    assert world.lookup(1, "later") is PENDING, "the next request may try again"
+
+
+@pytest.mark.parametrize("error", [CorruptBlockError("bad"), BlockMissingError("gone")])
+def test_one_bad_block_of_a_promotion_leaves_the_others_hit_50321(worlds, error):
+    world = worlds()
+    filled(world, 1, 2, 3)
+    world.begin("r")
+    for number in (1, 2, 3):
+        world.lookup(number)
+    world.step()
+    world.settle(failures={2: error})
+    assert [world.lookup(n) for n in (1, 2, 3)] == [HIT, HIT, MISS]
+    world.load(1, 2)
+
+
+def test_a_failed_cascade_unpins_its_blocks_and_they_stay_hit(worlds):
+    world = worlds()
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle(error=OSError(28, "disk full"))
+    world.poll()
+    assert world.counts["pinned"] == 0
+    assert world.lookup(1) is HIT
+
+
+def test_a_tier_that_never_answers_defers_a_request_for_a_bounded_time_49829(worlds):
+    world = worlds(EXCLUSIVE, io_timeout_s=1e6, deferral_timeout_s=10.0)
+    filled(world, 1)
+    world.begin("r")
+    answers = []
+    for _ in range(8):
+        answers.append(world.lookup(1))
+        world.step()
+        world.runner.advance(2.0)
+    assert answers == [PENDING] * 5 + [MISS] * 3
+
+
+def test_a_tier_that_fails_again_and_again_does_not_reset_the_deferral_49850_53087(worlds):
+    world = worlds(PROBED, deferral_timeout_s=10.0, breaker=NO_BREAKER)
+    world.begin("r")
+    answers = []
+    for number in range(8):
+        for tier in world.tiers:
+            tier.blocks[k(number)] = np.zeros(32, np.uint8)
+        answers.append(world.lookup(number))
+        world.step()
+        world.settle_all()
+        world.runner.advance(2.0)
+    assert answers[:5] == [RETRY] * 5
+    assert set(answers[5:]) == {MISS}
+
+
+def test_waiting_requests_leave_room_for_stores_49902(worlds):
+    world = worlds(num_slots=8, promotion_fraction=0.5)
+    filled(world, *range(8))
+    answers = []
+    for number in range(8):
+        world.begin(f"w{number}")
+        answers.append(world.lookup(number, f"w{number}"))
+    assert answers == [PENDING] * 4 + [MISS] * 4
+    world.begin("s")
+    assert world.prepare_store(20, 21, 22, 23, req_id="s") is not None
+
+
+def test_a_promoted_block_is_not_evicted_before_it_is_read_50014(worlds):
+    world = worlds(num_slots=4, promotion_fraction=0.5)
+    filled(world, 1, 2)
+    world.begin("r")
+    world.lookup(1)
+    world.step()
+    world.settle()
+    world.poll()
+    world.begin("s")
+    assert world.prepare_store(10, 11, 12, 13, req_id="s") is None
+    assert world.prepare_store(10, 11, 12, req_id="s") is not None
+    assert world.lookup(1) is HIT
+    world.load(1)
+
+
+def test_a_slow_tier_has_a_bounded_share_of_the_primary_in_flight_50031(worlds):
+    world = worlds(num_slots=8, cascade_fraction=0.5)
+    world.begin("r")
+    world.store(*range(8))
+    assert world.counts["pinned"] == 4
+    assert world.manager.engine.tiers[0].counters.dropped_blocks == 4
+
+
+def test_an_exception_out_of_submit_store_becomes_a_failed_result_and_leaks_no_pin(worlds):
+    world = worlds(manager_class=Refusing)
+    world.begin("r")
+    world.secondaries[0].refuses = True
+    world.store(1)
+    world.step()
+    counters = world.manager.engine.counters
+    assert (counters.jobs_submitted, counters.job_results, counters.job_failures) == (1, 1, 1)
+    assert world.counts["pinned"] == 0
+    assert not world.manager.has_pending_work()
+
+
+def test_an_exception_out_of_submit_load_becomes_a_miss_and_leaks_no_slot(worlds):
+    world = worlds(manager_class=Refusing)
+    filled(world, 1)
+    world.begin("r")
+    assert world.lookup(1) is PENDING
+    world.secondaries[0].refuses = True
+    world.step()
+    assert world.lookup(1) is MISS
+    assert world.counts["writing"] == 0
+    assert not world.manager.engine.jobs
+
+
+def test_a_result_of_an_unknown_job_is_a_programming_error(worlds):
+    world = worlds(EXCLUSIVE, EXCLUSIVE)
+    world.begin("r")
+    world.store(1)
+    results = world.secondaries[1].get_finished_jobs
+    world.step()
+    world.settle(0)
+    first = list(world.secondaries[0].get_finished_jobs())
+    world.secondaries[1].get_finished_jobs = lambda: first
+    with pytest.raises(StateError, match="which is not its job"):
+        world.manager.on_schedule_end()
+    world.secondaries[1].get_finished_jobs = results
+
+
+def test_a_job_past_its_deadline_frees_its_slot_only_when_its_copy_has_ended(worlds):
+    world = worlds(EXCLUSIVE, io_timeout_s=5.0)
+    filled(world, 1)
+    world.begin("r")
+    world.lookup(1)
+    world.step()
+    world.runner.advance(5.0)
+    assert world.lookup(1) is MISS
+    assert world.counts["held"] == 1
+    world.settle()
+    world.poll()
+    assert world.counts["held"] == 0
+    assert world.lookup(1) is MISS, "what comes late has not landed"
+
+
+def test_a_cascade_past_its_deadline_stays_pinned_until_its_copy_has_ended(worlds):
+    world = worlds(EXCLUSIVE, io_timeout_s=5.0, num_slots=2)
+    world.begin("r")
+    world.store(1, 2)
+    world.step()
+    world.runner.advance(5.0)
+    world.poll()
+    assert world.counts["pinned"] == 2
+    assert world.prepare_store(3) is None, "nobody may have the slots under the copy"
+    world.settle()
+    world.poll()
+    assert bytes(world.tiers[0].blocks[k(1)]) == bytes(world.rows[0])
+    assert world.prepare_store(3) is not None
+
+
+# -- reset --------------------------------------------------------------------------------------
+
+
+def test_a_reset_waits_for_a_promotion_in_mid_copy_44541(worlds):
+    world = worlds()
+    filled(world, 1)
+    world.begin("r")
+    world.lookup(1)
+    world.step()
+    world.runner.loop.call_later(3.0, world.tiers[0].settle_all)
+    world.manager.reset_cache()
+    assert world.runner.now_s() >= 3.0
+    assert world.counts["free"] == 8
+
+
+def test_a_reset_with_a_hung_tier_is_bounded_and_keeps_the_slots_of_its_copies(worlds):
+    world = worlds(EXCLUSIVE, drain_timeout_s=4.0)
+    filled(world, 1)
+    world.begin("r")
+    world.lookup(1)
+    world.store(2)
+    world.step()
+    before_s = world.runner.now_s()
+    world.manager.reset_cache()
+    assert world.runner.now_s() - before_s == pytest.approx(4.0)
+    assert world.counts["held"] == 2
+    assert not world.manager.engine.jobs
+    world.manager.on_reset_flushed()
+    world.begin("s")
+    output = world.prepare_store(*range(10, 16), req_id="s")
+    touched = {s for late in world.manager.engine.disowned.values() for s in late.job.block_ids}
+    assert not touched & set(output.store_spec.block_ids.tolist())
+    world.complete_store(*range(10, 16), req_id="s")
+    world.settle_all()
+    world.rest()
+    assert world.counts["held"] == 0
+
+
+def test_promotions_are_held_after_a_reset_until_the_device_has_flushed(worlds):
+    world = worlds()
+    filled(world, 1)
+    world.manager.reset_cache()
+    world.begin("r")
+    assert world.lookup(1) is MISS
+    world.manager.on_reset_flushed()
+    assert world.lookup(1) is PENDING, "the tier has kept its blocks"
+
+
+def test_a_reset_discards_promotions_that_were_not_submitted_yet(worlds):
+    world = worlds()
+    filled(world, 1)
+    world.begin("r")
+    world.lookup(1)
+    world.manager.reset_cache()
+    world.manager.on_reset_flushed()
+    world.step()
+    assert not world.parked()
+    assert world.counts["free"] == 8
+
+
+# -- shutdown -----------------------------------------------------------------------------------
+
+
+def test_shutdown_gives_every_tier_its_chance_and_keeps_the_memory_when_one_raises_52290(worlds):
+    class Raising(SecondaryTierManager):
+        raises = True
+
+        def shutdown(self, timeout=None):
+            if self.raises and self.tier_type == "tier0":
+                raise RuntimeError("first tier")
+            return super().shutdown(timeout)
+
+    world = worlds(EXCLUSIVE, EXCLUSIVE, manager_class=Raising)
+    world.begin("r")
+    world.store(1)
+    world.step()
+    with pytest.raises(OffloadError, match="first tier"):
+        world.manager.shutdown(1.0)
+    assert world.tiers[1].parked, "the second one was asked to end its copy"
+    assert world.rows[0].any(), "the memory is still there"
+    assert not world.manager.engine.jobs
+    counters = world.manager.engine.counters
+    assert counters.jobs_submitted == counters.job_results == 2
+    world.manager.shutdown(1.0)
+    world.settle_all()
+    Raising.raises = False
+    world.secondaries[0].shutdown(1.0)
+    world.primary.shutdown()
+
+
+def test_shutdown_with_a_failing_close_names_the_tier_and_keeps_the_memory(worlds):
+    world = worlds(scripted(close_error=OSError("umount")), EXCLUSIVE)
+    with pytest.raises(OffloadError, match="umount"):
+        world.manager.shutdown(1.0)
+    assert world.tiers[1].close_count == 1
+    assert world.primary.get_primary_kv_view() is not None
+    world.primary.shutdown()
+
+
+def test_shutdown_with_hung_tiers_is_bounded_and_every_job_has_one_result(worlds):
+    world = worlds(EXCLUSIVE, EXCLUSIVE, EXCLUSIVE)
+    world.begin("r")
+    world.store(1, 2)
+    world.step()
+    before_s = world.runner.now_s()
+    world.manager.shutdown(1.0)
+    assert world.runner.now_s() - before_s < 2.0, "the timeout is shared by all tiers"
+    counters = world.manager.engine.counters
+    assert counters.jobs_submitted == counters.job_results == 3
+    assert world.counts["pinned"] == 2, "the copies still run"
+    assert world.primary.get_primary_kv_view() is not None
+
+
+def test_shutdown_ends_jobs_that_were_never_handed_over(worlds):
+    world = worlds()
+    world.begin("r")
+    world.store(1)
+    world.manager.shutdown(1.0)
+    counters = world.manager.engine.counters
+    assert counters.jobs_submitted == counters.job_results == 1
+    assert world.counts["pinned"] == 0
+
+
+def test_a_shut_down_manager_refuses_new_work_and_lets_the_old_end(worlds, caplog):
+    caplog.set_level(logging.WARNING)
+    world = worlds()
+    world.begin("r")
+    ctx = world.contexts["r"]
+    world.store(1)
+    world.manager.prepare_load(ks(1), ctx)
+    world.prepare_store(2)
+    world.rows = None
+    world.manager.shutdown(1.0)
+    world.manager.shutdown(1.0)
+    for call in (
+        lambda: world.begin("new"),
+        lambda: world.manager.lookup(k(1), ctx),
+        lambda: world.manager.prepare_store(ks(3), ctx),
+        world.manager.reset_cache,
+        world.manager.get_primary_kv_view,
+    ):
+        with pytest.raises(ClosedError):
+            call()
+    world.manager.complete_load(ks(1), ctx)
+    world.manager.complete_store(ks(2), ctx)
+    world.manager.on_request_finished(ctx)
+    world.manager.on_schedule_end()
+    assert not world.manager.has_pending_work()
+    world.runner.close()
+    assert not caplog.records
+
+
+def test_a_tier_without_a_shared_bridge_hands_its_jobs_over_by_itself(worlds):
+    world = worlds()
+    manager = TieringOffloadingManager(
+        CPUPrimaryTierOffloadingManager(4), world.secondaries, clock=world.runner.now_s
+    )
+    assert world.secondaries[0].flushes_on_poll
+    manager.on_schedule_end()
+
+
+def test_a_probe_under_way_is_pending_work_but_no_job(worlds):
+    world = worlds(PROBED)
+    world.begin("r")
+    world.lookup(1)
+    world.step()
+    assert world.parked()[0].kind is Operation.CONTAINS
+    assert world.manager.has_pending_work()
+    assert not world.manager.engine.has_pending_work
+    world.settle(error=TierUnavailableError("no"))
+    assert world.lookup(1) is MISS
