@@ -13,14 +13,21 @@ from typing import TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
-from kvoffload_async.errors import ConfigError, TierError
-from kvoffload_async.tiers.fs.blockfile import UNVERIFIED_MARKER, BlockFiles, Verify
-from kvoffload_async.tiers.fs.inventory import Inventory, sweep_temps, take_inventory
-from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.inventory import (
+    Inventory,
+    sweep_folders,
+    sweep_temps,
+    take_inventory,
+)
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
-from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
+from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +35,8 @@ T = TypeVar("T")
 
 _CREATE = os.O_WRONLY | os.O_CREAT
 _LEAVE_TIMEOUT_S = 1.0
+_REST = 5.0
+"""How many times as long as a walk took, none is made on demand."""
 
 
 class Keeper:
@@ -49,6 +58,9 @@ class Keeper:
         self._usage: UsageFile | None = None
         self._space: Space | None = None
         self._task: asyncio.Task[None] | None = None
+        self._walking = asyncio.Lock()
+        self._walks = 0
+        self._next_walk_s = 0.0
 
     def enter(self, verify: Verify) -> None:
         """Make the folders, register, and remove what dead writers left.
@@ -60,18 +72,14 @@ class Keeper:
         Thread: an I/O thread.
         """
         self._ops.make_folders(self._namespace.folder)
+        self._writers.register()  # before any other file: temporary ones name their writer
         self._write_config()
-        self._writers.register()
         if verify is Verify.OFF:
             marker = f"{self._namespace.folder}/{UNVERIFIED_MARKER}"
             self._ops.close(self._ops.open(marker, _CREATE))
         if verify is Verify.REQUIRED:
             self._require_attributes()
-        _, dead = self._writers.others()
-        if dead:
-            sweep_temps(self._ops, self._take_stock().temps, dead)
-            for writer_id in dead:
-                self._writers.forget(writer_id)
+        self._bury_dead()
 
     async def open_space(
         self,
@@ -88,8 +96,10 @@ class Keeper:
         status = await self._run(partial(self._ops.stat, self._namespace.folder))
         grain = max(512, status.st_blksize)
         block_bytes = -(-row_bytes // grain) * grain
-        folder_bytes = disk_bytes(status)
-        least = block_bytes + 4 * folder_bytes
+        folder_bytes = min(grain, disk_bytes(status))  # it may have grown; a new one has not
+        # The count, this writer's entry, and the folders: of both, of the block, above them, and
+        # what these may grow.
+        least = block_bytes + 2 * grain + 7 * folder_bytes
         if settings.capacity_bytes < least:
             raise ConfigError(
                 f"capacity_bytes: {settings.capacity_bytes} holds no block of {block_bytes} bytes "
@@ -99,13 +109,12 @@ class Keeper:
             self._ops,
             self._namespace.folder,
             self._writers.writer_id,
-            lambda: self._take_stock().total_bytes,
+            lambda: self._settled_bytes(self._take_stock()),
         )
         await self._run(usage.open)
         self._usage = usage
-        living, _ = await self._run(self._writers.others)
         inventory = await self._run(self._take_stock)
-        await self._run(partial(usage.start, inventory.total_bytes, living))
+        await self._run(partial(self._join_count, usage, inventory))
         self._space = Space(
             settings,
             create_policy(settings.capacity_bytes // block_bytes),
@@ -115,7 +124,7 @@ class Keeper:
             folder_bytes=folder_bytes,
             announce=self._env.blocks_evicted,
         )
-        self._space.learn(inventory)
+        await self._space.remove(self._space.learn(inventory, ()), self._run)
         await self._trim(usage, self._space)
         return self._space
 
@@ -124,6 +133,27 @@ class Keeper:
         self._task = asyncio.get_running_loop().create_task(
             self._keep(rescan_interval_s), name="fs:keeper"
         )
+
+    async def look_for_blocks(self) -> bool:
+        """Walk, unless that was done a moment ago, for blocks of others that could be evicted.
+
+        Returns:
+            Whether a walk has ended since the call.
+        """
+        if self._usage is None or self._space is None:
+            return False
+        walks = self._walks
+        async with self._walking:
+            if self._walks != walks:
+                return True
+            if asyncio.get_running_loop().time() < self._next_walk_s:
+                return False
+            try:
+                await self._rescan(self._usage, self._space)
+            except (OSError, OffloadError) as error:
+                logger.warning("%s: looking for room failed: %s", self._namespace.folder, error)
+                return False
+            return True
 
     async def leave(self) -> None:
         """Stop, give back what was set aside, and say goodbye."""
@@ -134,24 +164,33 @@ class Keeper:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    async def _run(self, call: Callable[[], T]) -> T:
+    async def _run(self, call: Callable[[], T], /) -> T:
         return await self._env.io.run(Direction.NONE, call)
 
     def _write_config(self) -> None:
-        """Write the run configuration down, for people. Thread: an I/O thread."""
+        """Write the run configuration down, for people; if that fails, nothing depends on it."""
         path = self._namespace.config_path
-        self._ops.make_folders(path.rpartition("/")[0])
-        temp = f"{path}.{self._writers.writer_id}.tmp"
+        temp = f"{self._namespace.folder}/config.json.{self._writers.writer_id}.0{TEMP_SUFFIX}"
         text = json.dumps(self._namespace.fields, indent=2, sort_keys=True)
-        fd = self._ops.open(temp, _CREATE | os.O_EXCL)
         try:
-            self._ops.pwrite(fd, memoryview(text.encode()), 0)
-        finally:
-            self._ops.close(fd)
-        self._ops.rename(temp, path)
+            self._ops.make_folders(path.rpartition("/")[0])
+            if self._ops.exists(path):
+                return
+            fd = self._ops.open(temp, _CREATE)
+            try:
+                written = self._ops.pwrite(fd, memoryview(text.encode()), 0)
+            finally:
+                self._ops.close(fd)
+            if written == len(text):
+                self._ops.rename(temp, path)
+            else:
+                self._files.writer.discard(temp)
+        except OSError as error:
+            logger.warning("%s is not written: %s", path, error)
+            self._files.writer.discard(temp)
 
     def _require_attributes(self) -> None:
-        probe = f"{self._namespace.folder}/.probe.{self._writers.writer_id}"
+        probe = f"{self._namespace.folder}/probe.bin.{self._writers.writer_id}.0{TEMP_SUFFIX}"
         fd = self._ops.open(probe, _CREATE)
         try:
             self._ops.set_xattr(fd, "user.kvoffload.probe", b"1")
@@ -162,17 +201,42 @@ class Keeper:
             ) from error
         finally:
             self._ops.close(fd)
-            self._ops.unlink(probe)
+            self._files.writer.discard(probe)
+
+    def _bury_dead(self) -> None:
+        """Remove what dead writers left. Thread: an I/O thread."""
+        _, dead = self._writers.others()
+        if dead:
+            inventory = self._take_stock()
+            swept = sweep_temps(self._ops, inventory.temps, dead)
+            sweep_folders(self._ops, inventory, swept)
+            for writer_id in dead:
+                self._writers.forget(writer_id)
 
     def _take_stock(self) -> Inventory:
         return take_inventory(self._ops, self._namespace)
 
+    def _settled_bytes(self, inventory: Inventory) -> int:
+        return inventory.settled_bytes({*self._writers.living(), self._writers.writer_id})
+
+    def _join_count(self, usage: UsageFile, inventory: Inventory) -> None:
+        settled_bytes = self._settled_bytes(inventory)
+        usage.start(self._writers.living, settled_bytes, self._writers.entry_bytes())
+
     def _say_goodbye(self) -> None:
         """Each step has its chance. Thread: an I/O thread."""
         with contextlib.ExitStack() as steps:
-            steps.callback(self._writers.unregister)
+            steps.callback(self._unregister)
             if self._usage is not None:
                 steps.callback(self._usage.close)
+
+    def _unregister(self) -> None:
+        try:
+            self._files.writer.sweep_litter()
+        except OSError:
+            self._writers.die()  # the next start finds this writer dead, and sweeps
+            raise
+        self._writers.unregister()
 
     async def _keep(self, rescan_interval_s: float) -> None:
         """Show that this tier lives, and keep the count true to the disk."""
@@ -186,20 +250,29 @@ class Keeper:
                     continue
                 if loop.time() >= rescan_at_s:
                     rescan_at_s = loop.time() + rescan_interval_s
-                    await self._rescan(self._usage, self._space)
+                    async with self._walking:
+                        await self._rescan(self._usage, self._space)
                 await self._trim(self._usage, self._space)
-            except (OSError, TierError) as error:
+            except (OSError, OffloadError) as error:
                 logger.warning("%s: keeping house failed: %s", self._namespace.folder, error)
 
     async def _rescan(self, usage: UsageFile, space: Space) -> None:
         """Learn what others have added and removed, and correct the count by it."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        await self._run(self._bury_dead)
+        known = space.known()
         before = await self._run(usage.read)
         inventory = await self._run(self._take_stock)
-        space.learn(inventory)
-        # What was settled during the walk may be in it as well: counted twice until the next.
-        drift = inventory.total_bytes - inventory.temp_bytes - before.settled_bytes
-        if drift:
-            await self._run(partial(usage.settle, 0, drift))
+        await self._run(partial(sweep_folders, self._ops, inventory, ()))
+        surplus = space.learn(inventory, known)
+        await self._run(partial(self._correct, usage, before, inventory))
+        await space.remove(surplus, self._run)
+        self._walks += 1
+        self._next_walk_s = loop.time() + _REST * (loop.time() - begun_s)
+
+    def _correct(self, usage: UsageFile, before: Usage, inventory: Inventory) -> None:
+        usage.correct(before, self._settled_bytes(inventory), self._writers.living)
 
     async def _trim(self, usage: UsageFile, space: Space) -> None:
         """Remove blocks while the count is above the watermark."""

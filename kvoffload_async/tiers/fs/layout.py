@@ -36,11 +36,13 @@ class Namespace:
         digest: Names the layout of the blocks' bytes.
         config_path: Where the run configuration is written down, for people.
         folder: Where the blocks are.
+        rank: Whose blocks they are.
         fields: The run configuration.
     """
 
     def __init__(self, root_dir: str, fields: Mapping[str, Any], rank: int = 0) -> None:
         self.fields = dict(fields)
+        self.rank = rank
         canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
         self.digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
         base = f"{root_dir}/{safe_name(str(self.fields['model_name']))}_{self.digest}"
@@ -59,15 +61,19 @@ class Namespace:
     def key_of(self, path: str) -> OffloadKey | None:
         """Return the key of a block's path, or None if no block lies under such a path."""
         file = PurePosixPath(path)
-        digits, _, group = file.parent.name.rpartition("_g")
+        _, _, group = file.parent.name.rpartition("_g")
         try:
             key = make_offload_key(bytes.fromhex(file.stem), int(group))
         except (ValueError, OverflowError):
             return None
-        return key if digits and self.get_file_name(key) == path else None
+        return key if self.get_file_name(key) == path else None
+
+    def layout_of(self, block_bytes: int) -> str:
+        """Return the name of everything but its key that decides what a block's bytes mean."""
+        return f"{self.digest}:{self.rank}:{block_bytes}"
 
 
 def safe_name(model_name: str) -> str:
     """Return a model's name as one path component, whatever characters it has."""
     flat = model_name.replace("/", "_").replace("\0", "_")
-    return flat.encode(errors="surrogateescape")[:_MAX_NAME_BYTES].decode(errors="ignore")
+    return flat.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore")

@@ -7,22 +7,34 @@ bytes are given back to the count only after its file is gone.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.tiers.fs.blockfile import BlockFiles, StoreItem, StoreOutcome, StoreStatus
+from kvoffload_async.errors import OffloadError
+from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import Inventory
+from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreOutcome, StoreStatus
 from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-RunIo = Callable[[Callable[[], T]], Awaitable[T]]
 _TRIM_BATCH = 256
+_ENTRIES_BYTES = 256
+_GROWTH_STEPS = 2
+
+
+class RunIo(Protocol):
+    """Runs a call on an I/O thread."""
+
+    def __call__(self, call: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,21 @@ class SpaceSettings:
     capacity_bytes: int
     high_watermark: float = 1.0
     low_watermark: float = 0.95
+
+
+@dataclass(slots=True)
+class Plan:
+    """How the blocks of a job get their room.
+
+    Attributes:
+        items: What to hand to `BlockWriter.store`, each with its room.
+        roomless: Blocks for which there is none.
+        reserved_bytes: What was set aside in the shared count.
+    """
+
+    items: list[StoreItem] = field(default_factory=list)
+    roomless: list[StoreItem] = field(default_factory=list)
+    reserved_bytes: int = 0
 
 
 class Space:
@@ -69,21 +96,38 @@ class Space:
         self._policy = policy
         self._usage = usage
         self._files = files
-        self.block_bytes = block_bytes
-        # A block may need a leaf folder, and that its parent.
-        self._folders_bytes = 2 * folder_bytes
+        self._block_bytes = block_bytes
+        # A block may need a leaf folder, and that its parent; and all of them grow by their
+        # entries, in steps of which some come at once.
+        self._folders_bytes = 2 * folder_bytes + (_ENTRIES_BYTES if folder_bytes else 0)
         self._unit_bytes = block_bytes + self._folders_bytes
+        self._limit_bytes = settings.capacity_bytes - _GROWTH_STEPS * folder_bytes
         self._announce = announce
         self._known: set[OffloadKey] = set()
         self._busy: Counter[OffloadKey] = Counter()
 
-    def learn(self, inventory: Inventory) -> None:
-        """Take over what a walk has found: new blocks in order of age, vanished ones dropped."""
-        gone = [k for k in self._known if k not in inventory.blocks and not self._busy[k]]
-        self.forget(gone)
-        news = [key for key in inventory.oldest_first if key not in self._known]
+    # -- what is there --------------------------------------------------------------------------
+
+    def known(self) -> frozenset[OffloadKey]:
+        """Return the blocks that are known to be there; to be asked before a walk."""
+        return frozenset(self._known)
+
+    def learn(self, inventory: Inventory, before: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Take over what a walk has found, in order of age; what has vanished is dropped.
+
+        Args:
+            inventory: What was found.
+            before: What was known before: what came or went during the walk is known better.
+
+        Returns:
+            The oldest blocks, if there are more than can be ranked: they should go.
+        """
+        self.forget([k for k in before if k not in inventory.blocks and not self._busy[k]])
+        news = [k for k in inventory.oldest_first if k not in self._known and k not in before]
         room = max(0, self._policy.capacity_blocks - len(self._known))
-        self._admit(news[max(0, len(news) - room) :])
+        surplus = max(0, len(news) - room)
+        self._admit(news[surplus:])
+        return news[:surplus]
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop blocks whose files are gone."""
@@ -106,82 +150,133 @@ class Space:
             if not self._busy[key]:
                 del self._busy[key]
 
-    async def plan(
-        self, items: Sequence[StoreItem], run_io: RunIo[int], *, squeeze: bool
-    ) -> tuple[list[StoreItem], list[StoreItem], int]:
-        """Find room for blocks.
+    # -- room for a job -------------------------------------------------------------------------
+
+    async def plan(self, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool) -> Plan:
+        """Find room for blocks; what it took is given back by `account` or `abandon`.
 
         Args:
             items: What is to be stored.
             run_io: Runs a call on an I/O thread.
             squeeze: The disk is full below the capacity: every block must replace another.
-
-        Returns:
-            The items to hand to `BlockFiles.store`, each with its room; those without room; the
-            bytes that were set aside.
         """
-        known = [replace_item(item, may_write=False) for item in items if item.key in self._known]
+        plan = Plan()
+        try:
+            await self._fill(plan, items, run_io, squeeze=squeeze)
+        except BaseException:
+            await self.account(plan, [], run_io)
+            raise
+        return plan
+
+    async def account(self, plan: Plan, outcomes: Sequence[StoreOutcome], run_io: RunIo) -> None:
+        """Take in how storing went, and tell the shared count; what was not tried is put back."""
+        change = DiskChange()
+        evicted: list[OffloadKey] = []
+        untried = {item.index: item for item in plan.items}
+        for outcome in outcomes:
+            del untried[outcome.item.index]
+            change += outcome.change
+            self._take_in(outcome, evicted)
+        for item in untried.values():
+            self._take_in(StoreOutcome(item), evicted)
+        if evicted:
+            self._announce(evicted)
+        if plan.reserved_bytes or change:
+            await self.settle(plan.reserved_bytes, change, run_io)
+
+    async def settle(self, released_bytes: int, change: DiskChange, run_io: RunIo) -> None:
+        """Tell the shared count. If that fails, it is told later, and no job suffers."""
+        try:
+            await run_io(partial(self._usage.settle, released_bytes, change))
+        except (OSError, OffloadError) as error:
+            logger.warning("the shared count was not told: %s", error)
+
+    async def _fill(
+        self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool
+    ) -> None:
         new = [item for item in items if item.key not in self._known]
         granted = 0
         if new and not squeeze:
-            granted = await run_io(
-                partial(
-                    self._usage.reserve, self._unit_bytes, len(new), self._settings.capacity_bytes
-                )
-            )
-        new = [item for item in new if item.key not in self._known]  # another job was faster
-        roomy = min(granted, len(new), self._policy.capacity_blocks - len(self._known))
-        count = min(len(new) - roomy, self._idle_count())
-        # A block in a reused file may still need folders, which its victim's need not give back.
-        spare = min(-(-count * self._folders_bytes // self.block_bytes), self._idle_count() - count)
-        placed = new[: roomy + count]
-        victims = self._evict([item.key for item in placed], count + spare)
-        reserved = granted * self._unit_bytes
-        if spare:
-            await self.remove(victims[:spare], run_io)
-            del victims[:spare]
-        if victims and self._folders_bytes:
-            allowed = await run_io(
-                partial(
-                    self._usage.reserve, self._folders_bytes, count, self._settings.capacity_bytes
-                )
-            )
-            reserved += allowed * self._folders_bytes
-            self.forget([item.key for item in placed[roomy + allowed :]])
-            self._admit(victims[allowed:])
-            del placed[roomy + allowed :], victims[allowed:]
-        replacing = [
-            replace_item(item, victim=victim)
-            for item, victim in zip(placed[roomy:], victims, strict=True)
-        ]
-        return [*known, *placed[:roomy], *replacing], new[len(placed) :], reserved
-
-    def account(self, outcomes: Sequence[StoreOutcome]) -> int:
-        """Take in how storing went; return by how much the settled bytes have grown."""
-        grown = 0
-        evicted = []
-        for outcome in outcomes:
-            item, status = outcome.item, outcome.status
-            written = status is StoreStatus.WRITTEN
-            grown += outcome.folder_bytes + written * self.block_bytes
-            if item.victim is not None:
-                if outcome.victim_taken:
-                    grown -= self.block_bytes
-                if outcome.victim_taken or status is StoreStatus.VICTIM_GONE:
-                    evicted.append(item.victim)
-                else:
-                    self._admit([item.victim])  # it was not needed after all
-            if written or status is StoreStatus.PRESENT:
-                self._admit([item.key])
+            granted = await self._reserve(plan, self._unit_bytes, len(new), run_io)
+        new = []
+        for item in items:  # asked again: another job may have been faster
+            if item.key in self._known:
+                plan.items.append(replace(item, may_write=False))
             else:
-                self.forget([item.key])
-        if evicted:
-            self._announce(evicted)
-        return grown
+                new.append(item)
+        roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._known)))
+        count = min(len(new) - roomy, self._idle_count())
+        coming = new[: roomy + count]
+        victims = self._evict([item.key for item in coming], count)
+        if not victims:
+            del coming[roomy:]
+        plan.roomless = new[len(coming) :]
+        self._admit([item.key for item in coming])
+        plan.items += coming[:roomy]
+        replacing = [
+            replace(item, victim=victim)
+            for item, victim in zip(coming[roomy:], victims, strict=True)
+        ]
+        plan.items += replacing
+        if replacing and self._folders_bytes:
+            await self._pay_folders(plan, replacing, run_io, squeeze=squeeze)
 
-    async def settle(self, released: int, grown: int, run_io: RunIo[Usage]) -> Usage:
-        """Tell the shared count."""
-        return await run_io(partial(self._usage.settle, released, grown))
+    async def _pay_folders(
+        self, plan: Plan, replacing: list[StoreItem], run_io: RunIo, *, squeeze: bool
+    ) -> None:
+        """Set room aside for folders: a victim's file gives its block back, but not always these.
+
+        Those of `replacing` for which there is none, at the end of the plan's items, are taken
+        out of the plan.
+        """
+        unpaid = len(replacing)
+        if not squeeze:
+            unpaid -= await self._reserve(plan, self._folders_bytes, unpaid, run_io)
+        if not unpaid:
+            return
+        spare = min(-(-unpaid * self._folders_bytes // self._block_bytes), self._idle_count())
+        if spare:
+            await self.remove(self._evict([], spare), run_io)
+            unpaid -= await self._reserve(plan, self._folders_bytes, unpaid, run_io)
+        if not unpaid:
+            return
+        given_up = replacing[-unpaid:]
+        await self.remove([item.victim for item in given_up if item.victim is not None], run_io)
+        paid = await self._reserve(plan, self._unit_bytes, unpaid, run_io)
+        given_up = [replace(item, victim=None) for item in given_up]
+        plan.items[-unpaid:] = given_up[:paid]
+        plan.roomless += given_up[paid:]
+        self.forget([item.key for item in given_up[paid:]])
+
+    async def _reserve(self, plan: Plan, unit_bytes: int, count: int, run_io: RunIo) -> int:
+        granted = 0
+
+        def reserve() -> int:
+            nonlocal granted
+            granted = self._usage.reserve(unit_bytes, count, self._limit_bytes)
+            return granted
+
+        try:
+            await run_io(reserve)
+        finally:
+            plan.reserved_bytes += granted * unit_bytes  # also if this task is cancelled
+        return granted
+
+    def _take_in(self, outcome: StoreOutcome, evicted: list[OffloadKey]) -> None:
+        """Take in how storing one block went; victims that are gone are added to `evicted`."""
+        item, status = outcome.item, outcome.status
+        if status in {StoreStatus.WRITTEN, StoreStatus.PRESENT}:
+            self._admit([item.key])
+        elif item.may_write or status is StoreStatus.ABSENT:
+            self.forget([item.key])
+        if item.victim is None:
+            return
+        if outcome.victim_taken or status is StoreStatus.VICTIM_GONE:
+            evicted.append(item.victim)
+        else:
+            self._admit([item.victim])  # it was not needed after all
+
+    # -- room for what will come ----------------------------------------------------------------
 
     def trim_batch(self, usage: Usage, *, trimming: bool) -> list[OffloadKey]:
         """Take blocks out that are to go in the background, a bounded number.
@@ -192,47 +287,47 @@ class Space:
         """
         settings = self._settings
         mark = settings.low_watermark if trimming else settings.high_watermark
-        excess = usage.total_bytes - int(mark * settings.capacity_bytes)
+        excess = usage.total_bytes - int(mark * self._limit_bytes)
         if excess <= 0:
             return []
-        count = min(_TRIM_BATCH, -(-excess // self.block_bytes), self._idle_count())
+        # As if each took its folders along; if not, the next batch goes on.
+        count = min(_TRIM_BATCH, -(-excess // self._unit_bytes), self._idle_count())
         return self._evict([], count)
 
-    async def remove(self, victims: Sequence[OffloadKey], run_io: RunIo[int]) -> None:
+    async def remove(self, victims: Sequence[OffloadKey], run_io: RunIo) -> None:
         """Delete the files of blocks that left the policy; then give their bytes back."""
-        freed = await run_io(partial(self._delete, victims))
-        self._announce(victims)
-        await run_io(partial(self._give_back, freed))
+        if not victims:
+            return
+        change = DiskChange()
 
-    def _delete(self, victims: Sequence[OffloadKey]) -> int:
-        """Thread: an I/O thread."""
-        return sum(self._files.remove(key) or 0 for key in victims)
+        def delete() -> None:
+            nonlocal change
+            change = self._files.remove(victims)
 
-    def _give_back(self, freed_bytes: int) -> int:
-        """Thread: an I/O thread."""
-        return self._usage.settle(0, -freed_bytes).total_bytes
+        try:
+            await run_io(delete)
+        finally:
+            self._announce(victims)
+            await self.settle(0, change, run_io)
 
     def _idle_count(self) -> int:
         return len(self._known) - sum(key in self._known for key in self._busy)
 
     def _evict(self, coming: Sequence[OffloadKey], count: int) -> list[OffloadKey]:
-        """Take `count` idle blocks out of the policy, and admit the blocks that come."""
+        """Take `count` idle blocks out of the policy, or none; for those that come, or for nobody.
+
+        Some of those that come may have room already.
+        """
         busy = self._busy
-        victims = self._policy.make_room(coming, count, lambda key: key not in busy) or []
-        self._known.difference_update(victims)
-        self._policy.admit(coming)
-        self._known.update(coming)
-        return victims
+        # A policy makes room for somebody: here for keys that no block has, and that never come.
+        absent = count - len(coming)
+        nobody = [OffloadKey(number.to_bytes(3, "big")) for number in range(absent)]
+        victims = self._policy.make_room([*coming, *nobody], count, lambda key: key not in busy)
+        self._known.difference_update(victims or ())
+        return victims or []
 
     def _admit(self, keys: Sequence[OffloadKey]) -> None:
         news = [key for key in keys if key not in self._known]
         del news[max(0, self._policy.capacity_blocks - len(self._known)) :]
         self._policy.admit(news)
         self._known.update(news)
-
-
-def replace_item(
-    item: StoreItem, *, may_write: bool = True, victim: OffloadKey | None = None
-) -> StoreItem:
-    """Return the same block with other room."""
-    return StoreItem(item.index, item.key, item.row, may_write, victim)

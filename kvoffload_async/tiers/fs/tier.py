@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,24 +18,24 @@ from kvoffload_async.abc.tier import (
     TierEnvironment,
 )
 from kvoffload_async.errors import (
-    BlockMissingError,
     ConfigError,
     TierClosedError,
     TierError,
     TierFullError,
 )
-from kvoffload_async.tiers.fs.blockfile import (
-    BlockFiles,
+from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.keeper import Keeper
+from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.outcome import (
+    DiskChange,
     LoadOutcome,
     StoreItem,
     StoreOutcome,
     StoreStatus,
     Verify,
 )
-from kvoffload_async.tiers.fs.keeper import Keeper
-from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.ops import FileOps
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings, replace_item
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 Outcome = TypeVar("Outcome")
 Item = TypeVar("Item")
 
-_ROUNDS = 3
+_ROUNDS = 64
 _PIECE_BYTES = 1 << 20
 
 
@@ -145,7 +145,8 @@ class FsTier(AsyncTier):
             for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True))
         ]
         if self._space is None:
-            outcomes = await self._spread(Direction.STORE, self._files.store, items)
+            outcomes: list[StoreOutcome] = []
+            await self._spread(Direction.STORE, self._files.writer.store, items, outcomes)
             return _failures(outcomes)
         self._space.pin(job.keys)
         try:
@@ -159,15 +160,16 @@ class FsTier(AsyncTier):
             (index, key, self._row(slot))
             for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True))
         ]
+        outcomes: list[LoadOutcome] = []
         if self._space is None:
-            outcomes = await self._spread(Direction.LOAD, self._files.load, items)
+            await self._spread(Direction.LOAD, self._files.load, items, outcomes)
         else:
             self._space.pin(job.keys)
             try:
-                outcomes = await self._spread(Direction.LOAD, self._files.load, items)
+                await self._spread(Direction.LOAD, self._files.load, items, outcomes)
             finally:
                 self._space.unpin(job.keys)
-            await self._note_loads(self._space, job, outcomes)
+                await self._note_loads(self._space, job, outcomes)
         return {o.index: o.error for o in outcomes if o.error is not None}
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -194,30 +196,29 @@ class FsTier(AsyncTier):
     # -- storing within a capacity --------------------------------------------------------------
 
     async def _store_within(self, space: Space, items: list[StoreItem]) -> BlockFailures:
+        """Store blocks, and go on with those whose room was gone before they came to it."""
         failures: dict[int, TierError] = {}
-        squeeze = False
+        is_full = has_looked = False
         for _ in range(_ROUNDS):
-            placed, roomless, reserved = await space.plan(items, self._run_store, squeeze=squeeze)
+            plan = await space.plan(items, self._run_store, squeeze=is_full)
+            outcomes: list[StoreOutcome] = []
             try:
-                outcomes = await self._spread(Direction.STORE, self._files.store, placed)
-            except BaseException:
-                space.forget([item.key for item in placed if item.may_write])
-                await space.settle(reserved, 0, self._run_store)
-                raise
-            grown = space.account(outcomes)
-            if reserved or grown:
-                await space.settle(reserved, grown, self._run_store)
-            full = TierFullError(f"no room below {self._settings.root_dir}, and none to be made")
-            failures |= {item.index: full for item in roomless}
+                await self._spread(Direction.STORE, self._files.writer.store, plan.items, outcomes)
+            finally:
+                await space.account(plan, outcomes, self._run_store)
+            roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
+            failures |= {item.index: roomless for item in plan.roomless}
             for outcome in outcomes:
                 failures.pop(outcome.item.index, None)  # from the round before
             failures |= _failures(outcomes)
-            squeeze = any(isinstance(o.error, TierFullError) for o in outcomes)
-            again = [
-                o for o in outcomes if o.status in _AGAIN or isinstance(o.error, TierFullError)
-            ]
-            # What was set aside and not needed makes room for more, as long as some find room.
-            items = [replace_item(o.item) for o in again] + (roomless if placed else [])
+            full = [] if is_full else [o for o in outcomes if isinstance(o.error, TierFullError)]
+            is_full = is_full or bool(full)  # evict, and retry once
+            again = [o.item for o in outcomes if o.status in _AGAIN] + [o.item for o in full]
+            if plan.roomless and not has_looked and self._keeper is not None:
+                has_looked = True
+                if await self._keeper.look_for_blocks():
+                    again += plan.roomless
+            items = [replace(item, may_write=True, victim=None) for item in again]
             if not items:
                 break
         return failures
@@ -227,14 +228,13 @@ class FsTier(AsyncTier):
     ) -> None:
         """Take in how loading went: what was used, what was missing, what was removed as bad."""
         bad = {o.index for o in outcomes if o.error is not None}
-        gone = [o.index for o in outcomes if o.removed or isinstance(o.error, BlockMissingError)]
         space.used([key for index, key in enumerate(job.keys) if index not in bad])
-        space.forget([job.keys[index] for index in gone])
-        removed = sum(o.removed for o in outcomes)
-        if removed:
-            await space.settle(0, -removed * space.block_bytes, self._run_store)
+        space.forget([job.keys[o.index] for o in outcomes if o.freed_bytes is not None])
+        freed_bytes = sum(o.freed_bytes or 0 for o in outcomes)
+        if freed_bytes:
+            await space.settle(0, DiskChange(removed_bytes=freed_bytes), self._run_store)
 
-    async def _run_store(self, call: Callable[[], T]) -> T:
+    async def _run_store(self, call: Callable[[], T], /) -> T:
         return await self._opened().io.run(Direction.STORE, call)
 
     # -- the rest -------------------------------------------------------------------------------
@@ -242,21 +242,17 @@ class FsTier(AsyncTier):
     async def _spread(
         self,
         direction: Direction,
-        call: Callable[[Sequence[Item]], list[Outcome]],
+        call: Callable[[Sequence[Item], list[Outcome]], None],
         items: Sequence[Item],
-    ) -> list[Outcome]:
+        outcomes: list[Outcome],
+    ) -> None:
         """Run a call over the items in a few pieces, side by side."""
         io = self._opened().io
         by_size = max(1, len(items) * self._row_bytes // _PIECE_BYTES)
         pieces = max(1, min(self._settings.io_threads, by_size, len(items)))
-        if pieces == 1:
-            return await io.run(direction, partial(call, items))
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(io.run(direction, partial(call, items[piece::pieces])))
-                for piece in range(pieces)
-            ]
-        return [outcome for task in tasks for outcome in task.result()]
+            for piece in range(pieces):
+                group.create_task(io.run(direction, partial(call, items[piece::pieces], outcomes)))
 
     def _row(self, slot: int) -> memoryview:
         if self._rows is None:

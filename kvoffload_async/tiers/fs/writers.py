@@ -7,25 +7,28 @@ however it ends. The writer's id is part of the name of each of its temporary fi
 A writer is dead if its file can be locked and was written on this very boot of this very kernel:
 there the lock is certain. For a writer on another host the lock may not be visible (NFS without
 locking, Lustre with local locks), so there it must also have missed its heartbeat for ten
-minutes: every tier touches its file once a minute. Both times are the filesystem's, so clocks of
-hosts are not compared. A temporary file that names no known writer is left alone here;
-`kvoffload store gc` removes it when it is old.
+minutes: every tier touches its file once a minute. The same goes for a filesystem without locks.
+Both times are the filesystem's, so clocks of hosts are not compared. A temporary file that names
+no known writer is left alone here; `kvoffload store gc` removes it when it is old.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import uuid
 from pathlib import Path
 
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 
 HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0
 FOLDER = ".writers"
+
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 def boot_id() -> str:
@@ -52,8 +55,12 @@ class WriterRegistry:
             self._ops.mkdir(self._folder)
         path = self._path(self.writer_id)
         self._fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        with contextlib.suppress(OSError):  # no locks here: the heartbeat alone must do
-            self._ops.lock(self._fd, wait=False)
+        try:
+            # Waits for those who look whether it is locked: unlocked it would be taken for dead.
+            self._ops.lock(self._fd, wait=True)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         entry = json.dumps({"boot_id": self._boot_id, "host": socket.gethostname()})
         self._ops.pwrite(self._fd, memoryview(entry.encode()), 0)
 
@@ -61,11 +68,18 @@ class WriterRegistry:
         """Show that this tier lives."""
         self._ops.utime(self._path(self.writer_id))
 
+    def entry_bytes(self) -> int:
+        """Return the disk bytes of this tier's entry."""
+        return disk_bytes(self._ops.stat(self._path(self.writer_id)))
+
     def others(self) -> tuple[set[str], set[str]]:
         """Return the ids of the other writers: the living, and the dead."""
+        return self.judged(self._ops.stat(self._path(self.writer_id)).st_mtime)
+
+    def judged(self, now_s: float) -> tuple[set[str], set[str]]:
+        """Return the same as of a given time, also for one who has not registered."""
         living: set[str] = set()
         dead: set[str] = set()
-        now_s = self._ops.stat(self._path(self.writer_id)).st_mtime
         for path, status in self._ops.walk(self._folder):
             writer_id = path.rpartition("/")[2]
             if writer_id == self.writer_id:
@@ -74,6 +88,10 @@ class WriterRegistry:
             (dead if self._is_dead(path, silent_s) else living).add(writer_id)
         return living, dead
 
+    def living(self) -> set[str]:
+        """Return the ids of the other writers that live."""
+        return self.others()[0]
+
     def forget(self, writer_id: str) -> None:
         """Remove a dead writer's entry, once nothing of it is left."""
         with contextlib.suppress(FileNotFoundError):
@@ -81,11 +99,17 @@ class WriterRegistry:
 
     def unregister(self) -> None:
         """Remove this tier's entry; idempotent."""
+        if self._fd is not None:
+            try:
+                self.forget(self.writer_id)
+            finally:
+                self.die()
+
+    def die(self) -> None:
+        """Leave this tier's entry behind, unlocked: something is left for others to sweep."""
         fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        self.forget(self.writer_id)
-        self._ops.close(fd)
+        if fd is not None:
+            self._ops.close(fd)
 
     def _path(self, writer_id: str) -> str:
         return f"{self._folder}/{writer_id}"
@@ -98,16 +122,19 @@ class WriterRegistry:
         except OSError:
             return silent_s > DEAD_AFTER_S
         try:
-            unlocked = self._can_lock(fd)
-            return unlocked and (self._is_of_this_boot(fd) or silent_s > DEAD_AFTER_S)
+            is_locked, is_certain = self._look_at_lock(fd)
+            if is_locked:
+                return False
+            return (is_certain and self._is_of_this_boot(fd)) or silent_s > DEAD_AFTER_S
         finally:
             self._ops.close(fd)
 
-    def _can_lock(self, fd: int) -> bool:
+    def _look_at_lock(self, fd: int) -> tuple[bool, bool]:
+        """Return whether somebody has the lock, and whether locks tell anything here."""
         try:
-            return self._ops.lock(fd, wait=False)
+            return not self._ops.lock(fd, wait=False), True
         except OSError:
-            return True  # no locks here: the heartbeat decides
+            return False, False
 
     def _is_of_this_boot(self, fd: int) -> bool:
         buffer = bytearray(4096)

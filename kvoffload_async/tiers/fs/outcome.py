@@ -1,0 +1,114 @@
+"""What is asked of the block files, and how it ended; values only."""
+
+from __future__ import annotations
+
+import enum
+import errno
+from dataclasses import dataclass, field
+from typing import Self
+
+from kvoffload_async.errors import TierError, TierFullError, TierUnavailableError
+from kvoffload_async.types import OffloadKey
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+class Verify(enum.StrEnum):
+    """Which blocks a load serves."""
+
+    REQUIRED = "required"
+    """Those whose checksum is right."""
+    WHEN_PRESENT = "when_present"
+    """Those whose checksum is not wrong: a file without one is served."""
+    OFF = "off"
+    """All of the right length."""
+
+
+class StoreStatus(enum.Enum):
+    """How storing one block ended."""
+
+    WRITTEN = enum.auto()
+    PRESENT = enum.auto()
+    ABSENT = enum.auto()
+    """It was expected to be present and is not; nothing was written."""
+    VICTIM_GONE = enum.auto()
+    """The file whose place was to be taken is not there any more; nothing was written."""
+    FAILED = enum.auto()
+
+
+@dataclass(slots=True)
+class DiskChange:
+    """What an operation did to the disk, in allocated bytes, files and folders together."""
+
+    added_bytes: int = 0
+    removed_bytes: int = 0
+
+    def __iadd__(self, other: DiskChange) -> Self:
+        self.added_bytes += other.added_bytes
+        self.removed_bytes += other.removed_bytes
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.added_bytes or self.removed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreItem:
+    """One block to store.
+
+    Attributes:
+        index: Its place in the job.
+        key: Its key.
+        row: Its bytes.
+        may_write: False if no room was set aside: then it is only looked for.
+        victim: An evicted key whose file makes room for this one.
+    """
+
+    index: int
+    key: OffloadKey
+    row: memoryview
+    may_write: bool = True
+    victim: OffloadKey | None = None
+
+
+@dataclass(slots=True)
+class StoreOutcome:
+    """How storing one block ended, and what it did to the disk.
+
+    Attributes:
+        item: What was to be stored.
+        status: See `StoreStatus`.
+        error: Why it failed.
+        victim_taken: Whether the victim's file is gone by this store.
+        change: What it did to the disk, also where it failed.
+    """
+
+    item: StoreItem
+    status: StoreStatus = StoreStatus.FAILED
+    error: TierError | None = None
+    victim_taken: bool = False
+    change: DiskChange = field(default_factory=DiskChange)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOutcome:
+    """How loading one block ended.
+
+    Attributes:
+        index: Its place in the job.
+        error: Why it must not be served.
+        freed_bytes: None unless its file is gone: what deleting it as bad has freed.
+    """
+
+    index: int
+    error: TierError | None = None
+    freed_bytes: int | None = None
+
+
+def mapped(error: OSError) -> TierError:
+    """Return a system call's error in the vocabulary of tiers."""
+    kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
+    tier_error = kind(str(error))
+    tier_error.__cause__ = error.with_traceback(None)  # its frames hold the primary's memory
+    error.__context__ = None
+    return tier_error

@@ -1,0 +1,250 @@
+"""One block, one file: writing it so that it is whole or absent.
+
+Thread: an I/O thread; a call blocks for as long as the filesystem does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import stat as stat_module
+from collections.abc import Sequence
+
+from kvoffload_async.tiers.fs.direct import DirectIo
+from kvoffload_async.tiers.fs.folders import LeafFolders
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify, mapped
+from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
+from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+UNVERIFIED_MARKER = ".unverified-readers"
+"""Exists in a namespace once somebody has opened it to read without verifying."""
+
+_TRIES = 8
+"""How often a folder may vanish before something is put there: others remove empty ones."""
+
+# A full disk is not among them: a block without its checksum is no way out of that.
+_NO_XATTR = {errno.EOPNOTSUPP, errno.E2BIG, errno.EPERM}
+
+
+class BlockWriter:
+    """Writes the block files of one namespace.
+
+    Attributes:
+        litter: Temporary files that could not be removed; `sweep_litter` tries again.
+    """
+
+    def __init__(
+        self,
+        ops: FileOps,
+        namespace: Namespace,
+        folders: LeafFolders,
+        direct: DirectIo,
+        writer_id: str,
+        *,
+        block_bytes: int,
+        verify: Verify,
+        fsync: bool,
+        reuses_inodes: bool,
+    ) -> None:
+        """Describe how files are written; see `BlockFiles`."""
+        self._ops = ops
+        self._namespace = namespace
+        self._folders = folders
+        self._direct = direct
+        self._writer_id = writer_id
+        self._block_bytes = block_bytes
+        self._verify = verify
+        self._fsync = fsync
+        self._reuses_inodes = reuses_inodes
+        self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
+        self._sealer = Sealer(namespace.layout_of(block_bytes))
+        self._serial = itertools.count()
+        self._warned = False
+        self.litter: list[str] = []
+
+    def store(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome]) -> None:
+        """Store blocks one after the other; each is judged on its own.
+
+        The outcomes are appended one by one, so that none is lost if the caller is.
+        """
+        for item in items:
+            outcome = StoreOutcome(item)
+            try:
+                outcome.status = self._store_one(item, outcome)
+            except OSError as error:
+                outcome.error = mapped(error)
+            outcomes.append(outcome)
+
+    def sweep_litter(self) -> None:
+        """Try again to remove what could not be removed.
+
+        Raises:
+            OSError: Something stays behind.
+        """
+        while self.litter:
+            with contextlib.suppress(FileNotFoundError):
+                self._ops.unlink(self.litter[-1])
+            self.litter.pop()
+
+    def _store_one(self, item: StoreItem, outcome: StoreOutcome) -> StoreStatus:
+        path = self._namespace.get_file_name(item.key)
+        if self._ops.exists(path):
+            return StoreStatus.PRESENT
+        if not item.may_write:
+            return StoreStatus.ABSENT
+        temp = f"{path}.{self._writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
+        try:
+            recycled = False
+            if item.victim is not None:
+                if not self._take_victim(item.key, item.victim, temp, outcome):
+                    return StoreStatus.VICTIM_GONE
+                recycled = self._may_overwrite(temp)
+            self._folders.ensure(self._namespace.leaf_of(item.key), outcome.change)
+            self._fill(temp, item, outcome, recycled=recycled)
+            file_bytes = disk_bytes(self._ops.stat(temp))
+            is_published = self._publish(temp, path)
+        except OSError:
+            self.discard(temp)
+            raise
+        if not is_published:
+            self.discard(temp)
+            return StoreStatus.PRESENT
+        outcome.change.added_bytes += file_bytes
+        self._folders.note_growth(self._namespace.leaf_of(item.key), outcome.change)
+        return StoreStatus.WRITTEN
+
+    def _publish(self, temp: str, path: str) -> bool:
+        try:
+            self._ops.publish(temp, path)
+        except FileExistsError:
+            return False  # somebody else was faster: the same bytes, by definition
+        return True
+
+    # -- the victim -----------------------------------------------------------------------------
+
+    def _take_victim(
+        self, key: OffloadKey, victim: OffloadKey, temp: str, outcome: StoreOutcome
+    ) -> bool:
+        """Rename an evicted block's file away, so that nobody can open it under its old name."""
+        old = self._namespace.get_file_name(victim)
+        leaf = self._namespace.leaf_of(key)
+        try:
+            freed_bytes = disk_bytes(self._ops.stat(old))
+        except FileNotFoundError:
+            return False
+        self._folders.ensure(leaf, outcome.change)
+        for _ in range(_TRIES):
+            try:
+                self._ops.rename(old, temp)
+                break
+            except FileNotFoundError:  # the victim, or the folder that it was to go to
+                if not self._ops.exists(old):
+                    return False
+                self._folders.make_again(leaf, outcome.change)
+        else:
+            return False
+        outcome.victim_taken = True
+        outcome.change.removed_bytes += freed_bytes
+        self._folders.remove_empty(self._namespace.leaf_of(victim), outcome.change)
+        return True
+
+    def _may_overwrite(self, temp: str) -> bool:
+        """Tell whether a renamed victim's inode may be overwritten; else it is removed.
+
+        Asked after the rename: a reader that does not verify has made the marker before it opens
+        anything, so one that opened the victim under its old name is seen here. A file without a
+        checksum may be in the hands of a reader that serves such files, one with several names
+        has a reader under another.
+        """
+        if self._reuses_inodes and self._is_sole_sealed_file(temp):
+            return True
+        self._ops.unlink(temp)
+        return False
+
+    def _is_sole_sealed_file(self, temp: str) -> bool:
+        if self._ops.exists(self._unverified_marker):
+            return False
+        try:
+            status = self._ops.stat(temp)
+            if not stat_module.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                return False
+            fd = self._ops.open(temp, os.O_RDWR)
+            try:
+                return self._ops.get_xattr(fd, ATTRIBUTE) is not None
+            finally:
+                self._ops.close(fd)
+        except PermissionError:
+            return False
+
+    # -- the bytes ------------------------------------------------------------------------------
+
+    def _fill(self, temp: str, item: StoreItem, outcome: StoreOutcome, *, recycled: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT
+        direct = self._direct.flag
+        try:
+            exclusive = 0 if recycled else os.O_EXCL
+            fd = self._open_temp(temp, flags | exclusive | direct, outcome)
+            self._fill_opened(fd, item, recycled=recycled)
+        except OSError as error:
+            if not self._direct.refused(direct, error):
+                raise
+            fd = self._open_temp(temp, flags, outcome)  # the refused call may have made it
+            self._fill_opened(fd, item, recycled=recycled)
+
+    def _open_temp(self, temp: str, flags: int, outcome: StoreOutcome) -> int:
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return self._ops.open(temp, flags)
+            self._folders.make_again(temp.rpartition("/")[0], outcome.change)
+        return self._ops.open(temp, flags)
+
+    def _fill_opened(self, fd: int, item: StoreItem, *, recycled: bool) -> None:
+        try:
+            self._write_row(fd, item.row)
+            if recycled:
+                self._ops.truncate(fd, self._block_bytes)
+            if self._verify is not Verify.OFF or recycled:
+                self._set_seal(fd, item, is_vital=recycled)  # else the victim's would stay
+            if self._fsync:
+                self._ops.fdatasync(fd)
+        finally:
+            self._ops.close(fd)
+
+    def _write_row(self, fd: int, row: memoryview) -> None:
+        done = 0
+        while done < len(row):
+            written = self._ops.pwrite(fd, row[done:], done)
+            if written <= 0:
+                raise OSError(errno.EIO, "a write made no progress")
+            done += written
+
+    def _set_seal(self, fd: int, item: StoreItem, *, is_vital: bool) -> None:
+        try:
+            self._ops.set_xattr(fd, ATTRIBUTE, self._sealer.seal(item.key, item.row))
+        except OSError as error:
+            if is_vital or error.errno not in _NO_XATTR or self._verify is Verify.REQUIRED:
+                raise
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "%s: no extended attributes: blocks are stored without a checksum",
+                    self._namespace.folder,
+                )
+
+    def discard(self, temp: str) -> None:
+        """Remove a temporary file; failing that, later."""
+        try:
+            self._ops.unlink(temp)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.litter.append(temp)
+            # As text: who keeps the log must not keep the frames, and the primary's memory.
+            logger.warning("a temporary file stays behind for now: %s", str(error))

@@ -1,0 +1,169 @@
+"""A directory with `fs` tiers on it, and what lies there."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+from kvoffload_async.factory import create_policy
+from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
+from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.inventory import Inventory, take_inventory
+from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.outcome import LoadOutcome, StoreItem, StoreOutcome, Verify
+from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
+from kvoffload_async.tiers.fs.space import SpaceSettings
+from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+from kvoffload_async.types import OffloadKey
+
+BLOCK = 4096
+FIELDS = {"model_name": "m/x", "block_bytes": BLOCK}
+KIB = 1024
+WRITER = "1-0123456789ab"
+
+
+class Place:
+    """One namespace below one directory."""
+
+    def __init__(self, root: Path, rank: int = 0) -> None:
+        self.root = root
+        self.rank = rank
+        self.namespace = Namespace(str(root), FIELDS, rank)
+        self.folder = Path(self.namespace.folder)
+
+    def tier(
+        self,
+        ops: FileOps | None = None,
+        *,
+        capacity_bytes: int | None = None,
+        policy: str = "lru",
+        high: float = 1.0,
+        low: float = 0.95,
+        verify: str = "when_present",
+        **settings,
+    ) -> FsTier:
+        space = None if capacity_bytes is None else SpaceSettings(capacity_bytes, high, low)
+        return FsTier(
+            FsSettings(
+                root_dir=str(self.root),
+                run_config=FIELDS,
+                rank=self.rank,
+                verify=Verify(verify),
+                space=space,
+                **settings,
+            ),
+            partial(create_policy, policy),
+            ops,
+        )
+
+    def files(self, ops: FileOps | None = None, *, verify: str = "when_present", **options):
+        """The block files alone, without a tier around them."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return BlockFiles(
+            ops or FileOps(),
+            self.namespace,
+            WRITER,
+            block_bytes=BLOCK,
+            verify=Verify(verify),
+            **options,
+        )
+
+    def open(self, ops: FileOps | None = None, *, num_slots: int = 64, **options) -> TierHarness:
+        return TierHarness(self.tier(ops, **options), num_slots, BLOCK)
+
+    def manage(
+        self,
+        ops: FileOps | None = None,
+        *,
+        io_timeout_s: float = 30.0,
+        timeout_s: float = 10.0,
+        **options,
+    ) -> ManagerHarness:
+        tier = self.tier(ops, **options)
+        return ManagerHarness(tier, 64, BLOCK, timeout_s, io_timeout_s=io_timeout_s)
+
+    def path(self, key: OffloadKey) -> Path:
+        return Path(self.namespace.get_file_name(key))
+
+    def inventory(self) -> Inventory:
+        return take_inventory(FileOps(), self.namespace)
+
+    def disk_bytes(self) -> int:
+        """What the whole namespace takes, folders included."""
+        return self.inventory().total_bytes
+
+    def counted_bytes(self) -> int:
+        """What the shared count says is there."""
+        return self.usage().settled_bytes
+
+    def usage(self):
+        reader = UsageFile(FileOps(), str(self.folder), "reader", lambda: -1)
+        reader.open()
+        try:
+            usage = reader.read()
+        finally:
+            reader.close()
+        usage.reserved_bytes.pop("reader", None)
+        return usage
+
+    def has_count(self) -> bool:
+        return (self.folder / FILE_NAME).exists()
+
+    def temps(self) -> list[str]:
+        """Every temporary file below the whole directory."""
+        return sorted(str(path) for path in self.root.rglob("*.tmp"))
+
+    def blocks(self) -> set[OffloadKey]:
+        return set(self.inventory().blocks)
+
+    def seal_of(self, key: OffloadKey) -> bytes:
+        return Sealer(self.namespace.layout_of(BLOCK)).seal(
+            key, memoryview(content_of(key, BLOCK).tobytes())
+        )
+
+    def put(self, key: OffloadKey, content: bytes | None = None, *, sealed: bool = False) -> Path:
+        """Write a block as somebody else would, by default as vLLM does: without a checksum."""
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content_of(key, BLOCK).tobytes() if content is None else content)
+        if sealed:
+            os.setxattr(path, ATTRIBUTE, self.seal_of(key))
+        return path
+
+    def every_block_is_whole(self) -> bool:
+        """Whether every published file has full length and the bytes of its key."""
+        return all(
+            self.path(key).read_bytes() == content_of(key, BLOCK).tobytes() for key in self.blocks()
+        )
+
+
+def item(key: OffloadKey, index: int = 0, *, may_write: bool = True, victim=None) -> StoreItem:
+    row = memoryview(bytearray(content_of(key, BLOCK)))
+    return StoreItem(index, key, row, may_write, victim)
+
+
+def store(files: BlockFiles, *items: StoreItem) -> list[StoreOutcome]:
+    outcomes: list[StoreOutcome] = []
+    files.writer.store(items, outcomes)
+    return outcomes
+
+
+def store_key(files: BlockFiles, key: OffloadKey, **options) -> StoreOutcome:
+    (outcome,) = store(files, item(key, **options))
+    return outcome
+
+
+def load(files: BlockFiles, *keys: OffloadKey) -> tuple[list[LoadOutcome], list[bytearray]]:
+    rows = [bytearray(BLOCK) for _ in keys]
+    outcomes: list[LoadOutcome] = []
+    pieces = zip(keys, rows, strict=True)
+    files.load([(i, key, memoryview(row)) for i, (key, row) in enumerate(pieces)], outcomes)
+    return outcomes, rows
+
+
+def load_key(files: BlockFiles, key: OffloadKey) -> LoadOutcome:
+    """Load one block; what is served must be right."""
+    (outcome,), (row,) = load(files, key)
+    assert outcome.error is not None or bytes(row) == content_of(key, BLOCK).tobytes()
+    return outcome

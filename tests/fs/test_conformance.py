@@ -1,0 +1,51 @@
+from typing import ClassVar
+
+import pytest
+from fs.places import KIB, Place
+
+from kvoffload_async.testing import TierConformance
+from kvoffload_async.testing.harness import key_of
+
+
+class FsConformance(TierConformance):
+    options: ClassVar[dict] = {}
+
+    @pytest.fixture
+    def place(self, tmp_path):
+        self.found = Place(tmp_path)
+        return self.found
+
+    @pytest.fixture
+    def tier(self, place):
+        return lambda: place.tier(**self.options)
+
+    def damage(self, tier, key):
+        path = self.found.path(key)
+        content = bytearray(path.read_bytes())
+        content[7] ^= 1
+        path.write_bytes(content)
+        return True
+
+
+class TestFsTier(FsConformance):
+    pass
+
+
+class TestFsTierWithCapacity(FsConformance):
+    options: ClassVar[dict] = {"capacity_bytes": 1024 * KIB}
+
+
+class TestFsTierThatRequiresChecksums(FsConformance):
+    options: ClassVar[dict] = {"verify": "required", "fsync": True}
+
+
+class TestFsTierWithDirectIoAndArc(FsConformance):
+    options: ClassVar[dict] = {"capacity_bytes": 1024 * KIB, "policy": "arc", "direct_io": True}
+
+
+def test_a_stored_block_survives_beside_a_tier_that_does_not_verify(place):
+    with place.open() as first, place.open(verify="off") as second:
+        assert first.store([key_of(1)]) == {}
+        assert second.store([key_of(2)]) == {}
+        assert first.load([key_of(2)], [3]) == {}
+        assert second.load([key_of(1)], [3]) == {}

@@ -1,0 +1,188 @@
+"""Processes that are killed, and processes that work side by side, on one directory."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fs.crash_server import BAD, CAPACITY, K
+from fs.places import KIB, Place
+
+from kvoffload_async.tiers.fs.ops import disk_bytes
+
+TESTS = Path(__file__).parents[1]
+SERVER = Path(__file__).with_name("crash_server.py")
+RANDOM_KILLS = int(os.environ.get("KVOFFLOAD_RANDOM_KILLS", "40"))
+DEADLINE_S = 60
+
+
+class Process:
+    """A child that speaks JSON lines."""
+
+    def __init__(self, argument: dict | None = None) -> None:
+        arguments = [] if argument is None else [json.dumps(argument)]
+        self._process = subprocess.Popen(
+            [sys.executable, str(SERVER), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        )
+        self._watchdog = threading.Timer(10 * DEADLINE_S, self._process.kill)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(DEADLINE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+            self._watchdog.cancel()
+
+    def tell(self, request: dict | None = None) -> None:
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict:
+        line = self._process.stdout.readline()
+        assert line, "the child has ended"
+        return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Process() as process:
+        yield process
+
+
+def check_after_crash(place: Place) -> None:
+    assert place.every_block_is_whole(), "a partial or wrong block was published"
+    with place.open(capacity_bytes=CAPACITY, rescan_interval_s=3600.0) as harness:
+        assert not place.temps(), "a temporary file of a dead writer is left"
+        assert place.counted_bytes() == place.disk_bytes() <= CAPACITY
+        assert not any(place.usage().reserved_bytes.values())
+        assert harness.store(K[20:23]) == {}
+        assert harness.load(K[20:23], [30, 31, 32]) == {}
+        assert all(harness.holds(K[20 + i], 30 + i) for i in range(3))
+        assert place.counted_bytes() == place.disk_bytes() <= CAPACITY
+        known = sorted(place.blocks())
+        failures = harness.load(known)
+        assert {known[slot] for slot in failures} <= {BAD}
+        served = [(slot, key) for slot, key in enumerate(known) if slot not in failures]
+        assert all(harness.holds(key, slot) for slot, key in served)
+
+
+@pytest.fixture(scope="module")
+def calls(server, tmp_path_factory) -> list[str]:
+    """What the scripted workload calls when nobody kills it."""
+    server.tell({"kind": "scripted", "root": str(tmp_path_factory.mktemp("dry")), "kill_at": None})
+    names = server.hear()["names"]
+    assert server.hear() == {"killed": False, "status": 0}
+    return names
+
+
+def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
+    server, calls, tmp_path
+):
+    points = [(number, False) for number in range(1, len(calls) + 1)]
+    points += [(n, True) for n, name in enumerate(calls, 1) if name == "pwrite"]
+    assert {"publish", "rename", "truncate", "set_xattr", "unlink", "rmdir"} <= set(calls)
+    for number, torn in points:
+        place = Place(tmp_path / f"{number}-{torn}")
+        request = {"kind": "scripted", "root": str(place.root), "kill_at": number, "torn": torn}
+        server.tell(request)
+        assert server.hear()["killed"], f"call {number} was not reached"
+        try:
+            check_after_crash(place)
+        except BaseException as error:
+            error.add_note(f"killed at call {number} of {len(calls)}, a {calls[number - 1]}")
+            raise
+
+
+@pytest.mark.timeout(30 + RANDOM_KILLS)
+def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, tmp_path):
+    draw = random.Random(7)
+    place = Place(tmp_path)
+    for number in range(RANDOM_KILLS):
+        request = {"root": str(tmp_path), "seed": number, "rounds": 10**6}
+        request |= {"delay_s": draw.uniform(0.005, 0.15), "capacity_bytes": CAPACITY}
+        server.tell({"kind": "killed_traffic"} | request)
+        assert server.hear()["killed"]
+        check_after_crash(place)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_count(
+    tmp_path, processes
+):
+    """Capacity at a fifth of the working set, so that each evicts the others' blocks."""
+    place = Place(tmp_path)
+    unit = 12 * KIB
+    capacity_bytes = 4 * KIB * (3 + processes) + len(K) // 5 * unit
+    children = [
+        Process(
+            {"root": str(tmp_path), "seed": seed, "rounds": 150, "capacity_bytes": capacity_bytes}
+        )
+        for seed in range(processes)
+    ]
+    try:
+        largest = Largest(place)
+        quiet = [child.hear() for child in children]
+        excess = largest.stop() - capacity_bytes
+        assert all(q["phase"] == "quiet" for q in quiet)
+        assert sum(q["served"] for q in quiet) > 0
+        # One job of up to 6 blocks at a time each; a walk may meet a block twice while it moves.
+        assert excess <= processes * 6 * unit
+        assert place.every_block_is_whole()
+        for child in children:
+            child.tell()
+        counted = [child.hear() for child in children]
+        for count in counted:
+            assert count["reserved"] == 0
+            assert count["counted"] == place.disk_bytes()
+        for child in children:
+            child.tell()
+            child.hear()
+    finally:
+        for child in children:
+            child.__exit__()
+    assert not place.temps()
+    assert place.every_block_is_whole()
+
+
+class Largest:
+    """Measures, again and again, what a directory takes on disk."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._stopping = threading.Event()
+        self._largest = 0
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._stopping.set()
+        self._thread.join(DEADLINE_S)
+        return self._largest
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(0.01):
+            if self._place.folder.exists():
+                self._largest = max(self._largest, self._place.disk_bytes())
+
+
+def test_disk_bytes_are_those_allocated(tmp_path):
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(1 << 20)
+    assert disk_bytes(path.stat()) == 0

@@ -1,0 +1,210 @@
+import errno
+import os
+
+import pytest
+from fs.places import BLOCK, Place, item, load, load_key, store, store_key
+
+from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUnavailableError
+from kvoffload_async.testing.fileops import FaultyFileOps, is_block
+from kvoffload_async.testing.harness import content_of, key_of
+from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.seal import ATTRIBUTE
+
+A, B, C, D = (key_of(number) for number in range(4))
+
+RIGHT = content_of(A, BLOCK).tobytes()
+FLIPPED = RIGHT[:100] + bytes([RIGHT[100] ^ 1]) + RIGHT[101:]
+
+
+def test_each_block_of_a_batch_is_judged_on_its_own(place):
+    """Regression 50321: one bad block discarded the whole batch."""
+    files = place.files()
+    store(files, item(A), item(C, 1), item(D, 2))
+    place.path(C).write_bytes(FLIPPED)
+    outcomes, rows = load(files, A, B, C, D)
+    assert [type(o.error) for o in outcomes] == [
+        type(None),
+        BlockMissingError,
+        CorruptBlockError,
+        type(None),
+    ]
+    assert bytes(rows[0]) == RIGHT
+    assert bytes(rows[3]) == content_of(D, BLOCK).tobytes()
+
+
+@pytest.mark.parametrize("content", [b"", RIGHT[:-1], RIGHT + b"x", FLIPPED, b"x" * BLOCK])
+def test_a_block_that_is_short_long_or_wrong_is_deleted_and_fails(place, content):
+    files = place.files()
+    store_key(files, A)
+    before = place.disk_bytes()
+    with place.path(A).open("r+b") as file:
+        file.truncate()
+        file.write(content)
+    truncated = place.disk_bytes()
+    outcome = load_key(files, A)
+    assert isinstance(outcome.error, CorruptBlockError)
+    assert not place.path(A).exists()
+    assert outcome.freed_bytes == truncated - place.disk_bytes()
+    assert place.disk_bytes() == before - BLOCK
+
+
+def test_a_file_that_shrinks_while_it_is_read_fails(place):
+    files = place.files(ops := FaultyFileOps())
+    store_key(files, A)
+
+    class Shrinking(type(ops)):
+        def pread_into(self, fd, buffer, offset):
+            os.truncate(place.path(A), 10)
+            return super().pread_into(fd, buffer, offset)
+
+    ops.__class__ = Shrinking
+    assert "ends after 10 bytes" in str(load_key(files, A).error)
+    assert not place.path(A).exists()
+
+
+@pytest.mark.parametrize("max_bytes", [1000, BLOCK - 1])
+def test_short_reads_are_continued(place, max_bytes):
+    ops = FaultyFileOps()
+    ops.shorten(max_bytes, on="pread_into")
+    files = place.files(ops)
+    store_key(files, A)
+    assert load_key(files, A).error is None
+
+
+@pytest.mark.parametrize("name", ["open", "fstat", "get_xattr", "pread_into", "close"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EINVAL])
+def test_any_other_error_fails_the_block_and_leaves_the_file(place, name, code):
+    ops = FaultyFileOps()
+    files = place.files(ops)
+    store_key(files, A)
+    ops.fail(code, on=name, when=is_block, times=1)
+    assert isinstance(load_key(files, A).error, TierUnavailableError)
+    assert not ops.open_fds
+    assert load_key(files, A).error is None
+
+
+@pytest.mark.parametrize("verify", ["required", "when_present", "off"])
+def test_a_file_without_checksum_is_served_unless_one_is_required(place, verify):
+    path = place.put(A)
+    outcome = load_key(place.files(verify=verify), A)
+    assert isinstance(outcome.error, BlockMissingError if verify == "required" else type(None))
+    assert outcome.freed_bytes is None
+    assert path.exists()
+
+
+@pytest.mark.parametrize("verify", ["required", "when_present"])
+def test_a_file_with_anothers_checksum_is_deleted(place, verify):
+    place.put(A)
+    os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(B))
+    assert isinstance(load_key(place.files(verify=verify), A).error, CorruptBlockError)
+    assert not place.path(A).exists()
+
+
+def test_checksums_are_not_looked_at_where_verifying_is_off(place):
+    place.put(A)
+    os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(B))
+    assert load_key(place.files(verify="off"), A).error is None
+
+
+@pytest.mark.parametrize("name", ["fstat", "stat", "unlink"])
+def test_a_bad_file_that_cannot_be_deleted_is_corrupt_all_the_same(place, caplog, name):
+    ops = FaultyFileOps()
+    place.put(A, FLIPPED)
+    os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(A))
+    # The first fstat is for the length.
+    number = iter(range(10))
+    ops.fail(errno.EACCES, on=name, when=lambda _call: name != "fstat" or next(number) == 1)
+    outcome = load_key(place.files(ops), A)
+    assert isinstance(outcome.error, CorruptBlockError)
+    assert outcome.freed_bytes is None
+    assert "stays behind" in caplog.text
+
+
+def test_a_bad_file_that_somebody_has_replaced_is_not_deleted(place):
+    ops = FaultyFileOps()
+    files = place.files(ops)
+    place.put(A, FLIPPED[:-1])
+
+    class Replacing(type(ops)):
+        def stat(self, path):
+            if path == str(place.path(A)):
+                place.path(A).unlink()
+                place.put(B)
+                place.put(A, sealed=True)
+            return super().stat(path)
+
+    ops.__class__ = Replacing
+    with place.path(A).open("rb"):  # so that its inode number cannot come back
+        assert load_key(files, A).freed_bytes is None
+    ops.__class__ = FaultyFileOps
+    assert load_key(files, A).error is None
+
+
+def test_a_bad_file_that_somebody_has_deleted_counts_as_gone(place):
+    ops = FaultyFileOps()
+    place.put(A, FLIPPED[:-1])
+    ops.fail(errno.ENOENT, on="unlink")
+    assert load_key(place.files(ops), A).freed_bytes == 0
+
+
+def test_a_reader_of_a_reused_inode_never_gets_the_other_blocks_bytes(place):
+    """Another process evicts what this one is reading, and overwrites the file."""
+    for name in ("open", "fstat", "get_xattr", "pread_into"):
+        inner = Place(place.root / name)
+        inner.put(A, sealed=True)
+        evictor = inner.files(reuses_inodes=True)
+        outcome = load_key(inner.files(Evicted(name, evictor)), A)
+        assert outcome.error is not None
+        assert load_key(evictor, B).error is None, "a good block was deleted"
+
+
+class Evicted(FaultyFileOps):
+    """Another tier evicts A in favour of B at one moment of a load."""
+
+    def __init__(self, moment: str, evictor: BlockFiles) -> None:
+        super().__init__()
+        self._moment = moment
+        self._evictor = evictor
+
+    def open(self, *args):
+        fd = super().open(*args)
+        self._evict(self._moment == "open")
+        return fd
+
+    def fstat(self, fd):
+        self._evict(self._moment == "fstat")
+        return super().fstat(fd)
+
+    def get_xattr(self, fd, name):
+        self._evict(self._moment == "get_xattr")
+        return super().get_xattr(fd, name)
+
+    def pread_into(self, fd, buffer, offset):
+        self._evict(self._moment == "pread_into")
+        return super().pread_into(fd, buffer, offset)
+
+    def _evict(self, is_the_moment: bool) -> None:
+        if is_the_moment:
+            self._moment = ""
+            store_key(self._evictor, B, victim=A)
+
+
+def test_probes_answer_for_what_has_a_file(place):
+    files = place.files()
+    store(files, item(A), item(C, 1))
+    assert files.present([A, B, C, D]) == {A, C}
+
+
+def test_what_cannot_be_asked_for_counts_as_absent(place):
+    ops = FaultyFileOps()
+    files = place.files(ops)
+    store(files, item(A), item(C, 1))
+    ops.fail(errno.EIO, on="stat", when=lambda call: call.path == str(place.path(A)))
+    assert files.present([A, C]) == {C}
+
+
+def test_a_folder_that_is_a_file_is_a_miss(place):
+    place.folder.mkdir(parents=True)
+    place.path(A).parent.parent.write_bytes(b"")
+    assert isinstance(load_key(place.files(), A).error, BlockMissingError)
+    assert place.files().present([A]) == frozenset()

@@ -1,0 +1,275 @@
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs import writers as writers_module
+from kvoffload_async.tiers.fs.inventory import sweep_folders, sweep_temps, writer_of
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry, boot_id
+
+A, B = key_of(1), key_of(2)
+
+
+@pytest.fixture
+def folder(place) -> Path:
+    place.folder.mkdir(parents=True)
+    return place.folder
+
+
+@pytest.fixture
+def registered(folder):
+    made = []
+
+    def register(ops=None, *, host: str | None = None) -> WriterRegistry:
+        writer = WriterRegistry(ops or FileOps(), str(folder))
+        if host is not None:
+            writer._boot_id = host
+        writer.register()
+        made.append(writer)
+        return writer
+
+    yield register
+    for writer in made:
+        writer.unregister()
+
+
+def entry(folder: Path, writer_id: str, boot: str) -> Path:
+    path = folder / ".writers" / writer_id
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"boot_id": boot}), encoding="ascii")
+    return path
+
+
+def age(path: Path, seconds: float) -> None:
+    status = path.stat()
+    os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
+
+
+def test_a_living_writer_is_living_whatever_its_host_and_heartbeat(registered, folder):
+    me, here, elsewhere = registered(), registered(), registered(host="another boot")
+    for writer in (here, elsewhere):
+        age(folder / ".writers" / writer.writer_id, 10 * DEAD_AFTER_S)
+    assert me.others() == ({here.writer_id, elsewhere.writer_id}, set())
+
+
+def test_on_this_host_an_unlocked_entry_is_dead_at_once(registered, folder):
+    me = registered()
+    entry(folder, "9-dead", boot_id())
+    assert me.others() == (set(), {"9-dead"})
+
+
+def test_on_another_host_an_unlocked_entry_is_dead_after_the_heartbeats_stop(registered, folder):
+    me = registered()
+    path = entry(folder, "9-far", "another boot")
+    assert me.others() == ({"9-far"}, set())
+    age(path, DEAD_AFTER_S + 60)
+    assert me.others() == (set(), {"9-far"})
+
+
+def test_a_heartbeat_keeps_a_writer_on_another_host_alive(registered, folder):
+    me, far = registered(), registered(host="another boot")
+    os.close(far._fd)  # its lock cannot be seen from here
+    path = folder / ".writers" / far.writer_id
+    age(path, DEAD_AFTER_S + 60)
+    assert far.writer_id in me.others()[1]
+    far.heartbeat()
+    assert far.writer_id in me.others()[0]
+    far._fd = os.open(path, os.O_RDWR)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"host": 1}'])
+def test_an_entry_that_is_just_being_written_is_living(registered, folder, content):
+    me = registered()
+    path = entry(folder, "9-new", "")
+    path.write_bytes(content)
+    assert me.others() == ({"9-new"}, set())
+
+
+def test_without_locks_the_heartbeat_decides_on_this_host_too(registered, folder):
+    ops = FaultyFileOps()
+    ops.fail(errno.ENOLCK, on="lock")
+    me = registered(ops)
+    path = entry(folder, "9-here", boot_id())
+    assert me.others() == ({"9-here"}, set())
+    age(path, DEAD_AFTER_S + 60)
+    assert me.others() == (set(), {"9-here"})
+
+
+def test_an_entry_that_cannot_be_opened_is_judged_by_its_heartbeat(registered, folder):
+    ops = FaultyFileOps()
+    me = registered(ops)
+    path = entry(folder, "9-far", boot_id())
+    ops.fail(errno.EACCES, on="open")
+    assert me.others() == ({"9-far"}, set())
+    age(path, DEAD_AFTER_S + 60)
+    assert me.others() == (set(), {"9-far"})
+
+
+def test_an_entry_that_goes_away_meanwhile_is_not_dead(registered, folder):
+    ops = FaultyFileOps()
+    me = registered(ops)
+    entry(folder, "9-leaving", boot_id())
+    ops.fail(errno.ENOENT, on="open")
+    assert me.others()[1] == set()
+
+
+def test_a_writer_waits_for_its_lock_while_another_looks_at_it(registered, folder):
+    """Otherwise it would live on without a lock, and be taken for dead."""
+    looking = FaultyFileOps()
+
+    class Looked(FaultyFileOps):
+        waited = None
+
+        def lock(self, fd, *, wait):
+            self.waited = wait
+            return super().lock(fd, wait=wait)
+
+    ops = Looked()
+    writer = registered(ops)
+    assert ops.waited
+    assert registered(looking).others() == ({writer.writer_id}, set())
+
+
+def test_a_lock_that_fails_otherwise_is_an_error(folder):
+    ops = FaultyFileOps()
+    ops.fail(errno.EIO, on="lock")
+    writer = WriterRegistry(ops, str(folder))
+    with pytest.raises(OSError, match="injected"):
+        writer.register()
+    writer.unregister()
+    assert not ops.open_fds
+
+
+def test_unregistering_removes_the_entry_and_is_idempotent(registered, folder):
+    writer = registered()
+    writer.unregister()
+    writer.unregister()
+    assert not list((folder / ".writers").iterdir())
+
+
+def test_dying_leaves_the_entry_for_others_to_find(registered):
+    me, other = registered(), registered()
+    other.die()
+    other.die()
+    assert me.others() == (set(), {other.writer_id})
+    me.forget(other.writer_id)
+    assert me.others() == (set(), set())
+
+
+def test_the_entry_is_removed_from_memory_even_if_not_from_disk(registered):
+    ops = FaultyFileOps()
+    writer = registered(ops)
+    ops.fail(errno.EIO, on="unlink", times=1)
+    with pytest.raises(OSError, match="injected"):
+        writer.unregister()
+    assert not ops.open_fds
+
+
+def test_the_boot_is_known_by_the_hosts_name_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
+    assert boot_id() == boot_id()
+    monkeypatch.setattr(writers_module, "Path", lambda _path: tmp_path / "absent")
+    assert boot_id() == os.uname().nodename
+
+
+# -- temporary files ----------------------------------------------------------------------------
+
+
+def temp_of(place, writer_id: str, key=A) -> Path:
+    path = place.path(key).with_name(f"{place.path(key).name}.{writer_id}.0.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half")
+    return path
+
+
+def test_a_temp_names_its_writer():
+    assert writer_of("/a/0123.bin.77-abc.5.tmp") == "77-abc"
+    assert writer_of("/a/config.json.77-abc.0.tmp") == "77-abc"
+    assert writer_of("/a.b.c.d/0123.tmp") is None
+
+
+def test_sweeping_takes_what_is_there_of_the_dead(place):
+    dead, living, stranger = (temp_of(place, name) for name in ("1-d", "2-l", "x"))
+    plain = dead.with_name("plain.tmp")
+    plain.write_bytes(b"")
+    temps = [str(path) for path in (dead, living, stranger, plain)] + ["/gone.bin.1-d.0.tmp"]
+    assert sweep_temps(FileOps(), temps, {"1-d"}) == [str(dead)]
+    assert not dead.exists()
+    assert living.exists()
+    assert stranger.exists()
+    assert plain.exists()
+
+
+@pytest.mark.parametrize("capacity_bytes", [None, 1 << 20])
+def test_a_start_removes_temps_of_dead_writers_and_never_those_of_living_ones(
+    place, capacity_bytes
+):
+    with place.open(capacity_bytes=capacity_bytes) as first:
+        living = temp_of(place, first.tier._keeper._writers.writer_id)
+        entry(place.folder, "9-dead", boot_id())
+        dead = temp_of(place, "9-dead", B)
+        entry(place.folder, "9-far", "another boot")
+        far = temp_of(place, "9-far", B)
+        unknown = temp_of(place, "9-unknown", B)
+        with place.open(capacity_bytes=capacity_bytes) as second:
+            assert not dead.exists()
+            assert living.exists()
+            assert far.exists()
+            assert unknown.exists()
+            assert second.store([B]) == {}
+        assert not (place.folder / ".writers" / "9-dead").exists()
+        living.unlink()
+
+
+def test_a_temp_that_stays_behind_keeps_its_writers_entry_for_the_next_start(place):
+    ops = FaultyFileOps()
+    harness = place.open(ops)
+    ops.fail(errno.EIO, on="publish")
+    ops.fail(errno.EIO, on="unlink")
+    assert sorted(harness.store([A])) == [0]
+    with pytest.raises(OSError, match="injected"):
+        harness.close()
+    ops.heal()
+    assert len(place.temps()) == 1
+    with place.open():
+        assert not place.temps()
+    assert not list((place.folder / ".writers").iterdir())
+
+
+def test_a_temp_that_stayed_behind_goes_with_the_close(place):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        ops.fail(errno.EIO, on="publish", times=1)
+        ops.fail(errno.EIO, on="unlink", times=1)
+        assert sorted(harness.store([A])) == [0]
+        assert len(place.temps()) == 1
+    assert not place.temps()
+
+
+def test_empty_folders_that_a_crash_has_left_are_removed_and_no_others(place):
+    place.folder.mkdir(parents=True)
+    entry(place.folder, "9-dead", boot_id())
+    alone = temp_of(place, "9-dead", key_of(3)).parent
+    place.put(A)
+    empty = place.folder / "000" / "00_g0"
+    empty.mkdir(parents=True)
+    with place.open():
+        assert not alone.parent.exists()
+        assert not empty.parent.exists()
+        assert place.path(A).exists()
+        assert (place.folder / ".writers").is_dir()
+
+
+def test_a_folder_that_is_in_use_again_stays(place):
+    ops = FaultyFileOps()
+    (place.folder / "000" / "00_g0").mkdir(parents=True)
+    inventory = place.inventory()
+    before = inventory.total_bytes
+    (place.folder / "000" / "00_g0" / "new").write_bytes(b"")
+    sweep_folders(ops, inventory, ())
+    assert inventory.total_bytes == before
+    assert (place.folder / "000" / "00_g0" / "new").exists()
