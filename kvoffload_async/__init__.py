@@ -10,7 +10,15 @@ from kvoffload_async.abc.tier import (
     TierCapabilities,
     TierEnvironment,
 )
+from kvoffload_async.abc.transport import (
+    BlockCopies,
+    ComputeEvent,
+    Transfer,
+    TransferOutcome,
+    Transport,
+)
 from kvoffload_async.config import OffloadConfig
+from kvoffload_async.engine import EngineBounds, EngineRequest, OffloadEngine
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
@@ -27,6 +35,17 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     TransportError,
 )
+from kvoffload_async.facade.connector.protocol import (
+    ConnectorGeometry,
+    ConnectorOutput,
+    KVGroup,
+    OffloadingConnectorMetadata,
+    SchedulerRequest,
+    StepOutput,
+    TransferJobSpec,
+)
+from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
 from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.fs import FileSystemTierManager
@@ -66,6 +85,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ALL_TIERS",
     "AsyncTier",
+    "BlockCopies",
     "BlockIDsLoadStoreSpec",
     "BlockMissingError",
     "BusyError",
@@ -75,32 +95,44 @@ __all__ = [
     "CachePolicy",
     "CloseReport",
     "ClosedError",
+    "ComputeEvent",
     "ConfigError",
+    "ConnectorGeometry",
+    "ConnectorOutput",
     "CorruptBlockError",
     "Direction",
+    "EngineBounds",
+    "EngineRequest",
     "ExampleSecondaryTierManager",
     "FileSystemTierManager",
     "GPULoadStoreSpec",
     "IoRunner",
     "JobMetadata",
     "JobResult",
+    "KVGroup",
     "LoadStoreSpec",
     "Locality",
     "LookupResult",
     "Medium",
     "OffloadConfig",
+    "OffloadEngine",
     "OffloadError",
     "OffloadKey",
     "OffloadPolicy",
+    "OffloadingConnectorMetadata",
+    "OffloadingConnectorScheduler",
+    "OffloadingConnectorWorker",
     "OffloadingEvent",
     "OffloadingManager",
     "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",
     "ScheduleEndContext",
+    "SchedulerRequest",
     "SecondaryTierFactory",
     "SecondaryTierManager",
     "StateError",
+    "StepOutput",
     "TierBounds",
     "TierBusyError",
     "TierCapabilities",
@@ -113,8 +145,12 @@ __all__ = [
     "TierUnavailableError",
     "TieringOffloadingManager",
     "TieringOffloadingSpec",
+    "Transfer",
     "TransferJob",
+    "TransferJobSpec",
+    "TransferOutcome",
     "TransferResult",
+    "Transport",
     "TransportError",
     "get_offload_block_hash",
     "get_offload_group_idx",

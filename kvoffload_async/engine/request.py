@@ -14,6 +14,7 @@ class EngineRequest:
         ctx: Its context.
         keys: The keys of its full blocks, head to tail.
         prefix_blocks: Blocks at the head that are pinned, ready to be loaded.
+        slots: Where they lie.
     """
 
     def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...]) -> None:

@@ -7,42 +7,49 @@ anything. A *step* of the core is one turn of the loop in which something happen
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
-
-import anyio.to_thread
+from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.abc.transport import BlockCopies, TransferOutcome, Transport
+from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.engine.lines import EngineBounds, Line
+from kvoffload_async.engine.aside import run_aside, until_done
+from kvoffload_async.engine.copies import Copies
+from kvoffload_async.engine.lines import EngineBounds
 from kvoffload_async.engine.request import EngineRequest
-from kvoffload_async.errors import BusyError, ClosedError, StateError, TransportError
+from kvoffload_async.engine.steps import Steps
+from kvoffload_async.errors import (
+    BusyError,
+    ClosedError,
+    ConfigError,
+    StateError,
+)
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.threadsafe import SameLoopRunner
 from kvoffload_async.types import (
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
+    PrepareStoreOutput,
     ReqContext,
-    as_block_ids,
     make_offload_key,
 )
+
+if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
+    import torch
 
 CreateTransport = Callable[[memoryview], Transport]
 _UNDECIDED = frozenset({LookupResult.HIT_PENDING, LookupResult.RETRY})
 
 
 class OffloadEngine:
-    """Moves the KV blocks of many concurrent requests.
+    """Moves the KV blocks of many concurrent requests, of one KV-cache group.
 
     Every call has a deadline. A call that is cancelled, or whose deadline passes, leaves nothing
     half-owned: a copy that has begun goes on without it, and what it holds is let go when the
@@ -54,52 +61,58 @@ class OffloadEngine:
     def __init__(
         self,
         config: Mapping[str, Any] | OffloadConfig,
-        create_transport: CreateTransport,
+        create_transport: CreateTransport | None = None,
         bounds: EngineBounds | None = None,
+        *,
+        kv_caches: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Check the configuration; nothing is started before `async with`.
 
         Args:
             config: See `OffloadConfig`.
             create_transport: Makes the transport over the device's tensors, given the primary's
-                buffer; owned by the engine.
+                buffer; called on a helper thread. The transport is owned by the engine.
             bounds: See `EngineBounds`.
+            kv_caches: Instead of `create_transport`: layer name -> tensor, the first dimension of
+                which counts device blocks.
 
         Raises:
-            ConfigError: A key or a value is unusable.
+            ConfigError: A key or a value is unusable, or the tensors cannot be addressed by block.
         """
         self._config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
-        TieringOffloadingSpec(self._config)
+        spec = TieringOffloadingSpec(self._config)
+        if create_transport is None and kv_caches is not None:
+            create_transport = spec.transport_maker(kv_caches)
+        elif create_transport is None or kv_caches is not None:
+            raise ConfigError("give either create_transport or kv_caches")
         self._create_transport = create_transport
         self._bounds = bounds or EngineBounds()
-        self._flights: set[asyncio.Task[TransferOutcome]] = set()
-        self._readers: list[deque[OffloadingEvent]] = []
-        self._step_is_due = False
+        self._has_transport = False
         self._is_open = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         """Map the memory, open the tiers and the transport.
 
         Raises:
-            ConfigError: A tier cannot work here; what had been started is closed again.
+            ConfigError: A tier or the transport cannot work here; what had been started is closed.
+            StateError: The engine has been opened before.
         """
+        if hasattr(self, "_loop"):
+            raise StateError("an engine is opened once; make another one")
         self._loop = asyncio.get_running_loop()
-        self._progress: asyncio.Future[None] = self._loop.create_future()
-        runner = SameLoopRunner(self._loop, self._schedule_step)
+        self._steps = Steps(self._bounds.unread_events)
+        runner = SameLoopRunner(self._loop, self._steps.note_progress)
         self._spec = TieringOffloadingSpec(self._config, Bridge(runner))
-        # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
-        self._manager = await anyio.to_thread.run_sync(self._spec.get_manager)
         try:
-            self._transport = self._create_transport(self._manager.get_primary_kv_view())
+            # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
+            await run_aside(self._start)
         except BaseException:
-            await anyio.to_thread.run_sync(self._spec.shutdown)
+            await run_aside(self._end, self._config.shutdown_timeout_s)
             raise
-        bounds = self._bounds
-        self._lines = {
-            Direction.LOAD: Line("loads", bounds.concurrent_loads, bounds.waiting_calls),
-            Direction.STORE: Line("stores", bounds.concurrent_stores, bounds.waiting_calls),
-        }
+        self._copies = Copies(self._transport, self._bounds)
         self._is_open = True
+        self._steps.begin(self._manager)
         return self
 
     async def __aexit__(
@@ -127,14 +140,14 @@ class OffloadEngine:
         """Begin a request; leaving the block ends it. Its copies may end later.
 
         Args:
-            req_id: Unique among the requests in flight.
+            req_id: Unique among the requests in flight, their copies included.
             block_hashes: The chained hash of each of its full blocks, head to tail.
             kv_transfer_params: Passed through to the tiers.
 
         Raises:
             StateError: A request with this id is in flight.
         """
-        self._ensure_open()
+        self._require_open()
         keys = tuple(make_offload_key(block_hash) for block_hash in block_hashes)
         positions = {key: position for position, key in enumerate(keys, 1)}
         ctx = ReqContext(req_id, kv_transfer_params, positions)
@@ -146,7 +159,7 @@ class OffloadEngine:
             if self._is_open:
                 self._unpin(request)
                 self._manager.on_request_finished(ctx)
-                self._schedule_step()
+                self._steps.note_progress()
 
     async def lookup(self, request: EngineRequest, timeout_s: float = 10.0) -> int:
         """Bring a request's longest prefix into the primary, and pin it there.
@@ -158,20 +171,19 @@ class OffloadEngine:
             The blocks of the prefix; they stay pinned until `load`, the next `lookup`, or the
             request's end.
         """
-        self._ensure_open()
+        self._require_open()
         self._unpin(request)
         deadline_s = self._loop.time() + timeout_s
         while True:
             answers = self._ask(request)
-            self._schedule_step()
+            self._steps.schedule()
             late = self._loop.time() >= deadline_s
             if late or not _UNDECIDED.intersection(answers):
-                hits = next(
-                    (i for i, a in enumerate(answers) if a is not LookupResult.HIT), len(answers)
-                )
-                return self._pin(request, hits)
-            await self._next_progress(deadline_s)
-            self._ensure_open()
+                hits = itertools.takewhile(lambda answer: answer is LookupResult.HIT, answers)
+                return self._pin(request, len(list(hits)))
+            # The core's own limit on deferrals takes effect when it is asked.
+            limit_s = self._loop.time() + self._config.deferral_timeout_s
+            await self._steps.next_progress(min(deadline_s, limit_s))
 
     async def load(
         self, request: EngineRequest, device_blocks: Sequence[int], timeout_s: float = 30.0
@@ -188,24 +200,36 @@ class OffloadEngine:
             The blocks that were loaded.
 
         Raises:
-            StateError: The device blocks do not match the prefix.
+            StateError: The device blocks do not match the prefix, or it was let go while the call
+                waited in line.
             BusyError: Too many loads are waiting.
             TimeoutError: The deadline passed; a copy that has begun goes on.
             TransportError: The copy failed; the device blocks' contents are undefined.
         """
-        self._ensure_open()
+        self._require_open()
         count = self._count(device_blocks)
         if count > request.prefix_blocks:
-            raise StateError(
-                f"{count} blocks are to be loaded, but the prefix has {request.prefix_blocks}"
-            )
+            raise StateError(f"{count} blocks are asked for, {request.prefix_blocks} are pinned")
+        if not count:
+            self._unpin(request)
+            return 0
+        claimed = request.slots
         deadline_s = self._loop.time() + timeout_s
-        async with self._lines[Direction.LOAD].place(deadline_s):
-            keys, slots = request.keys[:count], request.slots[:count]
-            self._manager.complete_load(request.keys[count : request.prefix_blocks], request.ctx)
-            request.prefix_blocks, request.slots = 0, ()
-            ended = partial(self._load_ended, keys, request.ctx)
-            await self._fly(Direction.LOAD, device_blocks, slots, ended, deadline_s)
+        async with self._copies.place(Direction.LOAD, deadline_s) as place:
+            self._require_open()
+            if request.slots is not claimed:
+                raise StateError("the prefix was let go while the load waited in line")
+            keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
+            request.prefix_blocks, request.slots = 0, ()  # the copy holds them from now on
+            self._manager.complete_load(rest, request.ctx)
+            await self._copies.fly(
+                Direction.LOAD,
+                device_blocks,
+                claimed[:count],
+                place=place,
+                ended=partial(self._load_ended, keys, request.ctx),
+                deadline_s=deadline_s,
+            )
         return count
 
     async def store(
@@ -235,117 +259,100 @@ class OffloadEngine:
             TimeoutError: The deadline passed; a copy that has begun goes on.
             TransportError: The copy failed; nothing was stored.
         """
-        self._ensure_open()
+        self._require_open()
         count = self._count(device_blocks)
         keys = request.keys[first_block : first_block + count]
-        if len(keys) != count:
+        if first_block < 0 or len(keys) != count:
             raise StateError(f"the request has no {count} blocks from block {first_block} on")
         deadline_s = self._loop.time() + timeout_s
-        async with self._lines[Direction.STORE].place(deadline_s):
-            while (granted := self._manager.prepare_store(keys, request.ctx)) is None:
-                self._schedule_step()
-                if self._loop.time() >= deadline_s:
-                    raise BusyError("no room in the primary: everything in it is in use")
-                await self._next_progress(deadline_s)
-                self._ensure_open()
-            self._schedule_step()
+        async with self._copies.place(Direction.STORE, deadline_s) as place:
+            granted = await self._reserve(request, keys, deadline_s)
             new = granted.keys_to_store
             if new:
                 per_chunk = self._config.blocks_per_chunk
-                place = {key: index for index, key in enumerate(keys)}
-                blocks = [
-                    block
-                    for key in new
-                    for block in device_blocks[
-                        place[key] * per_chunk : (place[key] + 1) * per_chunk
-                    ]
-                ]
+                first = {key: index * per_chunk for index, key in enumerate(keys)}
+                blocks = [block for key in new for block in device_blocks[first[key] :][:per_chunk]]
                 slots = granted.store_spec.block_ids.tolist()
-                ended = partial(self._store_ended, new, request.ctx)
-                await self._fly(Direction.STORE, blocks, slots, ended, deadline_s)
+                await self._copies.fly(
+                    Direction.STORE,
+                    blocks,
+                    slots,
+                    place=place,
+                    ended=partial(self._store_ended, new, request.ctx),
+                    deadline_s=deadline_s,
+                )
         return len(new)
 
     async def quiesce(self, timeout_s: float = 30.0) -> bool:
         """Wait until no copy to or from the device runs; False at the deadline."""
-        if self._flights:
-            await asyncio.wait(self._flights, timeout=timeout_s)
-        return not self._flights
+        return await self._copies.quiesce(timeout_s)
 
-    async def events(self) -> AsyncIterator[OffloadingEvent]:
-        """Iterate over what appears in and disappears from the tiers from now on, until close."""
-        self._ensure_open()
-        unread: deque[OffloadingEvent] = deque(maxlen=self._bounds.unread_events)
-        self._readers.append(unread)
-        try:
-            while self._is_open:
-                while unread:
-                    yield unread.popleft()
-                await asyncio.shield(self._progress)
-        finally:
-            self._readers.remove(unread)
+    def events(self) -> AsyncIterator[OffloadingEvent]:
+        """Iterate over what appears in and disappears from the tiers, until close.
+
+        From the first iteration on; a reader that is slower than the engine misses the oldest.
+        """
+        return self._steps.events()
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Stop the intake, let copies end, close transport and tiers; idempotent.
 
+        Calls under way end with what they have, or with an error. A copy that has not ended by
+        half of `timeout_s` (by default the configuration's `shutdown_timeout_s`) is given up: then
+        the primary's memory stays mapped. Cancelling the call does not stop the closing.
+
         Raises:
             OffloadError: A tier failed to close; everything else is closed all the same.
         """
-        if not self._is_open:
+        if self._is_open:
+            self._is_open = False
+            limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s
+            self._closing = self._loop.create_task(self._close(limit_s), name="kvoffload:close")
+        elif self._closing is None or self._closing.done():
             return
-        self._is_open = False
-        limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s
-        deadline_s = self._loop.time() + limit_s
-        self._wake()
+        await until_done(self._closing)
+
+    # -- opening and closing --------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Thread: a helper's, while the loop's awaits it."""
+        self._manager = self._spec.get_manager()
+        self._transport = self._create_transport(self._manager.get_primary_kv_view())
+        self._has_transport = True
+
+    def _end(self, timeout_s: float) -> None:
+        """Thread: a helper's, while the loop's awaits it."""
         try:
-            await self.quiesce(limit_s)
-            left_s = max(0.0, deadline_s - self._loop.time())
-            await anyio.to_thread.run_sync(self._transport.close, left_s)
+            if self._has_transport and not self._transport.close(timeout_s):
+                # Keeps the memory mapped: a copy still runs.
+                self._kept_view = memoryview(self._manager.get_primary_kv_view())
+        finally:
+            self._spec.shutdown(timeout_s)
+
+    async def _close(self, timeout_s: float) -> None:
+        deadline_s = self._loop.time() + timeout_s
+        self._steps.stop()
+        self._copies.stop()
+        has_landed = await self._copies.quiesce(timeout_s / 2)
+        self._copies.abandon()
+        try:
+            self._steps.end(self._manager)
         finally:
             left_s = max(0.0, deadline_s - self._loop.time())
-            await anyio.to_thread.run_sync(self._spec.shutdown, left_s)
-
-    # -- steps ----------------------------------------------------------------------------------
-
-    def _schedule_step(self) -> None:
-        """End the core's step at the end of this turn of the loop; once, however often asked."""
-        if not self._step_is_due and self._is_open:
-            self._step_is_due = True
-            self._loop.call_soon(self._end_step)
-
-    def _end_step(self) -> None:
-        self._step_is_due = False
-        if not self._is_open:
-            return
-        self._manager.on_schedule_end()
-        events = list(self._manager.take_events())
-        for unread in self._readers:
-            unread.extend(events)
-        self._wake()
-
-    def _wake(self) -> None:
-        """Let everybody who waits look again."""
-        progress, self._progress = self._progress, self._loop.create_future()
-        progress.set_result(None)
-
-    async def _next_progress(self, deadline_s: float) -> None:
-        """Wait until a step has ended, or until the deadline."""
-        delay_s = max(0.0, deadline_s - self._loop.time())
-        await asyncio.wait({self._progress}, timeout=delay_s)
+            await run_aside(self._end, left_s if has_landed else left_s / 2)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _ensure_open(self) -> None:
+    def _require_open(self) -> None:
         if not self._is_open:
             raise ClosedError("the engine is not open")
+        self._steps.ensure_open()
 
     def _count(self, device_blocks: Sequence[int]) -> int:
-        count, rest = divmod(len(device_blocks), self._config.blocks_per_chunk)
-        if rest:
-            raise StateError(
-                f"{len(device_blocks)} device blocks are no multiple of "
-                f"blocks_per_chunk={self._config.blocks_per_chunk}"
-            )
-        return count
+        per_chunk = self._config.blocks_per_chunk
+        if len(device_blocks) % per_chunk:
+            raise StateError(f"{len(device_blocks)} blocks: {per_chunk=} does not divide that")
+        return len(device_blocks) // per_chunk
 
     def _ask(self, request: EngineRequest) -> list[LookupResult]:
         """Look the prefix up; only a miss ends it, so that all its promotions start at once."""
@@ -358,6 +365,7 @@ class OffloadEngine:
         return answers
 
     def _pin(self, request: EngineRequest, count: int) -> int:
+        self._unpin(request)  # what a lookup beside this one has pinned
         if count:
             spec = self._manager.prepare_load(request.keys[:count], request.ctx)
             request.slots = spec.block_ids.tolist()
@@ -368,37 +376,25 @@ class OffloadEngine:
         count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, ()
         if count:
             self._manager.complete_load(request.keys[:count], request.ctx)
+            self._steps.note_progress()
 
-    async def _fly(
-        self,
-        direction: Direction,
-        device_blocks: Sequence[int],
-        slots: Sequence[int],
-        ended: Callable[[asyncio.Task[TransferOutcome]], None],
-        deadline_s: float,
-    ) -> None:
-        """Copy; `ended` is called when the bytes have stopped moving, whoever still waits."""
-        device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
-        copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
-        transfer = self._transport.submit(copies, self._transport.record_compute())
-        flight = self._loop.create_task(transfer.outcome(), name=f"copy:{direction.name.lower()}")
-        self._flights.add(flight)
-        flight.add_done_callback(self._flights.discard)
-        flight.add_done_callback(ended)
-        async with asyncio.timeout_at(deadline_s):
-            outcome = await asyncio.shield(flight)
-        if outcome.error is not None:
-            raise TransportError(str(outcome.error)) from outcome.error
+    async def _reserve(
+        self, request: EngineRequest, keys: Sequence[OffloadKey], deadline_s: float
+    ) -> PrepareStoreOutput:
+        """Wait for room; what is granted belongs to the caller, who must not await before using."""
+        self._require_open()
+        while (granted := self._manager.prepare_store(keys, request.ctx)) is None:
+            self._steps.schedule()
+            if self._loop.time() >= deadline_s:
+                raise BusyError("no room in the primary: everything in it is in use")
+            await self._steps.next_progress(deadline_s)
+        self._steps.schedule()
+        return granted
 
-    def _load_ended(
-        self, keys: Sequence[OffloadKey], ctx: ReqContext, _flight: asyncio.Task[TransferOutcome]
-    ) -> None:
+    def _load_ended(self, keys: Sequence[OffloadKey], ctx: ReqContext, _success: bool) -> None:
         self._manager.complete_load(keys, ctx)
-        self._schedule_step()
+        self._steps.note_progress()
 
-    def _store_ended(
-        self, keys: Sequence[OffloadKey], ctx: ReqContext, flight: asyncio.Task[TransferOutcome]
-    ) -> None:
-        done = not flight.cancelled() and flight.exception() is None
-        self._manager.complete_store(keys, ctx, done and flight.result().error is None)
-        self._schedule_step()
+    def _store_ended(self, keys: Sequence[OffloadKey], ctx: ReqContext, success: bool) -> None:
+        self._manager.complete_store(keys, ctx, success)
+        self._steps.note_progress()

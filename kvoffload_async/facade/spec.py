@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.errors import ConfigError
@@ -99,6 +101,36 @@ class _Spec(ABC):
             )
         return layout
 
+    def transport_maker(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        groups: Sequence[Sequence[str]] | None = None,
+        *,
+        block_dim: int = 0,
+        worker_index: int = 0,
+    ) -> Callable[[memoryview], Transport]:
+        """Return what makes the transport that goes with the tensors' device, given the buffer.
+
+        Args:
+            kv_caches: One worker's tensors; see `register_kv_caches`.
+            groups: See `register_kv_caches`.
+            block_dim: See `register_kv_caches`.
+            worker_index: Which of the `num_workers` cells of a slot is that worker's.
+
+        Raises:
+            ConfigError: As `register_kv_caches`, or there is no such worker.
+        """
+        if not 0 <= worker_index < self.config.num_workers:
+            raise ConfigError(
+                f"worker_index: {worker_index} is not valid; num_workers is "
+                f"{self.config.num_workers}"
+            )
+        layout = self.register_kv_caches(kv_caches, groups, block_dim=block_dim)
+        from kvoffload_async.transport.choice import create_transport  # noqa: PLC0415 - torch
+
+        offset = worker_index * self.config.block_bytes
+        return partial(create_transport, layout, cell_offset_bytes=offset)
+
     def create_handlers(
         self,
         kv_caches: Mapping[str, torch.Tensor],
@@ -110,31 +142,20 @@ class _Spec(ABC):
     ) -> OffloadingConnectorWorker:
         """Return a new worker over the manager's buffer; shut it down before the manager.
 
-        Copies are made by the transport that goes with the tensors' device.
-
         Args:
-            kv_caches: This worker's tensors; see `register_kv_caches`.
-            groups: See `register_kv_caches`.
-            block_dim: See `register_kv_caches`.
-            worker_index: Which of the `num_workers` cells of a slot is this worker's.
+            kv_caches: The worker's tensors; see `transport_maker`.
+            groups: See `transport_maker`.
+            block_dim: See `transport_maker`.
+            worker_index: See `transport_maker`.
             flush_timeout_s: Seconds that the worker's `handle_preemptions` waits at most.
 
         Raises:
-            ConfigError: As `register_kv_caches`, or there is no such worker, or the device
-                cannot be used.
+            ConfigError: As `transport_maker`, or the device cannot be used.
         """
-        if not 0 <= worker_index < self.config.num_workers:
-            raise ConfigError(
-                f"worker_index: {worker_index} is not valid; num_workers is "
-                f"{self.config.num_workers}"
-            )
-        from kvoffload_async.transport.choice import create_transport  # noqa: PLC0415 - torch
-
-        transport = create_transport(
-            self.register_kv_caches(kv_caches, groups, block_dim=block_dim),
-            self._get_kv_view(),
-            cell_offset_bytes=worker_index * self.config.block_bytes,
+        create_transport = self.transport_maker(
+            kv_caches, groups, block_dim=block_dim, worker_index=worker_index
         )
+        transport = create_transport(self._get_kv_view())
         return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
 
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:

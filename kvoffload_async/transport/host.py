@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,6 @@ from kvoffload_async.abc.transport import (
     Transfer,
     TransferOutcome,
     Transport,
-    group_copies,
 )
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.transport.layout import KVLayout
@@ -66,10 +65,11 @@ class TransferFaults:
 class HostTransfer(SettlingTransfer):
     """A transfer of the stand-in."""
 
-    def __init__(self, copies: BlockCopies, after: HostEvent, num_bytes: int) -> None:
-        super().__init__(num_bytes)
+    def __init__(self, copies: BlockCopies, after: HostEvent) -> None:
+        super().__init__()
         self.copies = copies
         self.after = after
+        self.parts: Sequence[GroupCopies] = ()
         self.source_digest: int | None = None
 
 
@@ -109,14 +109,11 @@ class HostTransport(Transport):
             detects_overwrites: Whether sources of stores are hashed before and after the copy.
 
         Raises:
-            StateError: A slot is too small for a chunk.
+            ConfigError: A slot is too small for a chunk.
         """
         rows = np.asarray(kv_view)
-        if cell_offset_bytes + layout.chunk_bytes > rows.shape[1]:
-            raise StateError(
-                f"a slot of {rows.shape[1]} bytes does not hold a chunk of {layout.chunk_bytes} "
-                f"bytes at offset {cell_offset_bytes}"
-            )
+        layout.require_room(rows.shape[1], cell_offset_bytes)
+        self._num_slots = rows.shape[0]
         self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
         self.violations: list[str] = []
         self._layout = layout
@@ -155,12 +152,17 @@ class HostTransport(Transport):
     def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
         if not isinstance(after, HostEvent):
             raise StateError("the compute event is of another transport")
-        transfer = HostTransfer(copies, after, self._num_bytes(copies))
+        transfer = HostTransfer(copies, after)
         if self._closed:
-            transfer.end(TransferOutcome(0, error=TransportError("the transport is closed")))
+            transfer.fail(TransportError("the transport is closed"))
+            return transfer
+        try:
+            transfer.parts = self._layout.resolve(copies, self._num_slots)
+        except TransportError as error:
+            transfer.fail(error)
             return transfer
         if self._detects_overwrites and copies.direction is Direction.STORE and after.wait(0):
-            transfer.source_digest = self._digest(copies)
+            transfer.source_digest = self._digest(transfer.parts)
         self._lanes[copies.direction].queue.put(transfer)
         return transfer
 
@@ -188,29 +190,26 @@ class HostTransport(Transport):
             try:
                 self._perform(direction, transfer)
             except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
-                failure = TransportError(f"{type(error).__name__}: {error}")
-                failure.__cause__ = error
-                transfer.end(TransferOutcome(0, error=failure))
+                transfer.fail(error)
             else:
                 seconds = time.monotonic() - started_s
-                transfer.end(TransferOutcome(transfer.num_bytes, seconds))
+                num_bytes = self._layout.num_bytes(transfer.parts)
+                transfer.end(TransferOutcome(num_bytes, seconds))
 
     def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
         if not transfer.after.wait(self._compute_timeout_s):
             raise TransportError("the compute event was not reached in time")
-        copies = transfer.copies
         before = transfer.source_digest
         if before is None and self._detects_overwrites and direction is Direction.STORE:
-            before = self._digest(copies)
+            before = self._digest(transfer.parts)
         hook = self.faults[direction].before_copy
         if hook is not None:
-            hook(copies)
-        for index, part in enumerate(group_copies(copies, self._layout.blocks_per_chunk)):
+            hook(transfer.copies)
+        for index, part in enumerate(transfer.parts):
             self._copy_group(direction, index, part)
-        if before is not None and before != self._digest(copies):
-            self.violations.append(
-                f"device blocks {copies.device.block_ids.tolist()} changed under a store"
-            )
+        if before is not None and before != self._digest(transfer.parts):
+            blocks = transfer.copies.device.block_ids.tolist()
+            self.violations.append(f"device blocks {blocks} changed under a store")
 
     def _copy_group(self, direction: Direction, index: int, part: GroupCopies) -> None:
         for device, host in zip(self._device[index], self._host[index], strict=True):
@@ -219,16 +218,9 @@ class HostTransport(Transport):
             else:
                 device[part.blocks] = host[part.slots, part.places]
 
-    def _num_bytes(self, copies: BlockCopies) -> int:
-        sizes = copies.device.group_sizes or (len(copies.device.block_ids),)
-        return sum(
-            size * sum(table.page_bytes for table in group)
-            for size, group in zip(sizes, self._layout.groups, strict=True)
-        )
-
-    def _digest(self, copies: BlockCopies) -> int:
+    def _digest(self, parts: Sequence[GroupCopies]) -> int:
         hasher = xxhash.xxh3_64()
-        for index, part in enumerate(group_copies(copies, self._layout.blocks_per_chunk)):
+        for index, part in enumerate(parts):
             for device in self._device[index]:
                 hasher.update(np.ascontiguousarray(device[part.blocks]).data)
         return hasher.intdigest()

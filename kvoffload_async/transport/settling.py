@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 from kvoffload_async.abc.transport import Transfer, TransferOutcome
+from kvoffload_async.errors import TransportError
 
 _Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
 
@@ -13,8 +15,7 @@ _Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
 class SettlingTransfer(Transfer):
     """Ends when `end` is called, exactly once, by whoever sees the last byte move."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self) -> None:
         self._ended = threading.Event()
         self._outcome: TransferOutcome | None = None
         self._lock = threading.Lock()
@@ -39,7 +40,22 @@ class SettlingTransfer(Transfer):
             waiters, self._waiters = self._waiters, []
         self._ended.set()
         for loop, future in waiters:
-            loop.call_soon_threadsafe(_wake, future, outcome)
+            # A loop may have been closed under its waiter; the thread that ends transfers goes on.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_wake, future, outcome)
+
+    def fail(self, cause: Exception) -> None:
+        """End with an error. Thread: any."""
+        self.end(failed(cause))
+
+
+def failed(cause: Exception) -> TransferOutcome:
+    """Return the outcome of a transfer that `cause` has ended."""
+    if isinstance(cause, TransportError):
+        return TransferOutcome(0, error=cause)
+    error = TransportError(f"{type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return TransferOutcome(0, error=error)
 
 
 def _wake(future: asyncio.Future[TransferOutcome], outcome: TransferOutcome) -> None:

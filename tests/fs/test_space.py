@@ -16,12 +16,12 @@ from kvoffload_async.abc.events import BlocksEvicted
 from kvoffload_async.errors import ConfigError, TierFullError, TierUnavailableError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.fs import keeper as keeper_module
 from kvoffload_async.tiers.fs.usage import _parsed
+from kvoffload_async.types import make_offload_key
 
 K = [key_of(number) for number in range(400)]
-# 4 KiB a block, twice that for its folders, 16 KiB for the namespace itself.
-ROOM_FOR_8 = 16 * KIB + 8 * 12 * KIB
+# 4 KiB a block, twice that for its folders, 16 KiB for the namespace itself, 10 for growth.
+ROOM_FOR_8 = 16 * KIB + 8 * 12 * KIB + 10 * KIB
 
 
 def evicted(harness: TierHarness) -> set:
@@ -30,7 +30,12 @@ def evicted(harness: TierHarness) -> set:
 
 def rescan(harness: TierHarness) -> None:
     keeper = harness.tier._keeper
-    harness.run(keeper._rescan(keeper._usage, keeper._space))
+
+    async def walk():
+        async with keeper._walking:
+            await keeper._rescan(keeper._usage, keeper._space)
+
+    harness.run(walk())
 
 
 def trim(harness: TierHarness) -> None:
@@ -105,7 +110,7 @@ def test_the_growth_of_the_top_folder_is_within_the_capacity(place):
     with place.open(capacity_bytes=capacity_bytes) as harness:
         for start in range(0, len(keys), 60):
             assert harness.store(keys[start : start + 60]) == {}
-            assert place.disk_bytes() <= capacity_bytes
+            assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
     assert place.folder.stat().st_blocks * 512 > 4 * KIB, "it has not grown: no test"
 
 
@@ -178,8 +183,8 @@ def test_victims_that_strangers_have_removed_are_forgotten(place):
             place.path(key).unlink()
         failures = harness.store(K[100:160])
         assert all(isinstance(error, TierFullError) for error in failures.values())
-        assert not set(K[:100]) & harness.tier._space._known
         rescan(harness)
+        assert not set(K[:100]) & harness.tier._space._known
         assert harness.store(K[100:160]) == {}
         rescan(harness)
         check(place, harness, capacity_bytes)
@@ -202,22 +207,58 @@ def test_a_tier_goes_on_where_another_has_evicted_what_it_knew(place):
             check(place, harness, 2 * ROOM_FOR_8)
 
 
-def test_a_tier_that_finds_no_room_looks_for_blocks_of_others(place, monkeypatch):
-    monkeypatch.setattr(keeper_module, "_BETWEEN_RESCANS_S", 0.01)
-    with place.open(capacity_bytes=ROOM_FOR_8) as first:
-        ops = FaultyFileOps()
-        with place.open(ops, capacity_bytes=ROOM_FOR_8) as second:
-            first.store(K[:8])
-            hang = ops.hang(on="utime")  # between the walk that is due and the next one
-            failures = second.store(K[20:28])
-            assert all(isinstance(error, TierFullError) for error in failures.values())
-            assert failures
-            assert hang.entered.wait(10)
-            space = second.tier._space
-            rescan(second)
-            assert space._known == place.blocks()
-            assert second.store(K[30:32]) == {}
-            hang.release()
+def test_a_tier_that_finds_no_room_looks_for_blocks_of_others(place):
+    with (
+        place.open(capacity_bytes=2 * ROOM_FOR_8) as first,
+        place.open(capacity_bytes=2 * ROOM_FOR_8) as second,
+    ):
+        while len(place.blocks()) < 15:
+            assert first.store(K[len(place.blocks()) :][:1]) == {}
+        assert second.store(K[20:28]) == {}
+        assert set(K[20:28]) <= place.blocks()
+        for harness in (first, second):
+            rescan(harness)
+            check(place, harness, 2 * ROOM_FOR_8)
+
+
+def test_it_does_not_look_again_at_once(place, caplog):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+        keeper = harness.tier._keeper
+        assert harness.run(keeper.look_for_blocks())
+        keeper._next_walk_s = float("inf")
+        assert not harness.run(keeper.look_for_blocks())
+        keeper._next_walk_s = 0.0
+        ops.fail(errno.EIO, on="walk", times=1)
+        assert not harness.run(keeper.look_for_blocks())
+        assert "looking for room failed" in caplog.text
+
+        async def together():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(keeper.look_for_blocks()) for _ in range(4)]
+            return [task.result() for task in tasks]
+
+        before = keeper._walks
+        assert harness.run(together()) == [True] * 4
+        assert keeper._walks == before + 1
+
+
+def test_without_a_capacity_there_is_nothing_to_look_for(place):
+    with place.open() as harness:
+        assert not harness.run(harness.tier._keeper.look_for_blocks())
+
+
+def test_the_growth_of_a_crowded_folder_is_within_the_capacity(place):
+    """Hashes that count: all blocks lie in one folder, which grows."""
+    keys = [make_offload_key(n.to_bytes(32, "big")) for n in range(600)]
+    ops = Watching(place)
+    capacity_bytes = 1500 * KIB
+    with place.open(ops, capacity_bytes=capacity_bytes) as harness:
+        for start in range(0, len(keys), 60):
+            assert harness.store(keys[start : start + 60]) == {}
+            assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
+    leaf = place.path(keys[0]).parent
+    assert leaf.stat().st_blocks * 512 > 20 * KIB, "it has not grown: no test"
 
 
 # -- a full disk --------------------------------------------------------------------------------
@@ -255,7 +296,7 @@ def test_a_block_is_tried_once_more_and_not_again(place):
         assert sorted(harness.store(K[30:31])) == [0]
         tries = [c for c in ops.calls[before:] if c.name == "pwrite" and is_temp(c)]
         assert len(tries) == 2
-        assert len(place.blocks()) >= 17
+        assert len(place.blocks()) >= 16
 
 
 def test_without_a_capacity_a_full_disk_fails_the_block(place):
@@ -333,7 +374,7 @@ def test_strangers_are_evicted_in_their_turn_and_loaded_before(place):
         os.utime(path, (number, number))
     with place.open(capacity_bytes=3 * ROOM_FOR_8) as harness:
         assert harness.load(K[:1]) == {}
-        harness.store(K[30:38])
+        harness.store(K[30:42])
         assert K[0] in place.blocks()
         assert K[1] not in place.blocks()
         check(place, harness, 3 * ROOM_FOR_8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import DiskChange
@@ -18,9 +19,10 @@ class LeafFolders:
     def __init__(self, ops: FileOps) -> None:
         self._ops = ops
         self._mutex = threading.Lock()
-        self._sizes: dict[str, int] = {}
-        """Folders that are remembered -> disk bytes, as counted."""
+        self._made: set[str] = set()
         self._new_bytes = 0
+        self._grown: dict[str, int] = {}
+        """Folders that have grown here -> disk bytes up to which that is counted."""
 
     def ensure(self, leaf: str, change: DiskChange) -> None:
         """Make a leaf folder and its parent, unless remembered.
@@ -28,11 +30,11 @@ class LeafFolders:
         Others may remove it again while it is empty: who puts something there must be ready for
         that, and call `make_again`.
         """
-        if leaf in self._sizes:
+        if leaf in self._made:
             return
         with contextlib.suppress(FileNotFoundError):  # the parent is removed at this very moment
             for folder in (_parent_of(leaf), leaf):
-                if folder not in self._sizes:
+                if folder not in self._made:
                     self._make(folder, change)
 
     def make_again(self, leaf: str, change: DiskChange) -> None:
@@ -43,16 +45,23 @@ class LeafFolders:
         self._ops.make_folders(_parent_of(parent))
         self.ensure(leaf, change)
 
-    def note_growth(self, folder: str, change: DiskChange) -> None:
-        """Count by how much a folder has grown: none of its entries pays for that.
+    @contextlib.contextmanager
+    def growing(self, folder: str, change: DiskChange) -> Iterator[None]:
+        """Count by how much a folder grows meanwhile: none of its entries pays for that.
 
-        Where another process has filled it, that counts the same, until the next walk.
+        What another thread has counted is left out; of another process that cannot be known,
+        and the next walk corrects it.
         """
-        with contextlib.suppress(OSError):  # gone, or not to be asked: the next walk counts it
-            size_bytes = disk_bytes(self._ops.stat(folder))
+        before_bytes = self._size_of(folder)
+        try:
+            yield
+        finally:
+            after_bytes = self._size_of(folder)
             with self._mutex:
-                change.added_bytes += max(0, size_bytes - self._sizes.get(folder, size_bytes))
-                self._sizes[folder] = size_bytes
+                counted_bytes = max(before_bytes, self._grown.get(folder, 0))
+                if before_bytes and after_bytes > counted_bytes:
+                    change.added_bytes += after_bytes - counted_bytes
+                    self._grown[folder] = after_bytes
 
     def remove_empty(self, leaf: str, change: DiskChange) -> None:
         """Delete a leaf folder if it is empty, and then its parent if that is."""
@@ -66,25 +75,23 @@ class LeafFolders:
             change.removed_bytes += freed_bytes
 
     def _make(self, folder: str, change: DiskChange) -> None:
-        above = _parent_of(folder)
-        if above not in self._sizes:
-            self.note_growth(above, DiskChange())
-        try:
+        with self.growing(_parent_of(folder), change), contextlib.suppress(FileExistsError):
             self._ops.mkdir(folder)
-        except FileExistsError:
-            self.note_growth(folder, DiskChange())
-            return
-        size_bytes = self._new_bytes
-        with contextlib.suppress(FileNotFoundError):  # it was removed, and taken off the count
-            size_bytes = self._new_bytes = disk_bytes(self._ops.stat(folder))
-        change.added_bytes += size_bytes
-        with self._mutex:
-            self._sizes[folder] = size_bytes
-        self.note_growth(above, change)
+            with contextlib.suppress(FileNotFoundError):  # it was removed, and taken off the count
+                self._new_bytes = disk_bytes(self._ops.stat(folder))
+            change.added_bytes += self._new_bytes
+        self._made.add(folder)
+
+    def _size_of(self, folder: str) -> int:
+        """Return a folder's disk bytes; 0 if it is gone, or cannot be asked."""
+        with contextlib.suppress(OSError):
+            return disk_bytes(self._ops.stat(folder))
+        return 0
 
     def _forget(self, folder: str) -> None:
+        self._made.discard(folder)
         with self._mutex:
-            self._sizes.pop(folder, None)
+            self._grown.pop(folder, None)
 
 
 def _parent_of(folder: str) -> str:

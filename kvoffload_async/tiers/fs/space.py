@@ -106,6 +106,11 @@ class Space:
         self._known: set[OffloadKey] = set()
         self._busy: Counter[OffloadKey] = Counter()
 
+    @property
+    def can_evict(self) -> bool:
+        """Whether a block is known that may go."""
+        return self._idle_count() > 0
+
     # -- what is there --------------------------------------------------------------------------
 
     def known(self) -> frozenset[OffloadKey]:

@@ -214,7 +214,9 @@ class FsTier(AsyncTier):
             full = [] if is_full else [o for o in outcomes if isinstance(o.error, TierFullError)]
             is_full = is_full or bool(full)  # evict, and retry once
             again = [o.item for o in outcomes if o.status in _AGAIN] + [o.item for o in full]
-            if plan.roomless and not has_looked and self._keeper is not None:
+            if plan.roomless and space.can_evict:  # others have taken what was freed
+                again += plan.roomless
+            elif plan.roomless and not has_looked and self._keeper is not None:
                 has_looked = True
                 if await self._keeper.look_for_blocks():
                     again += plan.roomless

@@ -100,13 +100,20 @@ class BlockWriter:
         if not item.may_write:
             return StoreStatus.ABSENT
         temp = f"{path}.{self._writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
+        leaf = self._namespace.leaf_of(item.key)
+        self._folders.ensure(leaf, outcome.change)
+        with self._folders.growing(leaf, outcome.change):
+            return self._store_by_way_of(temp, path, item, outcome)
+
+    def _store_by_way_of(
+        self, temp: str, path: str, item: StoreItem, outcome: StoreOutcome
+    ) -> StoreStatus:
         try:
             recycled = False
             if item.victim is not None:
                 if not self._take_victim(item.key, item.victim, temp, outcome):
                     return StoreStatus.VICTIM_GONE
                 recycled = self._may_overwrite(temp)
-            self._folders.ensure(self._namespace.leaf_of(item.key), outcome.change)
             self._fill(temp, item, outcome, recycled=recycled)
             file_bytes = disk_bytes(self._ops.stat(temp))
             is_published = self._publish(temp, path)
@@ -117,7 +124,6 @@ class BlockWriter:
             self.discard(temp)
             return StoreStatus.PRESENT
         outcome.change.added_bytes += file_bytes
-        self._folders.note_growth(self._namespace.leaf_of(item.key), outcome.change)
         return StoreStatus.WRITTEN
 
     def _publish(self, temp: str, path: str) -> bool:
@@ -139,7 +145,6 @@ class BlockWriter:
             freed_bytes = disk_bytes(self._ops.stat(old))
         except FileNotFoundError:
             return False
-        self._folders.ensure(leaf, outcome.change)
         for _ in range(_TRIES):
             try:
                 self._ops.rename(old, temp)

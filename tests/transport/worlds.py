@@ -1,0 +1,185 @@
+"""Tensors that play a device, slots beside them, and a model of every copy in plain arrays."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.abc.transport import BlockCopies
+from kvoffload_async.transport.host import HostTransport
+from kvoffload_async.transport.layout import register_kv_caches
+from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+DEADLINE_S = 10.0
+GUARD = 0xEE
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one tensor lies in memory.
+
+    `kind`: "plain" `[blocks, ...]`, "pairs" `[2, blocks, ...]`, or "strided" (rows with a gap).
+    """
+
+    page_items: int = 6
+    dtype: torch.dtype = torch.uint8
+    kind: str = "plain"
+
+    def tensor(self, blocks, device="cpu"):
+        if self.kind == "pairs":
+            return torch.zeros(2, blocks, self.page_items, dtype=self.dtype, device=device)
+        gap = 3 if self.kind == "strided" else 0
+        wide = torch.zeros(blocks, self.page_items + gap, dtype=self.dtype, device=device)
+        return wide[:, : self.page_items]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The groups' tensors; all tensors of a layout lie the same way."""
+
+    groups: tuple[tuple[Shape, ...], ...] = ((Shape(), Shape(10)), (Shape(4),))
+    blocks: int = 12
+    blocks_per_chunk: int = 1
+    slots: int = 24
+    cell_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A group's part of a transfer: device blocks in order, and where in a chunk they begin."""
+
+    blocks: tuple[int, ...]
+    first: int
+    slots: tuple[int, ...]
+
+
+def copies_of(direction, wanted):
+    blocks = [block for group in wanted for block in group.blocks]
+    slots = [slot for group in wanted for slot in group.slots]
+    sizes = tuple(len(group.blocks) for group in wanted)
+    firsts = tuple(group.first for group in wanted)
+    device = GPULoadStoreSpec(as_block_ids(blocks), sizes, firsts)
+    return BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
+
+
+def simple(direction, blocks, slots):
+    """A transfer of one group, whole chunks."""
+    return copies_of(direction, [Wanted(tuple(blocks), 0, tuple(slots))])
+
+
+@dataclass
+class Device:
+    """Tensors, their layout, the slots, and a model of both in plain arrays."""
+
+    geometry: Geometry = field(default_factory=Geometry)
+
+    def __post_init__(self):
+        g = self.geometry
+        self.caches = {}
+        names = []
+        for group_at, group in enumerate(g.groups):
+            names.append([])
+            for shape_at, shape in enumerate(group):
+                name = f"g{group_at}l{shape_at}"
+                self.caches[name] = shape.tensor(g.blocks)
+                names[-1].append(name)
+        pairs = g.groups[0][0].kind == "pairs"
+        self.layout = register_kv_caches(self.caches, names, g.blocks_per_chunk, int(pairs))
+        width = g.cell_offset + self.layout.chunk_bytes + 5
+        self.memory = bytearray(g.slots * width)
+        self.view = memoryview(self.memory).cast("B", (g.slots, width))
+        self.rows = np.asarray(self.view)
+        self.rows[:] = GUARD
+        self.fill(0)
+        self.snapshot()
+
+    def fill(self, seed):
+        """Give every byte of the device a new value."""
+        rng = np.random.default_rng(seed)
+        for table in self.tables():
+            pages = table.pages.numpy()
+            pages[:] = rng.integers(0, 256, pages.shape, dtype=np.uint8)
+
+    def tables(self):
+        return [table for group in self.layout.groups for table in group]
+
+    def snapshot(self):
+        """Let the model be what is there now."""
+        self.model_rows = self.rows.copy()
+        self.model_pages = [[t.pages.numpy().copy() for t in g] for g in self.layout.groups]
+
+    def apply(self, direction, wanted):
+        """What a transfer amounts to: page by page, as anybody would write it down."""
+        g = self.geometry
+        for group_at, part in enumerate(wanted):
+            for at, block in enumerate(part.blocks):
+                position = part.first % g.blocks_per_chunk + at
+                slot = part.slots[position // g.blocks_per_chunk]
+                place = position % g.blocks_per_chunk
+                for table_at, table in enumerate(self.layout.groups[group_at]):
+                    size = table.page_bytes
+                    begin = g.cell_offset + table.offset_bytes + place * size
+                    pages = self.model_pages[group_at][table_at]
+                    if direction is STORE:
+                        self.model_rows[slot, begin : begin + size] = pages[block]
+                    else:
+                        pages[block] = self.model_rows[slot, begin : begin + size]
+
+    def agrees(self):
+        """Whether device and slots are, to the last byte, what the model says."""
+        pages = zip(self.model_pages, self.layout.groups, strict=True)
+        return np.array_equal(self.rows, self.model_rows) and all(
+            np.array_equal(model, table.pages.numpy())
+            for models, tables in pages
+            for model, table in zip(models, tables, strict=True)
+        )
+
+    def transport(self, **options):
+        return HostTransport(
+            self.layout, self.view, cell_offset_bytes=self.geometry.cell_offset, **options
+        )
+
+
+DTYPES = [torch.uint8, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.float32]
+
+
+@st.composite
+def geometries(draw):
+    kind = draw(st.sampled_from(["plain", "pairs", "strided"]))
+    shapes = st.builds(Shape, st.integers(1, 9), st.sampled_from(DTYPES), st.just(kind))
+    groups = draw(st.lists(st.lists(shapes, min_size=1, max_size=3), min_size=1, max_size=3))
+    return Geometry(
+        tuple(tuple(group) for group in groups),
+        blocks_per_chunk=draw(st.integers(1, 4)),
+        cell_offset=draw(st.sampled_from([0, 7, 64])),
+    )
+
+
+@st.composite
+def wants(draw, geometry, *, aligned=False):
+    """A transfer with distinct blocks and distinct slots: any start, any end within a chunk."""
+    slots = draw(st.permutations(range(geometry.slots)))
+    parts = []
+    for _ in geometry.groups:
+        blocks = tuple(draw(st.permutations(range(geometry.blocks))))
+        blocks = blocks[: draw(st.integers(0, 6))]
+        first = 0 if aligned else draw(st.integers(0, 9))
+        per_chunk = geometry.blocks_per_chunk
+        chunks = -(-(first % per_chunk + len(blocks)) // per_chunk) if blocks else 0
+        parts.append(Wanted(blocks, first, tuple(slots[:chunks])))
+        slots = slots[chunks:]
+    return parts
+
+
+def outcome_of(transfer):
+    """Wait for the end, on a loop, as everybody does."""
+
+    async def wait():
+        async with asyncio.timeout(DEADLINE_S):
+            return await transfer.outcome()
+
+    return asyncio.run(wait())
