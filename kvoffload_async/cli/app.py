@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
@@ -23,7 +23,7 @@ from kvoffload_async.cli.ending import (
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.passes import PassReports, print_table, replay_passes
-from kvoffload_async.cli.replay import Manner
+from kvoffload_async.cli.replay import DEVICES, ENGINES, Manner
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import BUILT_IN_PASSES, Flags, read_config, resolve
 from kvoffload_async.cli.store.command import store_app
@@ -96,6 +96,28 @@ def replay(
     concurrency: Annotated[
         int, typer.Option(min=1, metavar="K", help="Requests in flight at once.")
     ] = 1,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="sync|async",
+            help="sync: a scheduler's adapter, step by step; async: OffloadEngine, on a loop.",
+        ),
+    ] = "sync",
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="Where the simulated device memory lies.")
+    ] = "cpu",
+    device_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Blocks that the device has room for, which it also keeps between requests; by "
+            "default enough for the requests in flight, and it keeps nothing.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int, typer.Option(min=1, metavar="L", help="Tensors of the device memory.")
+    ] = 2,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not compare the loaded bytes.")
     ] = False,
@@ -119,6 +141,8 @@ def replay(
     )
     with errors_as_one_line(), Interrupt() as interrupt, ScratchFolder() as scratch:
         _check_writable(json)
+        _check_choice("--engine", engine, ENGINES)
+        _check_choice("--device", device, DEVICES)
         spec = resolve(flags, scratch)
         num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if trace and num_passes > 1 and not trace.is_file():
@@ -126,6 +150,10 @@ def replay(
         manner = Manner(
             concurrency=concurrency,
             verify=not no_verify,
+            engine=engine,
+            device=device,
+            device_blocks=device_blocks,
+            layers=layers,
             should_stop=lambda: interrupt.is_requested,
         )
         reports = replay_passes(
@@ -162,6 +190,11 @@ def tiers() -> None:
             console.print(option_table(entry.options))
     console.print(Text("Options of every tier:"))
     console.print(option_table(common_options()))
+
+
+def _check_choice(option: str, value: str, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise InputError(f"{option} {value}: it must be {' or '.join(allowed)}")
 
 
 def _check_writable(json: str | None) -> None:

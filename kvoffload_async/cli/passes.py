@@ -121,6 +121,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     jobs = (report.jobs_submitted, report.job_results, report.job_failures)
     refused = (report.stores_refused, report.promotions_refused)
     moved = (_size(report.bytes_stored), _size(report.bytes_loaded))
+    copied = (_size(report.bytes_from_device), _size(report.bytes_to_device))
     owner_us = (f"{name} {value:,.0f} us" for name, value in report.owner_us_per_step.items())
     return [
         ("requests", f"{report.requests:,}"),
@@ -132,10 +133,14 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("jobs / results / failed", _joined(jobs)),
         ("leaked pins", f"{report.leaked_pins:,}"),
         ("stored / loaded", " / ".join(moved)),
+        ("from / to the device", " / ".join(copied)),
+        ("preemptions", f"{report.preemptions:,}"),
         ("evictions", f"{report.evictions:,}"),
         ("stores / promotions refused", _joined(refused)),
+        ("device blocks / layers", _joined((report.device_blocks, report.layers))),
         ("primary blocks", f"{report.primary_blocks:,} of {_size(report.row_bytes)}"),
         ("eviction policy", report.policy),
+        ("engine", report.engine),
         ("wall time", f"{report.wall_s:.2f} s"),
         ("block references a second", f"{report.block_refs_per_s:,.0f}"),
         ("steps", f"{report.steps:,}"),

@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from kvoffload_async.cli.content import BlockContent
-from kvoffload_async.cli.driver import Driver
+from kvoffload_async.cli.device import FramePool
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.report import Report, build_report
+from kvoffload_async.cli.roads.awaited import AwaitedRoad
+from kvoffload_async.cli.roads.stepwise import StepwiseRoad
+from kvoffload_async.cli.roads.workers import Workers
 from kvoffload_async.cli.source import RequestSource
-from kvoffload_async.cli.tally import PRIMARY
+from kvoffload_async.cli.tally import DEVICE, PRIMARY, Tally
+from kvoffload_async.engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.runtime.loop_thread import new_event_loop
+
+if TYPE_CHECKING:  # torch is loaded with the first memory, not before
+    from kvoffload_async.transport.paged import PagedMemory
+
+SYNC: Final = "sync"
+ASYNC: Final = "async"
+ENGINES: Final = (SYNC, ASYNC)
+DEVICES: Final = ("cpu", "cuda")
 
 _DEFAULT_IO_TIMEOUT_S = 30.0
 _STALL_MARGIN_S = 30.0
 _INTERRUPTED_TIMEOUT_S = 5.0
+_UNKNOWN_REQUEST_BLOCKS = 1024
+"""What a request gets room for where nobody can tell how large they are: in a pipe."""
+_BLOCKS_PER_STEP = 16
+"""What a step computes of a request on a device that may run out of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How requests are replayed; see `Driver`."""
+    """How requests are replayed; see `Report`, and `StepwiseRoad`.
 
+    Attributes:
+        device: `"cpu"` or `"cuda"`: where the device's memory lies.
+        device_blocks: What the device has room for, and keeps; None: enough, and it keeps nothing.
+    """
+
+    engine: str = SYNC
+    device: str = "cpu"
+    device_blocks: int | None = None
+    layers: int = 2
     concurrency: int = 1
     verify: bool = True
     should_stop: Callable[[], bool] = lambda: False
     on_step: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a road has left behind."""
+
+    manager: TieringOffloadingManager
+    tier_names: Sequence[str]
+    tally: Tally
+    wall_s: float
+    interrupted: bool
 
 
 def replay(spec: TieringOffloadingSpec, source: RequestSource, manner: Manner) -> Report:
@@ -36,39 +75,32 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, manner: Manner) -
 
     Raises:
         InputError: The trace, or a tier's option, turns out to be unusable.
+        ConfigError: The device cannot be had.
         StalledError: The engine makes no progress.
         OffloadError: A tier did not shut down.
     """
-    manager = _start(spec)
-    tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
-    content = BlockContent(manager.get_primary_kv_view())
-    driver = Driver(
-        manager,
-        tier_names,
-        content,
-        concurrency=manner.concurrency,
-        verify=manner.verify,
-        stall_timeout_s=stall_timeout_s(spec),
-        should_stop=manner.should_stop,
-        on_step=manner.on_step,
-    )
-    start_s = time.perf_counter()
-    try:
-        driver.run(source)
-        interrupted = manner.should_stop()
-        driver.drain(_bounded(spec, manner))
-        wall_s = time.perf_counter() - start_s
-    finally:
-        content.close()
-        spec.shutdown(_bounded(spec, manner))
+    num_frames = manner.device_blocks
+    if num_frames is None:
+        most = source.most_blocks()
+        size = _UNKNOWN_REQUEST_BLOCKS if most is None else max(1, most)
+        num_frames = manner.concurrency * size
+    pool = FramePool(num_frames, keeps_contents=manner.device_blocks is not None)
+    if manner.engine == SYNC:
+        outcome = _replay_stepwise(spec, source, manner, pool)
+    else:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            outcome = runner.run(_replay_awaited(spec, source, manner, pool))
     return build_report(
         spec,
-        manager,
-        tier_names,
-        driver.tally,
-        wall_s=wall_s,
+        outcome.manager,
+        outcome.tier_names,
+        outcome.tally,
+        wall_s=outcome.wall_s,
         concurrency=manner.concurrency,
-        interrupted=interrupted,
+        interrupted=outcome.interrupted,
+        engine=manner.engine,
+        device_blocks=num_frames,
+        layers=manner.layers,
     )
 
 
@@ -89,15 +121,110 @@ def unique_names(tier_types: Sequence[str]) -> list[str]:
     names: list[str] = []
     for tier_type in tier_types:
         name, number = tier_type, 2
-        while name in (PRIMARY, *names):
+        while name in (DEVICE, PRIMARY, *names):
             name, number = f"{tier_type}#{number}", number + 1
         names.append(name)
     return names
 
 
-def _start(spec: TieringOffloadingSpec) -> TieringOffloadingManager:
+# -- the two roads ------------------------------------------------------------------------------
+
+
+def _replay_stepwise(
+    spec: TieringOffloadingSpec, source: RequestSource, manner: Manner, pool: FramePool
+) -> _Outcome:
+    memories = [
+        _open_memory(spec, manner, pool, worker) for worker in range(spec.config.num_workers)
+    ]
+    with _start_errors():
+        manager = spec.get_manager()
+    workers: Workers | None = None
     try:
-        return spec.get_manager()
+        tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
+        tally = Tally.of_tiers(tier_names, device_keeps=manner.device_blocks is not None)
+        workers = Workers(spec, memories, tally)
+        road = StepwiseRoad(
+            manager,
+            workers,
+            pool,
+            tally,
+            tier_names=tier_names,
+            blocks_per_chunk=spec.config.blocks_per_chunk,
+            num_workers=spec.config.num_workers,
+            blocks_per_step=None if manner.device_blocks is None else _BLOCKS_PER_STEP,
+            concurrency=manner.concurrency,
+            verify=manner.verify,
+            stall_timeout_s=stall_timeout_s(spec),
+            should_stop=manner.should_stop,
+            on_step=manner.on_step,
+        )
+        start_s = time.perf_counter()
+        road.run(source)
+        interrupted = manner.should_stop()
+        road.drain(_bounded(spec, manner))
+        wall_s = time.perf_counter() - start_s
+    finally:
+        if workers is not None:
+            workers.shutdown(_bounded(spec, manner))
+        spec.shutdown(_bounded(spec, manner))
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+
+
+async def _replay_awaited(
+    spec: TieringOffloadingSpec, source: RequestSource, manner: Manner, pool: FramePool
+) -> _Outcome:
+    if spec.config.num_workers > 1:
+        raise InputError("--engine async: it has one worker; give num_workers 1, or --engine sync")
+    memory = _open_memory(spec, manner, pool, 0)
+    bounds = EngineBounds(waiting_calls=manner.concurrency)
+    engine = OffloadEngine(spec.config, bounds=bounds, kv_caches=memory.kv_caches)
+    with _start_errors():
+        await engine.__aenter__()
+    try:
+        manager = engine.manager
+        tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
+        tally = Tally.of_tiers(tier_names, device_keeps=manner.device_blocks is not None)
+        road = AwaitedRoad(
+            engine,
+            memory,
+            pool,
+            tally,
+            tier_names=tier_names,
+            concurrency=manner.concurrency,
+            verify=manner.verify,
+            stall_timeout_s=stall_timeout_s(spec),
+            should_stop=manner.should_stop,
+            on_step=manner.on_step,
+        )
+        start_s = time.perf_counter()
+        await road.run(iter(source))
+        interrupted = manner.should_stop()
+        await road.rest(_bounded(spec, manner))
+        wall_s = time.perf_counter() - start_s
+    finally:
+        await engine.close(_bounded(spec, manner))
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+
+
+def _open_memory(
+    spec: TieringOffloadingSpec, manner: Manner, pool: FramePool, worker: int
+) -> PagedMemory:
+    from kvoffload_async.transport.paged import PagedMemory  # noqa: PLC0415 - loads torch
+
+    return PagedMemory(
+        pool.num_frames,
+        spec.config.block_bytes,
+        layers=manner.layers,
+        blocks_per_chunk=spec.config.blocks_per_chunk,
+        device=manner.device,
+        salt=worker,
+    )
+
+
+@contextmanager
+def _start_errors() -> Iterator[None]:
+    try:
+        yield
     except (OffloadError, OSError, TypeError, ValueError) as error:
         # Options are a tier's own: only its constructor and its opening know what they may be.
         raise InputError(f"the engine does not start: {error}") from error

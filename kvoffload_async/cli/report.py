@@ -19,10 +19,17 @@ class Report:
     Attributes:
         interrupted: Whether it ended before the requests did.
         requests: Requests that ended, and `block_refs` their blocks, repeated ones included.
-        hits: Block references found, by where they came from; see `driver`.
+        hits: Block references found, by where they came from; see `roads`.
         verified_blocks: Loaded blocks that were compared, and `corrupt_blocks` those that differed.
-        bytes_stored: Bytes written to the primary by requests, and `bytes_loaded` those read.
-        owner_us_per_step: Microseconds in the manager's calls, over the steps: p50, p99, max.
+        bytes_stored: Bytes of the primary's rows that requests have written, and `bytes_loaded` of
+            those that they have read.
+        bytes_to_device: Bytes that were copied to the device, and `bytes_from_device` from it.
+        preemptions: How often a request lost its device blocks and started again.
+        device_blocks: Blocks that the device has room for, and `layers` its tensors.
+        engine: `"sync"` for scheduler adapter and workers, `"async"` for `OffloadEngine`.
+        owner_us_per_step: Microseconds in the adapter's calls, over the steps: p50, p99, max. With
+            the async engine a step is a request, and the time is the processor time of the loop's
+            thread, without computing and comparing blocks.
         leaked_pins: Slots pinned, being written or held after everything has come to rest.
         evictions: Blocks that left the primary to make room.
         stores_refused: Requests that the primary had no room for at all.
@@ -42,6 +49,9 @@ class Report:
     corrupt_blocks: int
     bytes_stored: int
     bytes_loaded: int
+    bytes_to_device: int
+    bytes_from_device: int
+    preemptions: int
     wall_s: float
     block_refs_per_s: float
     owner_us_per_step: dict[str, float]
@@ -56,6 +66,9 @@ class Report:
     block_bytes: int
     row_bytes: int
     concurrency: int
+    engine: str
+    device_blocks: int
+    layers: int
     tiers: dict[str, dict[str, int]]
 
     @property
@@ -82,12 +95,16 @@ def build_report(
     wall_s: float,
     concurrency: int,
     interrupted: bool,
+    engine: str,
+    device_blocks: int,
+    layers: int,
 ) -> Report:
     """Gather the figures, once the engine is at rest."""
-    engine = manager.engine
-    slots = engine.primary.counts
-    counters = engine.counters
-    promoted = sum(tier.counters.loaded_blocks for tier in engine.tiers)
+    core = manager.engine
+    slots = core.primary.counts
+    counters = core.counters
+    promoted = sum(tier.counters.loaded_blocks for tier in core.tiers)
+    copied_bytes = spec.config.block_bytes * spec.config.num_workers
     resident = slots["idle"] + slots["pinned"]
     return Report(
         interrupted=interrupted,
@@ -102,6 +119,9 @@ def build_report(
         corrupt_blocks=tally.corrupt_blocks,
         bytes_stored=tally.stored_blocks * spec.stride_bytes,
         bytes_loaded=tally.loaded_blocks * spec.stride_bytes,
+        bytes_to_device=tally.loaded_blocks * copied_bytes,
+        bytes_from_device=tally.stored_blocks * copied_bytes,
+        preemptions=tally.preemptions,
         wall_s=wall_s,
         block_refs_per_s=tally.block_refs / max(wall_s, 1e-9),
         owner_us_per_step=_percentiles_us(tally),
@@ -116,8 +136,11 @@ def build_report(
         block_bytes=spec.config.block_bytes,
         row_bytes=spec.stride_bytes,
         concurrency=concurrency,
+        engine=engine,
+        device_blocks=device_blocks,
+        layers=layers,
         tiers={
-            name: asdict(tier.counters) for name, tier in zip(tier_names, engine.tiers, strict=True)
+            name: asdict(tier.counters) for name, tier in zip(tier_names, core.tiers, strict=True)
         },
     )
 

@@ -24,6 +24,10 @@ class RequestSource(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of where the requests come from."""
 
+    @abstractmethod
+    def most_blocks(self) -> int | None:
+        """Return how many blocks a request has at most; None where nobody can tell."""
+
     @property
     def fraction_done(self) -> float:
         """How much of the stream has been taken, from 0 to 1."""

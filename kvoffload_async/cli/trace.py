@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from kvoffload_async.cli.errors import InputError
@@ -34,10 +36,23 @@ class TraceFile(RequestSource):
             self._file = path.open("rb")
         except OSError as error:
             raise _unreadable(path, error) from error
-        self._size_bytes = os.fstat(self._file.fileno()).st_size
+        status = os.fstat(self._file.fileno())
+        self._size_bytes = status.st_size
+        self._is_regular = stat.S_ISREG(status.st_mode)
 
     def close(self) -> None:
         self._file.close()
+
+    def most_blocks(self) -> int | None:
+        """Read the trace once more, if that is possible.
+
+        Raises:
+            InputError: It cannot be read, or a line is malformed.
+        """
+        if not self._is_regular:
+            return None
+        with closing(TraceFile(self._path, self._limit)) as trace:
+            return max(map(len, trace), default=0)
 
     def _requests(self) -> Iterator[Sequence[int]]:
         for number, line in enumerate(iter(self._read_line, b""), 1):

@@ -37,6 +37,9 @@ class ChatWorkload(RequestSource):
         super().__init__(limit)
         self._seed = seed
 
+    def most_blocks(self) -> int:
+        return max(SYSTEM_PROMPT_BLOCKS) + _TURNS[1] * _GROWTH_BLOCKS[1]
+
     def _requests(self) -> Iterator[Sequence[int]]:
         chance = random.Random(self._seed)  # noqa: S311 - reproducible, and no secret
         new_ids = count()

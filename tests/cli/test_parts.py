@@ -6,101 +6,27 @@ import signal
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.cli import catalogue
-from kvoffload_async.cli.content import BlockContent
-from kvoffload_async.cli.driver import Driver
+from kvoffload_async.cli.device import FramePool
 from kvoffload_async.cli.errors import InputError, StalledError
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.replay import Manner, replay, stall_timeout_s, unique_names
+from kvoffload_async.cli.roads.stepwise import StepwiseRoad
+from kvoffload_async.cli.roads.workers import Workers
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import Flags, resolve
+from kvoffload_async.cli.tally import Tally
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.cli.trace import TraceFile
 from kvoffload_async.cli.workload import NUM_REQUESTS, SYSTEM_PROMPT_BLOCKS, ChatWorkload
 from kvoffload_async.facade.factory import SecondaryTierFactory
-
-
-class TestContent:
-    """Ten slots of 4 KiB; slots 0 to 3 hold blocks 10 to 13."""
-
-    NAMES = np.arange(10, 14, dtype=np.uint64)
-    SLOTS = np.arange(4, dtype=np.int32)
-
-    @pytest.fixture
-    def rows(self):
-        return np.zeros((10, 4096), dtype=np.uint8)
-
-    @pytest.fixture
-    def content(self, rows):
-        content = BlockContent(memoryview(rows))
-        content.fill(self.NAMES, self.SLOTS)
-        return content
-
-    def test_what_was_written_verifies(self, content):
-        assert content.count_wrong(self.NAMES, self.SLOTS) == 0
-
-    def test_nothing_else_is_written(self, content, rows):
-        assert not rows[4:].any()
-
-    def test_swapped_blocks_are_wrong(self, content, rows):
-        rows[[1, 2]] = rows[[2, 1]]
-        assert content.count_wrong(self.NAMES, self.SLOTS) == 2
-
-    def test_a_stale_block_is_wrong(self, content):
-        names = self.NAMES.copy()
-        names[3] = 99
-        assert content.count_wrong(names, self.SLOTS) == 1
-
-    def test_a_shifted_block_is_wrong(self, content, rows):
-        rows[0] = np.roll(rows[0], 8)
-        assert content.count_wrong(self.NAMES, self.SLOTS) == 1
-
-    def test_a_block_whose_halves_are_swapped_is_wrong(self, content, rows):
-        rows[0] = np.roll(rows[0], 2048)
-        assert content.count_wrong(self.NAMES, self.SLOTS) == 1
-
-    def test_half_a_block_of_another_is_wrong(self, content, rows):
-        rows[0, 2048:] = rows[1, 2048:]
-        assert content.count_wrong(self.NAMES, self.SLOTS) == 1
-
-    @pytest.mark.parametrize("byte", [0, 7, 8, 2049, 4095])
-    def test_a_single_wrong_byte_is_wrong(self, content, rows, byte):
-        rows[2, byte] ^= 1
-        assert content.count_wrong(self.NAMES, self.SLOTS) == 1
-
-    def test_no_word_comes_twice(self, content, rows):
-        words = rows[:4].view(np.uint64)
-        assert len(np.unique(words)) == words.size
-
-    def test_more_blocks_than_scratch_memory(self):
-        rows = np.zeros((1000, 4096), dtype=np.uint8)
-        content = BlockContent(memoryview(rows))
-        names = np.arange(1000, dtype=np.uint64)
-        slots = np.random.default_rng(1).permutation(1000).astype(np.int32)
-        content.fill(names, slots)
-        assert content.count_wrong(names, slots) == 0
-        rows[slots[[3, 500, 999]], 5] ^= 255
-        assert content.count_wrong(names, slots) == 3
-
-    def test_a_block_larger_than_scratch_memory(self):
-        content = BlockContent(memoryview(np.zeros((2, 1 << 20), dtype=np.uint8)))
-        content.fill(self.NAMES[:2], self.SLOTS[:2])
-        assert content.count_wrong(self.NAMES[:2], self.SLOTS[:2]) == 0
-        assert content.count_wrong(self.NAMES[:2], self.SLOTS[1::-1]) == 2
-
-    def test_lets_go_of_the_memory(self):
-        memory = bytearray(4096)
-        with memoryview(memory) as flat:
-            content = BlockContent(flat.cast("B", (1, 4096)))
-            content.close()
-        memory.clear()  # refused while somebody exports it
+from kvoffload_async.transport.paged import PagedMemory
 
 
 class TestTierSpec:
@@ -251,12 +177,16 @@ class TestStop:
     def test_work_that_never_ends_is_given_up_at_the_deadline(self, faulty_tiers):
         spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
         manager = spec.get_manager()
-        content = BlockContent(manager.get_primary_kv_view())
-        driver = Driver(manager, ["Stuck"], content, stall_timeout_s=0.25)
+        tally = Tally.of_tiers(["Stuck"], device_keeps=False)
+        workers = Workers(spec, [PagedMemory(2, 16 * 1024)], tally)
+        pool = FramePool(2, keeps_contents=False)
+        road = StepwiseRoad(
+            manager, workers, pool, tally, tier_names=["Stuck"], stall_timeout_s=0.25
+        )
         with pytest.raises(StalledError, match="0 requests wait and 1 jobs have no result"):
-            driver.run([[1, 2]])
-        assert not driver.drain(0.05)
-        content.close()
+            road.run([[1, 2]])
+        assert not road.drain(0.05)
+        workers.shutdown(5)
         spec.shutdown(0.2)
         assert manager.engine.counters.job_results == 1
 
@@ -283,7 +213,12 @@ class TestReport:
 
 
 def test_names_of_tiers_are_unique():
-    assert unique_names(["fs", "primary", "fs", "fs"]) == ["fs", "primary#2", "fs#2", "fs#3"]
+    assert unique_names(["fs", "primary", "fs", "device"]) == [
+        "fs",
+        "primary#2",
+        "fs#2",
+        "device#2",
+    ]
 
 
 class TestCatalogue:

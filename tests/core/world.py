@@ -59,7 +59,7 @@ NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
 MIB = 1 << 20
 # Explaining a failure retraces every line of every attempt: minutes, and a test that times out.
 THOROUGH = settings(
-    max_examples=5 * settings().max_examples,
+    max_examples=max(250, settings().max_examples),
     phases=[phase for phase in Phase if phase is not Phase.explain],
 )
 

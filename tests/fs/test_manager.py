@@ -1,3 +1,4 @@
+import asyncio
 import errno
 import os
 import threading
@@ -89,19 +90,27 @@ def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(place, ops):
     with place.manage(ops) as harness:
         hang = ops.hang(on="stat", when=lambda c: c.path == str(place.path(K[0])), times=1)
         first = ReqContext("first")
-        harness.manager._port.index  # noqa: B018 - the index is this manager's own
         assert ask(harness, first, K[0]) == [RETRY]
         assert hang.entered.wait(10)
         # The probe's deadline passes: it is answered, and the request ends.
         harness.on_loop(lambda: _expire_probes(harness.manager))
         harness.wait(lambda: ask(harness, first, K[0]) != [RETRY])
         harness.manager.on_request_finished(first)
-        place.put(K[0])
         second = ReqContext("second")
-        assert answers(harness, second, K[0]) == [HIT]
+        assert answers(harness, second, K[0]) == [MISS]
+        place.put(K[0])  # so that the late verdict is another one
         hang.release()
-        harness.host.bridge.wait_for_progress(0.05)
-        assert ask(harness, second, K[0]) == [HIT]
+        actor = harness.manager._link.actor
+        harness.run(_ended(actor._probes))
+        harness.collect()
+        assert ask(harness, second, K[0]) == [MISS]
+        harness.manager.on_request_finished(second)
+        assert answers(harness, ReqContext("third"), K[0]) == [HIT]
+
+
+async def _ended(tasks: set) -> None:
+    await asyncio.wait([*tasks, asyncio.get_running_loop().create_task(asyncio.sleep(0))])
+    await asyncio.sleep(0)
 
 
 def _expire_probes(manager: SecondaryTierManager) -> None:

@@ -234,6 +234,25 @@ def test_threads_of_one_tier_lose_no_update(opened):
     assert usage.read() == Usage(1400, {"me": 0}, 2600)
 
 
+def test_a_threads_change_waits_for_that_of_another(opened):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    usage.start(nobody, 0)
+    hang = ops.hang(on="pwrite", times=1)
+    first, second = (
+        threading.Thread(target=usage.settle, args=(0, grown(number))) for number in (10, 3)
+    )
+    first.start()
+    assert hang.entered.wait(10)
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    hang.release()
+    first.join(10)
+    second.join(10)
+    assert usage.read().settled_bytes == 13
+
+
 def test_tiers_lose_no_update_to_each_other(opened):
     usages = [opened(f"w{n}") for n in range(4)]
     for number, usage in enumerate(usages):

@@ -252,6 +252,9 @@ class FsTier(AsyncTier):
         io = self._opened().io
         by_size = max(1, len(items) * self._row_bytes // _PIECE_BYTES)
         pieces = max(1, min(self._settings.io_threads, by_size, len(items)))
+        if pieces == 1:
+            await io.run(direction, partial(call, items, outcomes))
+            return
         async with asyncio.TaskGroup() as group:
             for piece in range(pieces):
                 group.create_task(io.run(direction, partial(call, items[piece::pieces], outcomes)))

@@ -1,0 +1,167 @@
+"""A simulated device memory: paged, a tensor a layer, with content that shows every mix-up.
+
+Word i (8 bytes) of what block b holds is `mix(b) + i * odd`, modulo 2**64, counted through all of
+its layers. Every word depends on the block and on its position: a block in the wrong place, one
+that is shifted, half copied, or left from before all differ from what is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvoffload_async.errors import ConfigError
+
+BlockNames = npt.NDArray[np.uint64]
+"""What blocks hold, by id, shape `[num_blocks]`."""
+
+_WORD_BYTES = 8
+_SCRATCH_BYTES = 128 * 1024
+"""A batch that stays in a core's cache, and that torch does not divide among threads."""
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer.
+
+    Attributes:
+        words: int64 `[num_frames, words_per_frame]`; the end of a page may be padding.
+        ramp: What a frame's words have beyond their block's first, int64 `[words_per_frame]`.
+        mask: The bits of each word that are not padding, int64 `[words_per_frame]`.
+    """
+
+    words: torch.Tensor
+    ramp: torch.Tensor
+    mask: torch.Tensor
+
+
+class PagedMemory:
+    """Device memory in frames; a frame has room for one block in every layer.
+
+    To a transport a frame is `blocks_per_chunk` device blocks. Frame 0 is the null block's, and
+    never used.
+
+    Attributes:
+        kv_caches: Layer name -> uint8 tensor, `[num_device_blocks, page_bytes]`.
+    """
+
+    def __init__(
+        self,
+        num_frames: int,
+        block_bytes: int,
+        *,
+        layers: int = 1,
+        blocks_per_chunk: int = 1,
+        device: str = "cpu",
+        salt: int = 0,
+    ) -> None:
+        """Reserve the memory.
+
+        Args:
+            num_frames: Blocks that it holds, on top of frame 0.
+            block_bytes: Bytes of a block, divided among its device blocks and layers.
+            layers: Tensors.
+            blocks_per_chunk: Device blocks of a frame.
+            device: `"cpu"` or `"cuda"`.
+            salt: Changes all content: a number for each of several workers.
+
+        Raises:
+            ConfigError: There is no such device, not that much memory, or a block is too small.
+        """
+        page_bytes = block_bytes // blocks_per_chunk
+        if page_bytes < layers:
+            raise ConfigError(
+                f"--layers: {layers} layers cannot share {page_bytes} bytes; give fewer"
+            )
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda: there is no CUDA device; give cpu")
+        self._device = torch.device(device)
+        self._blocks_per_chunk = blocks_per_chunk
+        self._salt = np.uint64(salt)
+        self._layers: list[_Layer] = []
+        self.kv_caches: dict[str, torch.Tensor] = {}
+        first_word = 0
+        for index in range(layers):
+            size = page_bytes // layers + (index < page_bytes % layers)
+            page_words = -(-size // _WORD_BYTES)
+            words_per_frame = page_words * blocks_per_chunk
+            try:
+                words = torch.empty(
+                    (num_frames + 1, words_per_frame), dtype=torch.int64, device=self._device
+                )
+            except (RuntimeError, MemoryError) as error:
+                raise ConfigError(
+                    f"--device-blocks: {num_frames} blocks of {block_bytes} bytes do not fit into "
+                    f"the device's memory ({error})"
+                ) from error
+            ramp = np.arange(first_word, first_word + words_per_frame, dtype=np.uint64) * _GAMMA
+            mask = np.full((blocks_per_chunk, page_words * _WORD_BYTES), 255, dtype=np.uint8)
+            mask[:, size:] = 0
+            self._layers.append(
+                _Layer(
+                    words,
+                    self._to_device(ramp),
+                    self._to_device(mask.reshape(-1).view(np.uint64)),
+                )
+            )
+            pages = words.view(torch.uint8).view(-1, page_words * _WORD_BYTES)
+            self.kv_caches[f"layer{index}"] = pages[:, :size]
+            first_word += words_per_frame
+
+    def device_blocks(self, frames: Sequence[int]) -> list[int]:
+        """Return the device blocks of frames, in order."""
+        size = self._blocks_per_chunk
+        if size == 1:
+            return list(frames)
+        return [frame * size + place for frame in frames for place in range(size)]
+
+    def compute(self, names: BlockNames, frames: Sequence[int]) -> None:
+        """Write blocks into frames, parallel to their names: what a model would do."""
+        for rows, heads in self._batches(names, frames):
+            for layer in self._layers:
+                layer.words.index_copy_(0, rows, heads + layer.ramp)
+
+    def count_wrong(self, names: BlockNames, frames: Sequence[int]) -> int:
+        """Return how many of the frames do not hold exactly the block of that name."""
+        wrong = 0
+        for rows, heads in self._batches(names, frames):
+            is_wrong = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
+            for layer in self._layers:
+                found = layer.words.index_select(0, rows)
+                found ^= heads + layer.ramp
+                found &= layer.mask
+                is_wrong |= found.any(dim=1)
+            wrong += int(is_wrong.sum())
+        return wrong
+
+    def _batches(
+        self, names: BlockNames, frames: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Cut blocks into batches: their rows, `[n]`, and their first words, `[n, 1]`."""
+        size = max(1, _SCRATCH_BYTES // (self._layers[0].words.shape[1] * _WORD_BYTES))
+        rows = torch.tensor(frames, dtype=torch.int64, device=self._device)
+        heads = self._to_device(_mix(names) + self._salt)[:, None]
+        for first in range(0, len(frames), size):
+            yield rows[first : first + size], heads[first : first + size]
+
+    def _to_device(self, words: npt.NDArray[np.uint64]) -> torch.Tensor:
+        return torch.from_numpy(words.view(np.int64)).to(self._device)
+
+
+def _mix(names: BlockNames) -> BlockNames:
+    """Scatter ids over all 64 bits; different ids stay different.
+
+    Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+    """
+    z = (names + np.uint64(1)) * _GAMMA
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,78 @@
+"""How jobs are spread over threads, and what a closed tier says."""
+
+import asyncio
+import errno
+
+import pytest
+from fs.places import Place
+
+from kvoffload_async.errors import TierClosedError
+from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
+from kvoffload_async.testing.harness import TierHarness, key_of
+
+K = [key_of(number) for number in range(8)]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def ops():
+    ops = FaultyFileOps()
+    yield ops
+    ops.heal()
+
+
+def open_large(place: Place, ops: FaultyFileOps, **options) -> TierHarness:
+    return TierHarness(place.tier(ops, **options), 16, MIB)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * MIB}])
+def test_a_large_job_uses_several_threads(place, ops, options):
+    with open_large(place, ops, **options) as harness:
+        hang = ops.hang(on="pwrite", when=is_temp, times=1)
+        job = harness.job(K, range(8), is_promotion=False)
+        harness.fill(K, range(8))
+        tasks = []
+        harness.on_loop(lambda: tasks.append(_task(harness.tier.store(job))))
+        assert hang.entered.wait(10)
+        others = ops.hang(on="publish")
+        assert others.entered.wait(10), "no other thread went on"
+        ops.heal()
+        assert harness.run(_end(tasks)) == {}
+        before = len(ops.calls)
+        assert harness.load(K, range(8, 16)) == {}
+        assert all(harness.holds(key, 8 + i) for i, key in enumerate(K))
+        assert ops.counts(before)["pread_into"] == 8
+
+
+def _task(coroutine):
+    return asyncio.get_running_loop().create_task(coroutine)
+
+
+async def _end(tasks):
+    return await tasks[0]
+
+
+def test_failures_keep_their_places_in_a_spread_job(place, ops):
+    with open_large(place, ops) as harness:
+        assert harness.store(K) == {}
+        place.path(K[2]).unlink()
+        ops.fail(errno.EIO, on="pread_into", when=lambda c: c.path == str(place.path(K[5])))
+        assert sorted(harness.load(K, range(8, 16))) == [2, 5]
+        assert all(harness.holds(key, 8 + i) for i, key in enumerate(K) if i not in {2, 5})
+
+
+def test_a_closed_tier_says_so(place):
+    harness = place.open()
+    tier = harness.tier
+    job = harness.job(K[:1], [0], is_promotion=True)
+    harness.close()
+    for operation in (tier.load(job), tier.store(job), tier.contains(K[:1])):
+        with pytest.raises(TierClosedError):
+            operation.send(None)
+
+
+def test_probes_at_its_limits_are_whatever_the_disk_says(place):
+    with place.open() as harness:
+        assert harness.contains(K) == frozenset()
+        place.put(K[3])
+        assert harness.contains(K) == {K[3]}
