@@ -2,8 +2,10 @@
 
 The bare side writes and reads the same files, by as many threads: the same paths below another
 root, their folders made on both sides; create, pwrite, rename; open, preadv. Rounds alternate, so
-that both sides see the same machine. Run with `--benchmark-enable -s` for the measured sizes; as a
-plain test it is one small round.
+that both sides see the same machine. A third side, bare calls and one xxh3 pass over the same
+bytes, shows what verifying costs by itself: from the page cache, all are bound by memory.
+
+Run with `--benchmark-enable -s` for the measured sizes; as a plain test it is one small round.
 """
 
 import asyncio
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvoffload_async.factory import create_policy
 from kvoffload_async.testing.harness import TierHarness, key_of, make_job
@@ -36,7 +39,8 @@ LOADS = 5
 class BareFiles:
     """As many threads as the tier has, each with its share of the files."""
 
-    def __init__(self, root: Path, rows: list[memoryview]) -> None:
+    def __init__(self, root: Path, rows: list[memoryview], *, hashes: bool = False) -> None:
+        self._hashes = hashes
         namespace = Namespace(str(root), FIELDS)
         self._paths = [namespace.get_file_name(key_of(number)) for number in range(len(rows))]
         self._rows = rows
@@ -71,6 +75,8 @@ class BareFiles:
         fd = os.open(self._paths[number], os.O_RDONLY)
         assert os.preadv(fd, [self._rows[number]], 0) == len(self._rows[number])
         os.close(fd)
+        if self._hashes:
+            xxhash.xxh3_128_digest(self._rows[number], 1)
 
 
 class TierFiles:
@@ -117,7 +123,7 @@ def test_throughput_against_bare_files(tmp_path, request, kib, per_job, jobs):
     rounds = 9 if is_measured else 1
     count = jobs * per_job if is_measured else 4
     block_bytes = kib * KIB
-    figures = {"store": [], "load": []}
+    figures = {"store": [], "load": [], "verified": []}
     settings = FsSettings(
         root_dir=str(tmp_path / "tier"),
         run_config=FIELDS,
@@ -136,6 +142,7 @@ def test_throughput_against_bare_files(tmp_path, request, kib, per_job, jobs):
             pieces = [view[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
             sides = {
                 "bare": BareFiles(bare_root, pieces),
+                "hashing": BareFiles(bare_root, pieces, hashes=True),
                 "tier": TierFiles(harness, count, per_job),
             }
             order = ["bare", "tier"] if number % 2 else ["tier", "bare"]
@@ -145,6 +152,9 @@ def test_throughput_against_bare_files(tmp_path, request, kib, per_job, jobs):
                     if is_measured and phase == "store":
                         os.sync()  # so that neither pays for what the other has written
                     took[name] = seconds(getattr(sides[name], phase))
+                if phase == "load":
+                    hashed_s = seconds(sides["hashing"].load)
+                    figures["verified"].append((hashed_s, took["tier"]))
                 figures[phase].append((took["bare"], took["tier"]))
                 order.reverse()
             assert np.array_equal(harness.rows, rows)
@@ -159,6 +169,6 @@ def test_throughput_against_bare_files(tmp_path, request, kib, per_job, jobs):
         ratio = statistics.median(bare / tier for bare, tier in pairs)
         bare, tier = (statistics.median(side) for side in zip(*pairs, strict=True))
         print(  # noqa: T201 - the figures are what this is for
-            f"\n{phase:5} {kib:5} KiB x {count}: bare {total / bare:6.2f} GiB/s, "
+            f"\n{phase:8} {kib:5} KiB x {count}: bare {total / bare:6.2f} GiB/s, "
             f"tier {total / tier:6.2f} GiB/s, ratio {ratio:.2f}"
         )

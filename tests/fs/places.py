@@ -10,7 +10,7 @@ from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import Inventory, take_inventory
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.ops import FileOps
-from kvoffload_async.tiers.fs.outcome import LoadOutcome, StoreItem, StoreOutcome, Verify
+from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, StoreOutcome, Verify
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
@@ -154,16 +154,16 @@ def store_key(files: BlockFiles, key: OffloadKey, **options) -> StoreOutcome:
     return outcome
 
 
-def load(files: BlockFiles, *keys: OffloadKey) -> tuple[list[LoadOutcome], list[bytearray]]:
+def load(files: BlockFiles, *keys: OffloadKey) -> tuple[dict[int, LoadFailure], list[bytearray]]:
     rows = [bytearray(BLOCK) for _ in keys]
-    outcomes: list[LoadOutcome] = []
+    failures: list[LoadFailure] = []
     pieces = zip(keys, rows, strict=True)
-    files.load([(i, key, memoryview(row)) for i, (key, row) in enumerate(pieces)], outcomes)
-    return outcomes, rows
+    files.load([(i, key, memoryview(row)) for i, (key, row) in enumerate(pieces)], failures)
+    return {failure.index: failure for failure in failures}, rows
 
 
-def load_key(files: BlockFiles, key: OffloadKey) -> LoadOutcome:
+def load_key(files: BlockFiles, key: OffloadKey) -> LoadFailure | None:
     """Load one block; what is served must be right."""
-    (outcome,), (row,) = load(files, key)
-    assert outcome.error is not None or bytes(row) == content_of(key, BLOCK).tobytes()
-    return outcome
+    failures, (row,) = load(files, key)
+    assert failures or bytes(row) == content_of(key, BLOCK).tobytes()
+    return failures.get(0)

@@ -68,7 +68,7 @@ def test_a_lost_race_for_publishing_is_success_and_leaves_no_temp(place):
     assert outcome.status is StoreStatus.PRESENT
     assert outcome.error is None
     assert not place.temps()
-    assert load_key(files, A).error is None
+    assert load_key(files, A) is None
 
 
 @pytest.mark.parametrize("has_renameat2", [True, False])
@@ -124,7 +124,7 @@ def test_short_writes_are_continued(place, max_bytes):
     ops.shorten(max_bytes, on="pwrite", times=5)
     files = place.files(ops)
     assert store_key(files, A).status is StoreStatus.WRITTEN
-    assert load_key(files, A).error is None
+    assert load_key(files, A) is None
 
 
 def test_a_write_without_progress_fails_the_block(place):
@@ -228,7 +228,7 @@ def test_a_victims_inode_is_reused(place):
     assert outcome.victim_taken
     assert place.path(A).stat().st_ino == inode
     assert place.blocks() == {A}
-    assert load_key(files, A).error is None
+    assert load_key(files, A) is None
 
 
 def has_new_inode(place: Place, files) -> bool:
@@ -240,7 +240,7 @@ def has_new_inode(place: Place, files) -> bool:
         assert outcome.status is StoreStatus.WRITTEN
         assert outcome.victim_taken
         assert place.blocks() == {A}
-        assert load_key(files, A).error is None
+        assert load_key(files, A) is None
         return os.fstat(fd).st_ino != place.path(A).stat().st_ino
     finally:
         os.close(fd)
@@ -343,7 +343,7 @@ def test_a_remembered_folder_that_somebody_removed_is_made_again(place, victim):
     outcome = store_key(files, A, victim=victim)
     assert outcome.status is StoreStatus.WRITTEN
     grown = outcome.change.added_bytes - outcome.change.removed_bytes
-    assert load_key(files, A).error is None
+    assert load_key(files, A) is None
     assert on_disk(place) - before == grown - BLOCK - 2 * 4096
 
 
@@ -380,7 +380,7 @@ def test_blocks_are_stored_without_checksum_where_there_are_no_attributes(place,
     assert store_key(files, A).status is StoreStatus.WRITTEN
     assert store_key(files, B).status is StoreStatus.WRITTEN
     assert caplog.text.count("without a checksum") == 1
-    assert load_key(files, A).error is None
+    assert load_key(files, A) is None
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -415,7 +415,7 @@ def test_direct_io_that_a_store_cannot_have_is_given_up_with_one_warning(place, 
     files = place.files(ops, direct_io=True)
     for key in (A, B):
         assert store_key(files, key).status is StoreStatus.WRITTEN
-        assert load_key(files, key).error is None
+        assert load_key(files, key) is None
     assert caplog.text.count("direct I/O does not work here") == 1
     assert not place.temps()
 
@@ -426,8 +426,8 @@ def test_direct_io_that_a_load_cannot_have_is_given_up_with_one_warning(place, c
     ops = FaultyFileOps()
     ops.fail(errno.EINVAL, on=call, when=lambda c: bool(c.flags & os.O_DIRECT))
     files = place.files(ops, direct_io=True)
-    assert load_key(files, A).error is None
-    assert load_key(files, B).error is None
+    assert load_key(files, A) is None
+    assert load_key(files, B) is None
     assert caplog.text.count("direct I/O does not work here") == 1
 
 
@@ -437,7 +437,7 @@ def test_direct_io_is_given_up_in_a_reused_file_too(place):
     files = place.files(ops, direct_io=True, reuses_inodes=True)
     place.put(B, sealed=True)
     assert store_key(files, A, victim=B).status is StoreStatus.WRITTEN
-    assert load_key(files, A).error is None
+    assert load_key(files, A) is None
 
 
 def test_one_threads_giving_up_does_not_fail_another_that_is_in_a_call(place, caplog):
@@ -458,7 +458,7 @@ def test_a_real_misaligned_direct_transfer_falls_back(place):
     buffer[1:] = content_of(A, BLOCK).tobytes()
     (outcome,) = store(files, StoreItem(0, A, memoryview(buffer)[1:]))
     assert outcome.status is StoreStatus.WRITTEN
-    assert load_key(files, A).error is None
+    assert load_key(files, A) is None
 
 
 def test_rules_tell_blocks_from_temps(place):

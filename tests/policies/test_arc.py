@@ -16,6 +16,7 @@ from policies.models import (
 
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.types import make_offload_key
 
 
 def cache(capacity_blocks, once=(), twice=(), pinned=()):
@@ -322,3 +323,11 @@ class ArcMachine(PolicyMachine):
 
 
 TestArcAgainstItsModel = pytest.mark.stateful(ArcMachine.TestCase)
+
+
+def test_a_key_in_two_lists_is_a_violation():
+    policy = ArcPolicy(4)
+    policy.admit([make_offload_key(b"a")])
+    assert list(policy.violations()) == []
+    policy.b2[make_offload_key(b"a")] = None
+    assert list(policy.violations()) == ["a key is in two lists"]

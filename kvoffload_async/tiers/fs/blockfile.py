@@ -15,7 +15,7 @@ from kvoffload_async.tiers.fs.direct import DirectIo
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.outcome import DiskChange, LoadOutcome, Verify, mapped
+from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify, mapped
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey
@@ -78,33 +78,37 @@ class BlockFiles:
     # -- loading --------------------------------------------------------------------------------
 
     def load(
-        self, items: Sequence[tuple[int, OffloadKey, memoryview]], outcomes: list[LoadOutcome]
+        self, items: Sequence[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
-        """Load blocks one after the other; each is judged on its own, its outcome appended."""
+        """Load blocks one after the other; each is judged on its own, its failure appended."""
         for index, key, row in items:
             direct = self._direct.flag
             try:
                 try:
-                    outcome = self._load_one(index, key, row, direct)
+                    failure = self._load_one(index, key, row, direct)
                 except OSError as error:
                     if not self._direct.refused(direct, error):
                         raise
-                    outcome = self._load_one(index, key, row, 0)
+                    failure = self._load_one(index, key, row, 0)
             except OSError as error:
-                outcome = LoadOutcome(index, mapped(error))
-            outcomes.append(outcome)
+                failure = LoadFailure(index, mapped(error))
+            if failure is not None:
+                failures.append(failure)
 
-    def _load_one(self, index: int, key: OffloadKey, row: memoryview, direct: int) -> LoadOutcome:
+    def _load_one(
+        self, index: int, key: OffloadKey, row: memoryview, direct: int
+    ) -> LoadFailure | None:
         path = self._namespace.get_file_name(key)
         try:
             fd = self._ops.open(path, os.O_RDONLY | direct)
         except (FileNotFoundError, NotADirectoryError):
-            return LoadOutcome(index, BlockMissingError(f"block {key.hex()} is not stored"), 0)
+            return LoadFailure(index, BlockMissingError(f"block {key.hex()} is not stored"), 0)
         try:
             bad = self._read(fd, key, row)
-            if isinstance(bad, CorruptBlockError):
-                return LoadOutcome(index, bad, self._remove_bad(fd, path))
-            return LoadOutcome(index, bad)
+            if bad is None:
+                return None
+            is_corrupt = isinstance(bad, CorruptBlockError)
+            return LoadFailure(index, bad, self._remove_bad(fd, path) if is_corrupt else None)
         finally:
             self._ops.close(fd)
 
@@ -120,8 +124,8 @@ class BlockFiles:
         seal = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
         if seal is None and self._verify is Verify.REQUIRED:
             return BlockMissingError(f"block {key.hex()} has no checksum, and one is required")
-        done = 0
-        while done < len(row):
+        done = self._ops.pread_into(fd, row, 0)
+        while done < size_bytes:
             count = self._ops.pread_into(fd, row[done:], done)
             if count == 0:
                 return CorruptBlockError(f"block {key.hex()} ends after {done} bytes")
@@ -131,7 +135,7 @@ class BlockFiles:
         return None
 
     def _remove_bad(self, fd: int, path: str) -> int | None:
-        """Delete a bad file, unless its path names another by now; see `LoadOutcome`."""
+        """Delete a bad file, unless its path names another by now; see `LoadFailure`."""
         try:
             status = self._ops.fstat(fd)
             if os.path.samestat(status, self._ops.stat(path)):

@@ -91,8 +91,8 @@ class StoreOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOutcome:
-    """How loading one block ended.
+class LoadFailure:
+    """Why a block could not be loaded.
 
     Attributes:
         index: Its place in the job.
@@ -101,7 +101,7 @@ class LoadOutcome:
     """
 
     index: int
-    error: TierError | None = None
+    error: TierError
     freed_bytes: int | None = None
 
 

@@ -29,7 +29,7 @@ from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import (
     DiskChange,
-    LoadOutcome,
+    LoadFailure,
     StoreItem,
     StoreOutcome,
     StoreStatus,
@@ -160,17 +160,17 @@ class FsTier(AsyncTier):
             (index, key, self._row(slot))
             for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True))
         ]
-        outcomes: list[LoadOutcome] = []
+        failures: list[LoadFailure] = []
         if self._space is None:
-            await self._spread(Direction.LOAD, self._files.load, items, outcomes)
+            await self._spread(Direction.LOAD, self._files.load, items, failures)
         else:
             self._space.pin(job.keys)
             try:
-                await self._spread(Direction.LOAD, self._files.load, items, outcomes)
+                await self._spread(Direction.LOAD, self._files.load, items, failures)
             finally:
                 self._space.unpin(job.keys)
-                await self._note_loads(self._space, job, outcomes)
-        return {o.index: o.error for o in outcomes if o.error is not None}
+                await self._note_loads(self._space, job, failures)
+        return {failure.index: failure.error for failure in failures}
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of blocks, head to tail."""
@@ -226,13 +226,14 @@ class FsTier(AsyncTier):
         return failures
 
     async def _note_loads(
-        self, space: Space, job: JobMetadata, outcomes: Sequence[LoadOutcome]
+        self, space: Space, job: JobMetadata, failures: Sequence[LoadFailure]
     ) -> None:
         """Take in how loading went: what was used, what was missing, what was removed as bad."""
-        bad = {o.index for o in outcomes if o.error is not None}
-        space.used([key for index, key in enumerate(job.keys) if index not in bad])
-        space.forget([job.keys[o.index] for o in outcomes if o.freed_bytes is not None])
-        freed_bytes = sum(o.freed_bytes or 0 for o in outcomes)
+        failed = {failure.index for failure in failures}
+        gone = [failure for failure in failures if failure.freed_bytes is not None]
+        space.used([key for index, key in enumerate(job.keys) if index not in failed])
+        space.forget([job.keys[failure.index] for failure in gone])
+        freed_bytes = sum(failure.freed_bytes or 0 for failure in gone)
         if freed_bytes:
             await space.settle(0, DiskChange(removed_bytes=freed_bytes), self._run_store)
 
