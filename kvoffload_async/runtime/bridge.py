@@ -22,7 +22,7 @@ from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_MARGIN_S = 0.5
+_CLOSE_MARGIN_S = 0.7
 _STOP_THREADS_S = 0.2
 
 
@@ -93,7 +93,7 @@ class TierLink:
         self.port.close()
         try:
             report = self._bridge.runner.run(
-                self.actor.close(timeout_s), 2 * timeout_s + _CLOSE_MARGIN_S
+                self.actor.close(timeout_s), timeout_s + _CLOSE_MARGIN_S
             )
         except (OffloadError, TimeoutError) as error:
             report = CloseReport(error=error)

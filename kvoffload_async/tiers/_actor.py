@@ -42,6 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 0.2
+_FAILED_OPEN_CLOSE_S = 5.0
 _JOB_DIRECTIONS = (Direction.LOAD, Direction.STORE)
 
 
@@ -127,7 +128,7 @@ class TierActor:
         try:
             await self._tier.open(self._env)
         except BaseException:
-            await self._close_tier()
+            await self._close_tier(_FAILED_OPEN_CLOSE_S)
             raise
 
     def start_job(self, job: JobMetadata) -> None:
@@ -170,12 +171,15 @@ class TierActor:
         """Stop the intake, fail what waits, let what runs end, cancel the rest, close the tier.
 
         Args:
-            timeout_s: Seconds for the running jobs to end, and again for the tier to close.
+            timeout_s: Seconds for the running jobs to end and the tier to close, together; a
+                tier whose jobs took them all still has a moment to close.
 
         Returns:
             What was left behind. The tier itself is closed only if nothing was.
         """
         self._closing = True
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
         for waiting in self._waiting.values():
             for run in list(waiting.values()):
                 self._settle_unrun(run, TierClosedError(f"{self.name} was shut down"))
@@ -193,7 +197,8 @@ class TierActor:
         if self._tasks():
             error = TierTimeoutError(f"{self.name}: {len(self._tasks())} calls did not end")
             return CloseReport(unfinished, error)
-        return CloseReport(unfinished, await self._close_tier(timeout_s))
+        left_s = max(_CANCEL_GRACE_S, deadline_s - loop.time())
+        return CloseReport(unfinished, await self._close_tier(left_s))
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -201,7 +206,7 @@ class TierActor:
         jobs = {run.task for runs in self._running.values() for run in runs.values() if run.task}
         return jobs | self._probes
 
-    async def _close_tier(self, timeout_s: float | None = None) -> Exception | None:
+    async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
         task = asyncio.get_running_loop().create_task(
             _contained(self._tier.close), name=f"{self.name}:close"

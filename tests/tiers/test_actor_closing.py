@@ -162,6 +162,16 @@ def test_close_is_bounded_when_the_tiers_own_close_hangs(worlds):
     assert world.runner.now_s() == pytest.approx(1.0)
 
 
+def test_jobs_that_end_late_and_a_hanging_close_share_one_deadline(worlds):
+    world = worlds(ScriptedTier(parks_close=True))
+    world.start(1)
+    world.runner.loop.call_later(0.9, lambda: world.tier.settle(world.tier.parked[0]))
+    report = world.close(1.0)
+    assert not report.unfinished_jobs
+    assert isinstance(report.error, TierTimeoutError)
+    assert 1.0 <= world.runner.now_s() <= 1.2  # what is left of the second, or a moment
+
+
 def test_a_failing_close_is_reported_and_not_raised(worlds):
     error = OSError("no")
     assert worlds(ScriptedTier(close_error=error)).close().error is error
