@@ -1,56 +1,13 @@
 """Tiers from their configuration: what is created, and what a refusal says."""
 
-import importlib
 import uuid
 
 import pytest
-from out_of_tree import out_of_tree_module
 
 from kvoffload_async import ConfigError, SecondaryTierFactory, SecondaryTierManager
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
 from kvoffload_async.facade.factory import parse_backpressure
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    with out_of_tree_module(tmp_path, monkeypatch) as name:
-        yield name
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Put a distribution with entry points on the path."""
-
-    def put(group, **points):
-        info = tmp_path / "elsewhere-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
-        lines = [f"{name} = {target}" for name, target in points.items()]
-        (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
-        monkeypatch.syspath_prepend(str(tmp_path))
-        importlib.invalidate_caches()
-
-    return put
-
-
-@pytest.fixture
-def view():
-    return memoryview(bytearray(4 * 64)).cast("B", (4, 64))
-
-
-@pytest.fixture
-def create(view):
-    made = []
-
-    def make(config):
-        made.append(SecondaryTierFactory.create_secondary_tier(config, view, None))
-        return made[-1]
-
-    yield make
-    for tier in made:
-        assert tier.shutdown(5.0).is_clean
-
 
 # -- creating tiers -----------------------------------------------------------------------------
 
