@@ -11,7 +11,6 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload_async.abc.tier import Direction
@@ -22,12 +21,7 @@ from kvoffload_async.engine.copies import Copies
 from kvoffload_async.engine.lines import EngineBounds
 from kvoffload_async.engine.request import EngineRequest
 from kvoffload_async.engine.steps import Steps
-from kvoffload_async.errors import (
-    BusyError,
-    ClosedError,
-    ConfigError,
-    StateError,
-)
+from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
@@ -115,12 +109,7 @@ class OffloadEngine:
         self._steps.begin(self._manager)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_exc_info: object) -> None:
         await self.close()
 
     @property
@@ -286,6 +275,14 @@ class OffloadEngine:
     async def quiesce(self, timeout_s: float = 30.0) -> bool:
         """Wait until no copy to or from the device runs; False at the deadline."""
         return await self._copies.quiesce(timeout_s)
+
+    async def wait_for_progress(self, timeout_s: float) -> None:
+        """Wait until a tier or a copy has reported something, at most `timeout_s` seconds.
+
+        For drivers that watch the engine; who calls `lookup`, `load` or `store` never needs it.
+        """
+        self._require_open()
+        await self._steps.next_progress(self._loop.time() + timeout_s)
 
     def events(self) -> AsyncIterator[OffloadingEvent]:
         """Iterate over what appears in and disappears from the tiers, until close.

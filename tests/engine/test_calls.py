@@ -501,6 +501,27 @@ async def test_quiescing_waits_for_the_last_copy():
 
 
 @on_loop
+async def test_who_watches_the_engine_is_woken_by_news_and_else_at_the_deadline():
+    async with opened() as world, world.engine.request("r", hashes("a")) as request:
+        world.fill(hashes("a"), [0])
+        store = asyncio.create_task(world.engine.store(request, [0]))
+        watcher = asyncio.create_task(world.engine.wait_for_progress(FAR_S))
+        await turns()
+        assert not watcher.done()
+        world.transport.settle()
+        await turns()
+        assert watcher.done()
+        assert await store == 1
+        patient = asyncio.create_task(world.engine.wait_for_progress(FAR_S))
+        await turns()
+        assert not patient.done()
+        await jump()
+        assert patient.done()
+    with pytest.raises(ClosedError):
+        await world.engine.wait_for_progress(FAR_S)
+
+
+@on_loop
 async def test_a_line_is_bounded_and_first_come_first_served():
     bounds = EngineBounds(concurrent_stores=1, waiting_calls=2)
     async with opened(bounds=bounds) as world, world.engine.request("r", hashes("abcd")) as request:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # torch is loaded with the first memory, not before
     from kvoffload_async.transport.paged import PagedMemory
 
 _WATCH_S = 0.05
-_REST_S = 0.0005
 _ROOM_S = 1.0
 """How long a store waits for room in the primary."""
 
@@ -94,7 +93,7 @@ class AwaitedRoad:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks)
+                await asyncio.wait(tasks, timeout=self._stall_timeout_s)
 
     async def rest(self, timeout_s: float) -> bool:
         """Wait until the engine is at rest; False at the deadline."""
@@ -102,7 +101,7 @@ class AwaitedRoad:
         while not await self._engine.quiesce(_WATCH_S) or self._manager.has_pending_work():
             if time.monotonic() > deadline_s:
                 return False
-            await asyncio.sleep(_REST_S)
+            await self._engine.wait_for_progress(_WATCH_S)
         return True
 
     # -- a request ------------------------------------------------------------------------------
@@ -136,10 +135,20 @@ class AwaitedRoad:
                 others = self._pool.claim(on_device, len(flight.ids) - len(on_device))
                 if others is not None:
                     break
-                self._released.clear()
-                await self._released.wait()
+                await self._next_release()
         flight.frames = on_device + others
         flight.ready = len(on_device)
+
+    async def _next_release(self) -> None:
+        """Wait until a request has given its frames away."""
+        self._released.clear()
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._released.wait()
+        except TimeoutError:
+            raise StalledError(
+                f"no progress for {self._stall_timeout_s:g} s: no request gives its frames away"
+            ) from None
 
     async def _replay(self, flight: Flight) -> None:
         on_device = flight.ready
@@ -161,8 +170,7 @@ class AwaitedRoad:
             found = await self._engine.lookup(request, self._stall_timeout_s)
             if self._computing.isdisjoint(flight.ids[first + found :]):
                 break  # else somebody computes some of them: once they are, they are found
-            self._released.clear()
-            await self._released.wait()
+            await self._next_release()
         self._computing.update(flight.ids[first + found :])
         frames = flight.frames[first : first + found]
         try:
@@ -236,4 +244,4 @@ class AwaitedRoad:
                 raise StalledError(
                     f"no progress for {self._stall_timeout_s:g} s: {len(jobs)} jobs have no result"
                 )
-            await asyncio.sleep(_REST_S)
+            await self._engine.wait_for_progress(_WATCH_S)
