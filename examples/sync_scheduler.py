@@ -117,7 +117,7 @@ def main() -> None:
     while scheduler.waiting or scheduler.running or scheduler.loading:
         output = scheduler.schedule()
         meta = connector.build_connector_meta(output)  # the end of the scheduler's step
-        worker.handle_preemptions(meta)  # before any device block is overwritten
+        assert worker.handle_preemptions(meta)  # before any device block is overwritten
         worker.start_kv_transfers(meta)
         for request in scheduler.running:
             forward(kv_cache, request)

@@ -273,14 +273,29 @@ def test_without_anything_to_flush_the_step_waits_for_nothing(world):
     assert world.worker.get_finished() == []
 
 
-def test_a_flush_gives_up_at_its_deadline_and_the_copy_goes_on():
+def test_a_store_that_outlasts_its_flush_has_failed_for_its_blocks_may_be_overwritten():
     world = Computing(flush_timeout_s=MOMENT_S)
     world.is_computing = True
     world.worker.submit_store(1, job((1,), (1,)))
-    assert not world.worker.handle_preemptions(meta(flush={1}))
+    world.worker.submit_store(2, job((2,), (2,)))
+    assert world.worker.handle_preemptions(meta(flush={1})), "the step may run"
     world.finish()
-    assert world.worker.wait({1}, DEADLINE_S)
-    assert ended(world.worker.get_finished()) == {1: True}
+    assert world.worker.wait({1, 2}, DEADLINE_S)
+    assert ended(world.worker.get_finished()) == {1: False, 2: True}
+    world.worker.submit_store(3, job((1,), (1,)))
+    assert world.worker.shutdown(DEADLINE_S)
+    assert ended(world.worker.get_finished()) == {3: True}
+
+
+def test_a_load_that_outlasts_its_flush_holds_the_step_back_and_keeps_its_own_result():
+    world = Computing(flush_timeout_s=MOMENT_S)
+    world.is_computing = True
+    world.worker.submit_load(1, job((1,), (1,)))
+    world.worker.submit_store(2, job((2,), (2,)))
+    assert not world.worker.handle_preemptions(meta(flush={1, 2}))
+    world.finish()
+    assert world.worker.wait({1, 2}, DEADLINE_S), "from here on the blocks are free to use"
+    assert ended(world.worker.get_finished()) == {1: True, 2: False}
     assert world.worker.shutdown(DEADLINE_S)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvoffload_async.cli.errors import StalledError
 from kvoffload_async.cli.tally import Tally
 from kvoffload_async.facade.connector.protocol import ConnectorOutput, OffloadingConnectorMetadata
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
@@ -63,13 +64,18 @@ class Workers:
     # -- a step ---------------------------------------------------------------------------------
 
     def begin_step(self, meta: OffloadingConnectorMetadata) -> None:
-        """Make device blocks safe to overwrite, and start loads."""
+        """Make device blocks safe to overwrite, and start loads.
+
+        Raises:
+            StalledError: A copy that must end first does not.
+        """
         for jobs, is_store in ((meta.load_jobs, False), (meta.store_jobs, True)):
             for job_id, job in jobs.items():
                 num_blocks = len(job.device.block_ids) // self._blocks_per_chunk
                 self._copies[job_id] = _Copy(job.req_id, num_blocks, is_store, len(self._workers))
         for worker in self._workers:
-            worker.handle_preemptions(meta)
+            if not worker.handle_preemptions(meta):
+                raise StalledError("a load that the step must wait for does not end")
             worker.start_kv_transfers(meta)
 
     def compute(self, names: BlockNames, frames: Sequence[int]) -> None:

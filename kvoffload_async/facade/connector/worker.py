@@ -59,6 +59,8 @@ class OffloadingConnectorWorker:
         self._loop = LoopThread("kvoffload-worker")
         self._running: dict[JobId, str | None] = {}
         self._deferred: dict[JobId, TransferJobSpec] = {}
+        self._outrun: set[JobId] = set()
+        """Stores whose device blocks may have been overwritten before they were read."""
         self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
         self._tasks: set[asyncio.Task[TransferOutcome]] = set()
@@ -110,14 +112,24 @@ class OffloadingConnectorWorker:
     def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> bool:
         """Expedite and drain what must end before device blocks are overwritten.
 
+        Stores that do not end within `flush_timeout_s` go on, and count as failed whatever they
+        still bring: the step may overwrite what they read.
+
         Returns:
-            False if some did not end within `flush_timeout_s`; they go on.
+            False if a load did not end within `flush_timeout_s`: it may still write to its device
+            blocks, so that they must not be used before `wait` has seen its end.
         """
         self._submit_deferred()
         for job_id, spec in meta.store_jobs.items():
             if job_id in meta.jobs_to_flush:
                 self.submit_store(job_id, spec)
-        return not meta.jobs_to_flush or self.wait(meta.jobs_to_flush, self._flush_timeout_s)
+        if not meta.jobs_to_flush or self.wait(meta.jobs_to_flush, self._flush_timeout_s):
+            return True
+        late = [job_id for job_id in meta.jobs_to_flush if job_id in self._running]
+        stores = [job_id for job_id in late if self._running[job_id] is None]
+        logger.error("transfer jobs %s did not end within %s s", late, self._flush_timeout_s)
+        self._outrun.update(stores)
+        return len(stores) == len(late)
 
     def start_kv_transfers(self, meta: OffloadingConnectorMetadata) -> None:
         """Start the stores of the step before, then this step's loads. Never waits."""
@@ -213,6 +225,9 @@ class OffloadingConnectorWorker:
             self._report(_result(*self._ended.popleft()))
 
     def _report(self, result: TransferResult) -> None:
+        if result.job_id in self._outrun:
+            self._outrun.discard(result.job_id)
+            result = TransferResult(result.job_id, success=False)
         self._reports.append(_Report(result, self._running.pop(result.job_id)))
 
     def _take_reports(self) -> list[_Report]:
