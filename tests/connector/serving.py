@@ -71,10 +71,12 @@ class Copy:
 class Serving:
     """Everything between a request's arrival and its end."""
 
-    def __init__(self, groups, *, num_blocks, num_slots, tiers=(), num_workers=1, **options):
+    def __init__(
+        self, groups, *, num_blocks, num_slots, tiers=(), num_workers=1, limits=None, **options
+    ):
         self.groups = groups
         self.num_workers = num_workers
-        self.world = World(*tiers, num_slots=num_slots)
+        self.world = World(*tiers, num_slots=num_slots, **(limits or {}))
         self.manager = Recorder(self.world.manager)
         self.geometry = ConnectorGeometry(
             groups, TOKENS_PER_HASH, num_workers=num_workers, **options
