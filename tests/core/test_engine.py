@@ -60,7 +60,7 @@ def test_a_failed_write_does_not_cascade():
 
 
 def test_a_refused_submission_is_a_failed_job_and_leaks_nothing():
-    """7b, latent: an exception out of submit leaked the pin or the reservation."""
+    """An exception out of submit leaked the pin or the reservation."""
     world, ctx = stored_below(tiers=2, names="x")
     world.refusing = {0, 1}
     world.store(ctx, "a")

@@ -157,7 +157,7 @@ def test_an_overdue_job_is_reported_at_once_and_released_when_its_copy_ends():
 
 
 def test_a_queued_job_at_shutdown_gets_a_failed_result():
-    """7b, latent: the pool's shutdown dropped queued tasks without results."""
+    """The pool's shutdown dropped queued tasks without results."""
     ledger = ledger_in(JobState.QUEUED)
     assert ledger.unfinished_count == 1
     ledger.handle(EVENTS["JobAbandoned"])
@@ -167,7 +167,7 @@ def test_a_queued_job_at_shutdown_gets_a_failed_result():
 
 
 def test_an_empty_job_ends_like_any_other():
-    """7b, latent: a job without blocks never completed."""
+    """A job without blocks never completed."""
     ledger = Ledger(10)
     ledger.accept(job(0, ""))
     ledger.handle(Launched(0))

@@ -83,7 +83,6 @@ def test_loading_a_missing_key_gives_one_failed_result_42529():
 
 
 def test_an_empty_job_is_accepted_and_ends():
-    """7b, latent."""
     port = running(job(0, ""))
     port.handle(JobSettled(0))
     assert [result.success for result in port.take_results()] == [True]
@@ -175,7 +174,7 @@ def test_touches_are_passed_on_unless_they_say_nothing():
 
 
 def test_closing_fails_queued_jobs_and_lets_running_ones_go_on():
-    """7b, latent: the shutdown of the pool lost the results of queued jobs."""
+    """The shutdown of the pool lost the results of queued jobs."""
     port = running(job(0))
     port.submit(job(1))
     port.close()

@@ -67,7 +67,7 @@ def test_only_missing_keys_are_granted_in_input_order():
 
 
 def test_duplicate_keys_do_not_leak_a_slot():
-    """7b, latent: each duplicate took a slot, and one of them was never freed."""
+    """Each duplicate took a slot, and one of them was never freed."""
     rig = Rig(num_slots=2)
     output = rig.offer("aab")
     assert output.keys_to_store == ks("ab")
