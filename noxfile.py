@@ -45,7 +45,9 @@ def imports(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests with branch coverage: 95 % of the whole, all of core and policies."""
     install(session, "-e", ".[test]")
-    session.run("python", "-m", "pytest", "--cov", "--cov-report=term", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-n", "auto", "--cov", "--cov-report=term", *session.posargs
+    )
     session.run("python", "-m", "coverage", "report", f"--include={PURE}", "--fail-under=100")
 
 
