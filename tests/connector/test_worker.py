@@ -1,61 +1,15 @@
 """The worker: when copies begin, and what it reports of their ends."""
 
-import asyncio
-import threading
-
 import numpy as np
 import pytest
-import torch
-from transport.worlds import DEADLINE_S, LOAD, STORE, Device, Geometry, Shape, Wanted
+from connector.workers import MOMENT_S, Broken, Computing, ended, job, meta
+from transport.worlds import DEADLINE_S, LOAD, STORE
 
-from kvoffload_async.abc.transport import Transfer, TransferOutcome, Transport
-from kvoffload_async.errors import ConfigError, StateError
+from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.protocol import (
     ConnectorOutput,
-    OffloadingConnectorMetadata,
-    TransferJobSpec,
 )
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
-from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
-from kvoffload_async.transport.host import HostEvent
-from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
-
-MOMENT_S = 0.02
-FLAT = Geometry(((Shape(8), Shape(8)),))
-
-
-def job(blocks, slots, req_id="r"):
-    device = GPULoadStoreSpec(as_block_ids(blocks), (len(blocks),), (0,))
-    return TransferJobSpec(device, CPULoadStoreSpec(as_block_ids(slots)), req_id)
-
-
-def meta(loads=None, stores=None, flush=()):
-    return OffloadingConnectorMetadata(loads or {}, stores or {}, frozenset(flush))
-
-
-class Computing:
-    """A device whose compute stream is under the test's control, and a worker before it."""
-
-    def __init__(self, **options):
-        self.device = Device(FLAT)
-        self.transport = self.device.transport(detects_overwrites=True)
-        self.events = []
-        self.is_computing = False
-        self.transport.record_compute = self.record
-        self.worker = OffloadingConnectorWorker(self.transport, **options)
-
-    def record(self):
-        event = HostEvent(reached=not self.is_computing)
-        self.events.append(event)
-        return event
-
-    def finish(self):
-        self.is_computing = False
-        for event in self.events:
-            event.reach()
-
-    def expect(self, direction, blocks, slots):
-        self.device.apply(direction, [Wanted(tuple(blocks), 0, tuple(slots))])
 
 
 @pytest.fixture
@@ -67,10 +21,6 @@ def world():
         world.transport.faults[direction].before_copy = None
     assert world.worker.shutdown(DEADLINE_S)
     assert not world.transport.violations
-
-
-def ended(results):
-    return {result.job_id: result.success for result in results}
 
 
 # -- single jobs --------------------------------------------------------------------------------
@@ -153,28 +103,6 @@ def test_a_job_that_makes_no_sense_fails_like_any_other(world):
     world.worker.submit_load(2, job((1, 2), (1,)))
     assert world.worker.wait({1, 2}, DEADLINE_S)
     assert ended(world.worker.get_finished()) == {1: False, 2: False}
-
-
-class Broken(Transport):
-    """Fails in every way a transport must not."""
-
-    class Lost(Transfer):
-        async def outcome(self):
-            raise KeyError("lost")
-
-        def synchronize(self, timeout_s):
-            return True
-
-    def record_compute(self):
-        return object()
-
-    def submit(self, copies, after):
-        if copies.direction is STORE:
-            raise ValueError("no")
-        return self.Lost()
-
-    def close(self, timeout_s):
-        return True
 
 
 def test_even_a_transport_that_raises_gives_results():
@@ -307,139 +235,3 @@ def test_the_reports_of_several_workers_add_up():
     second = ConnectorOutput({2: 1, 3: 1}, frozenset({2}))
     assert summed([first, second]) == ConnectorOutput({1: 1, 2: 2, 3: 1}, frozenset({2}))
     assert summed([]) == ConnectorOutput({}, frozenset())
-
-
-# -- the end ------------------------------------------------------------------------------------
-
-
-def test_shutting_down_ends_every_job_deferred_ones_included():
-    world = Computing()
-    world.worker.submit_load(1, job((1,), (1,)))
-    world.worker.prepare_store_kv(meta(stores={2: job((2,), (2,))}))
-    assert world.worker.shutdown(DEADLINE_S)
-    assert ended(world.worker.get_finished()) == {1: True, 2: True}
-    assert world.worker.shutdown(DEADLINE_S)
-    assert world.worker.get_finished() == []
-
-
-def test_a_job_after_the_shutdown_fails():
-    world = Computing()
-    assert world.worker.shutdown(DEADLINE_S)
-    world.worker.submit_store(1, job((1,), (1,)))
-    world.worker.submit_load(2, job((1,), (1,)), expedited=True)
-    assert ended(world.worker.get_finished()) == {1: False, 2: False}
-
-
-def test_a_hung_copy_is_given_up_in_time_and_reported_once():
-    world = Computing()
-    hung = threading.Event()
-
-    def hang(_copies):
-        hung.wait(DEADLINE_S)
-
-    world.transport.faults[STORE].before_copy = hang
-    world.worker.submit_store(1, job((1,), (1,)))
-    world.worker.submit_load(2, job((2,), (2,)))
-    assert world.worker.wait({2}, DEADLINE_S)
-    assert not world.worker.shutdown(MOMENT_S), "memory must stay"
-    assert ended(world.worker.get_finished()) == {1: False, 2: True}
-    hung.set()
-    assert world.worker.shutdown(DEADLINE_S), "now it may go"
-    assert world.worker.get_finished() == []
-
-
-def test_an_end_that_nobody_published_is_given_up_too():
-    class Silent(Broken):
-        class Never(Transfer):
-            async def outcome(self):
-                await asyncio.Event().wait()
-                return TransferOutcome(0)
-
-            def synchronize(self, timeout_s):
-                return False
-
-        def submit(self, copies, after):
-            return self.Never()
-
-    worker = OffloadingConnectorWorker(Silent())
-    worker.submit_store(1, job((1,), (1,)))
-    assert not worker.wait({1}, 0)
-    assert worker.shutdown(0)
-    assert ended(worker.get_finished()) == {1: False}
-
-
-# -- made by a spec -----------------------------------------------------------------------------
-
-CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 64}
-
-
-def caches(value=0, blocks=8):
-    return {f"l{i}": torch.full((blocks, 16), value + i, dtype=torch.int8) for i in range(2)}
-
-
-@pytest.mark.parametrize("spec_class", [CPUOffloadingSpec, TieringOffloadingSpec])
-def test_handlers_copy_into_the_managers_buffer(spec_class):
-    spec = spec_class(CONFIG)
-    tensors = caches(3)
-    worker = spec.create_handlers(tensors)
-    rows = np.asarray(spec.get_manager().get_primary_kv_view())
-    worker.submit_store(1, job((2,), (5,)))
-    assert worker.wait({1}, DEADLINE_S)
-    assert rows[5, :32].tolist() == [3] * 16 + [4] * 16
-    rows[6, :32] = 9
-    worker.submit_load(2, job((0,), (6,)))
-    assert worker.wait({2}, DEADLINE_S)
-    assert tensors["l1"][0].tolist() == [9] * 16
-    assert ended(worker.get_finished()) == {1: True, 2: True}
-    assert worker.shutdown(DEADLINE_S)
-    manager = spec.get_manager()
-    del rows
-    manager.shutdown()
-    if spec_class is TieringOffloadingSpec:
-        spec.shutdown()
-
-
-def test_each_worker_has_its_cell_of_a_slot():
-    spec = CPUOffloadingSpec({**CONFIG, "num_workers": 2})
-    workers = [spec.create_handlers(caches(10 * i), worker_index=i) for i in range(2)]
-    for worker in workers:
-        worker.submit_store(1, job((0,), (3,)))
-    assert all(worker.wait({1}, DEADLINE_S) for worker in workers)
-    row = np.asarray(spec.get_manager().get_primary_kv_view())[3]
-    assert row[:32].tolist() == [0] * 16 + [1] * 16
-    assert row[64:96].tolist() == [10] * 16 + [11] * 16
-    output = summed([worker.build_output()[0] for worker in workers])
-    assert output == ConnectorOutput({1: 2}, frozenset())
-    assert all(worker.shutdown(DEADLINE_S) for worker in workers)
-    del row
-    spec.get_manager().shutdown()
-
-
-def test_handlers_take_groups_and_other_block_dimensions():
-    spec = CPUOffloadingSpec({**CONFIG, "blocks_per_chunk": 2})
-    tensors = {
-        "a": torch.ones(2, 4, 8, dtype=torch.uint8),
-        "b": torch.ones(2, 4, 4, dtype=torch.uint8),
-    }
-    layout = spec.register_kv_caches(tensors, [["a"], ["b"]], block_dim=1)
-    assert [len(group) for group in layout.groups] == [2, 2]
-    assert (layout.blocks_per_chunk, layout.chunk_bytes) == (2, 32)
-    worker = spec.create_handlers(tensors, [["a"], ["b"]], block_dim=1)
-    assert worker.shutdown(DEADLINE_S)
-    spec.get_manager().shutdown()
-
-
-@pytest.mark.parametrize(
-    ("tensors", "options", "message"),
-    [
-        ({"l": torch.zeros(4, 65, dtype=torch.uint8)}, {}, "block_bytes: 64 bytes do not hold"),
-        (caches(), {"worker_index": 1}, "worker_index: 1 is not valid; num_workers is 1"),
-        (caches(), {"worker_index": -1}, "worker_index: -1"),
-        (caches(), {"groups": [["m"]]}, "'m'"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_before_memory_is_mapped(tensors, options, message):
-    spec = CPUOffloadingSpec(CONFIG)
-    with pytest.raises(ConfigError, match=message):
-        spec.create_handlers(tensors, **options)
-    assert spec._manager is None

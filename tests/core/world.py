@@ -469,3 +469,10 @@ class World:
         for slot in slots:
             self.garbage += 1
             self.memory[slot] = f"garbage {self.garbage}"
+
+
+def stored_below(num_slots=4, tiers=1, names="ab", **options):
+    """Blocks that lie in the last tier only, and a live request."""
+    world = World(num_slots, tiers, **options)
+    world.fill(tiers - 1, ks(names))
+    return world, world.begin()

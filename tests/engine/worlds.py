@@ -26,6 +26,8 @@ from kvoffload_async.types import make_offload_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PAGE_BYTES = 32
+SCRIPTED = {"type": "scripted"}
+PROBED = {"type": "scripted", "probed": True}
 SLOT_BYTES = 4096
 FAR_S = 1000.0
 JUMP_S = FAR_S + 1
@@ -273,3 +275,18 @@ async def opened(slots=8, tiers=(), bounds=None, device_blocks=64, per_chunk=1, 
             yield world
         finally:
             await world.calm()
+
+
+async def seed(world):
+    """`ab` in the primary, `xy` in the tier alone."""
+    await world.put("xy", "seed")
+    await world.put("ZZZZ", "pusher")
+    await world.put("ab", "again")
+
+
+async def only_in_the_tier(world, text):
+    """Store a text, then push it out of the primary."""
+    await world.put(text, "seed")
+    slots = world.core.primary.num_slots
+    await world.put("Z" * slots, "pusher")
+    assert not any(world.core.primary.lookup(key(text[:i])).name == "HIT" for i in (1, len(text)))

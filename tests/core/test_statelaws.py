@@ -1,0 +1,258 @@
+"""Every law of a state notices its damage."""
+
+import pytest
+from core.world import World, k, ks
+
+from kvoffload_async.core.laws import LAWS, check_quiescent, check_state
+from kvoffload_async.core.restlaws import Rest
+from kvoffload_async.errors import InvariantError
+from kvoffload_async.policies.arc import ArcPolicy
+
+A, B = k("a"), k("b")
+
+
+def test_the_laws_are_p1_to_p20_and_each_is_checked_somewhere():
+    assert [law.name for law in LAWS] == [f"P{i}" for i in range(1, 21)]
+    silent = {LAWS[1].of_state}
+    for law in LAWS:
+        assert {law.of_state, law.of_rest, law.of_story} - silent
+        assert law.statement
+
+
+# -- state --------------------------------------------------------------------------------------
+
+
+def busy_world():
+    """Everything at once: idle, pinned, writing, held and free slots, jobs of all kinds."""
+    world = World(10, 1, request_level=[0])
+    world.fill(0, ks("xyzu"))
+    ctx, other = world.begin("r"), world.begin("s")
+    world.store(ctx, "ij")
+    world.settle()
+    world.store(ctx, "c")
+    world.store(ctx, "d")
+    world.disown(max(world.running))
+    for name in "xyz":
+        world.lookup(ctx, name)
+        world.step()
+    world.settle(3)
+    world.disown(4)
+    world.load(ctx, "i")
+    world.offer(ctx, "w")
+    world.offer(other, "w")
+    world.lookup(other, "u")
+    return world
+
+
+def block(world, name):
+    return world.primary._blocks[k(name)]
+
+
+def damage_p3_count(world):
+    world.primary._idle += 1
+
+
+def damage_p3_free(world):
+    world.primary.pool._returned.append(0)
+
+
+def damage_p3_range(world):
+    block(world, "c").slot = 99
+
+
+def damage_p4_pin(world):
+    block(world, "i").refs += 1
+
+
+def damage_p4_write(world):
+    world.engine.requests["r"].writing.clear()
+
+
+def damage_p4_not_written(world):
+    world.engine.requests["r"].writing.add(k("i"))
+
+
+def damage_p4_slot(world):
+    _, job = world.engine.jobs[min(world.engine.jobs)]
+    block(world, "i").slot, block(world, "c").slot = block(world, "c").slot, block(world, "i").slot
+    assert k("c") in job.keys
+
+
+def damage_p4_held(world):
+    world.engine.disowned[4].holds_slots = False
+
+
+def damage_p4_cascading(world):
+    world.engine.tiers[0].cascading_blocks += 1
+
+
+def damage_p7_twice(world):
+    tier, job = world.engine.jobs[5]
+    world.engine.jobs[99] = tier, job
+    world.engine.counters.jobs_submitted += 1
+
+
+def damage_p7_count(world):
+    world.engine.promotions._held += 1
+
+
+def damage_p7_cap(world):
+    world.engine.limits = type(world.engine.limits)(1, 1_000, 1.0)
+
+
+def damage_p7_kept_for_nobody(world):
+    world.engine.requests["r"].is_finished = True
+
+
+def damage_p10(world):
+    request = world.engine.requests["s"]
+    request.is_finished = True
+    request.parked.clear()
+    request.unflushed_promotions = 0
+
+
+def damage_p13_absent(world):
+    world.primary.policy.admit(ks("?"))
+
+
+def damage_p13_unranked(world):
+    world.primary.policy.discard(ks("i"))
+
+
+def damage_p13_twice(world):
+    world.primary.policy.resident = lambda: [*ks("iii")]
+
+
+def damage_p16(world):
+    world.engine.requests["s"].parked.clear()
+    world.engine.jobs.clear()
+    world.engine.counters.job_results = world.engine.counters.jobs_submitted
+
+
+def damage_p1(world):
+    world.engine.counters.job_results += 1
+
+
+DAMAGES = [value for name, value in sorted(globals().items()) if name.startswith("damage_")]
+
+
+def violated(engine):
+    found = []
+    for law in LAWS:
+        try:
+            law.enforce(law.of_state(engine))
+        except InvariantError:
+            found.append(law.name.lower())
+    return found
+
+
+def test_a_busy_engine_obeys_every_law_of_state():
+    world = busy_world()
+    counts = world.primary.counts
+    assert min(counts.values()) > 0, counts
+    check_state(world.engine)
+    world.wind_down()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_violates_its_law(damage):
+    world = busy_world()
+    damage(world)
+    assert damage.__name__.split("_")[1] in violated(world.engine)
+    with pytest.raises(InvariantError):
+        check_state(world.engine)
+
+
+def test_a_violation_names_its_law_and_says_what_is_wrong():
+    world = busy_world()
+    damage_p1(world)
+    with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 6 jobs were submi"):
+        check_state(world.engine)
+
+
+def test_a_policy_that_knows_its_own_invariants_is_asked():
+    world = World(policy="arc")
+    world.primary.policy.p = -1.0
+    with pytest.raises(InvariantError, match=r"P13 .*p=-1"):
+        check_state(world.engine)
+    assert list(ArcPolicy(2).violations()) == []
+
+
+# -- rest ---------------------------------------------------------------------------------------
+
+
+def at_rest():
+    world = World()
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.settle()
+    world.finish(ctx)
+    return world
+
+
+def test_an_engine_at_rest_obeys_every_law_of_rest():
+    world = at_rest()
+    check_quiescent(world.engine, kept=[A], tier_contents=[{A}])
+    check_quiescent(world.engine, kept=[A], tier_contents=[set()])
+    check_quiescent(world.engine, kept=[B], tier_contents=[{B}])
+
+
+@pytest.mark.parametrize(
+    ("disturb", "law"),
+    [
+        (lambda world, ctx: world.store(ctx, "b"), "P1"),
+        (lambda world, ctx: (world.store(ctx, "b"), world.disown()), "P1"),
+        (lambda world, ctx: world.load(ctx, "a"), "P2"),
+        (lambda world, ctx: world.offer(ctx, "b"), "P2"),
+    ],
+)
+def test_what_is_left_over_violates_rest(disturb, law):
+    world = at_rest()
+    disturb(world, world.begin())
+    with pytest.raises(InvariantError, match=rf"^{law} "):
+        check_quiescent(world.engine)
+
+
+def test_a_held_slot_is_no_rest():
+    world = at_rest()
+    world.fill(0, ks("x"))
+    world.lookup(world.begin(), "x")
+    world.step()
+    world.disown()
+    found = []
+    for law in LAWS:
+        found += law.of_rest(rest_of(world))
+    assert any("held" in text for text in found)
+
+
+def test_a_promotion_that_nobody_read_is_no_rest():
+    world = at_rest()
+    world.fill(0, ks("x"))
+    world.lookup(world.begin(), "x")
+    world.step()
+    world.settle()
+    assert list(LAWS[1].of_rest(rest_of(world))) == [
+        f"block {k('x').hex()} is PINNED",
+        "1 slots count as promotions",
+    ]
+
+
+def rest_of(world):
+    return Rest(world.engine, (), ())
+
+
+def test_a_request_that_waits_for_ever_is_no_rest():
+    world = at_rest()
+    ctx = world.begin()
+    world.offer(ctx, "b")
+    world.finish(ctx)
+    world.begin("live")
+    law = LAWS[9]
+    assert list(law.of_rest(rest_of(world))) == [
+        "the tiers were not told that request 'r' has finished"
+    ]
+
+
+def test_a_lost_block_violates_p9():
+    with pytest.raises(InvariantError, match=f"P9 .*{B.hex()} is lost"):
+        check_quiescent(at_rest().engine, kept=[B], tier_contents=[{B}, set()])
