@@ -85,11 +85,18 @@ class CloseReport:
 class IoRunner(Protocol):
     """Runs blocking calls off the loop thread."""
 
-    async def run(self, direction: Direction, call: Callable[[], T]) -> T:
+    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
         """Await `call()` on an I/O thread; calls that move no payload have threads of their own.
 
         Never returns, not even when cancelled, while the call is still touching memory; a
         cancellation is delivered when the call has ended.
+
+        Args:
+            direction: Which threads.
+            call: What to run.
+            helpers: Threads, at most, that make the same call beside the first one because they
+                have nothing else to do: for a call that takes its work from a shared iterator.
+                None joins once one has returned. An error of any is raised.
         """
         ...
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 from kvoffload_async.config import (
-    OffloadConfig,
     at_least,
-    nearest,
     parse_bool,
     parse_fraction,
     parse_name,
@@ -25,6 +19,12 @@ from kvoffload_async.facade.secondary import (
     SecondaryTierManager,
     TierOptions,
     check_tier_options,
+)
+from kvoffload_async.facade.storage import (
+    default_run_config,
+    parse_choice,
+    parse_directory,
+    parse_run_config,
 )
 from kvoffload_async.factory import check_policy, create_policy
 from kvoffload_async.tiers.fs.ops import FileOps
@@ -92,7 +92,7 @@ class FileSystemTierManager(SecondaryTierManager):
             ConfigError: An option is unusable, or the directory is.
         """
         check_tier_options(options)
-        directory = _absolute(root_dir)
+        directory = parse_directory(root_dir)
         check_policy(parse_name(eviction_policy, "eviction_policy"))
         high = parse_fraction(high_watermark, "high_watermark")
         low = parse_fraction(low_watermark, "low_watermark")
@@ -103,13 +103,15 @@ class FileSystemTierManager(SecondaryTierManager):
         space = None
         if capacity_bytes is not None:
             space = SpaceSettings(parse_size_bytes(capacity_bytes, "capacity_bytes"), high, low)
-        fields = _run_config(run_config) or _default_run_config(offloading_spec, primary_kv_view)
+        fields = parse_run_config(run_config) or default_run_config(
+            offloading_spec, primary_kv_view
+        )
         fields.setdefault("model_name", parse_name(model, "model"))
         settings = FsSettings(
             root_dir=directory,
             run_config=fields,
             rank=at_least(0)(rank, "rank"),
-            verify=Verify(_one_of(verify, Verify, "verify")),
+            verify=Verify(parse_choice(verify, Verify, "verify")),
             space=space,
             direct_io=parse_bool(direct_io, "direct_io"),
             fsync=parse_bool(fsync, "fsync"),
@@ -117,58 +119,7 @@ class FileSystemTierManager(SecondaryTierManager):
             reuse_inodes=parse_bool(reuse_inodes, "reuse_inodes") and run_config is None,
             rescan_interval_s=parse_seconds(rescan_interval_s, "rescan_interval_s"),
             io_threads=options.get("n_read_threads", 2) + options.get("n_write_threads", 1),
-            locality=Locality(_one_of(locality, Locality, "locality")),
+            locality=Locality(parse_choice(locality, Locality, "locality")),
         )
         tier = FsTier(settings, partial(create_policy, eviction_policy), ops)
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
-
-
-def _absolute(root_dir: object) -> str:
-    path = os.fspath(root_dir) if isinstance(root_dir, os.PathLike) else root_dir
-    if not isinstance(path, str) or not path or "\0" in path or not _is_encodable(path):
-        raise ConfigError(f"root_dir: {root_dir!r} is not valid; it must be an absolute path")
-    if not Path(path).is_absolute():
-        remedy = str(Path.cwd() / path)
-        raise ConfigError(f"root_dir: {path!r} is not an absolute path; write {remedy!r}")
-    return os.path.normpath(path)
-
-
-def _is_encodable(path: str) -> bool:
-    try:
-        return bool(os.fsencode(path))
-    except UnicodeEncodeError:
-        return False
-
-
-def _one_of(value: object, allowed: type[StrEnum], key: str) -> str:
-    names = [str(member) for member in allowed]
-    if not isinstance(value, str) or value not in names:
-        hint = nearest(str(value), names)
-        raise ConfigError(f"{key}: {value!r} is unknown{hint}; allowed: {', '.join(names)}")
-    return value
-
-
-def _run_config(given: object) -> dict[str, Any]:
-    """Return a given run configuration, checked: it becomes a digest, by way of JSON."""
-    try:
-        if given is None:
-            return {}
-        if isinstance(given, Mapping) and given:
-            json.dumps(dict(given), sort_keys=True)
-            return dict(given)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"run_config: {given!r} cannot be written as JSON ({error})") from error
-    raise ConfigError(f"run_config: {given!r} is not valid; it must be an object with a key")
-
-
-def _default_run_config(spec: object, kv_view: memoryview) -> dict[str, Any]:
-    """Return what the layout of a block's bytes depends on, as far as this package knows."""
-    config = getattr(spec, "config", None)
-    known = config if isinstance(config, OffloadConfig) else None
-    return {
-        "inference_engine": "kvoffload_async",
-        "block_bytes": kv_view.nbytes // len(kv_view),
-        "tokens_per_hash": known.block_size if known else 0,
-        "blocks_per_file": known.blocks_per_chunk if known else 0,
-        "num_workers": known.num_workers if known else 1,
-    }

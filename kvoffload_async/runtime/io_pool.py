@@ -1,8 +1,9 @@
 """A few threads for few, large, GIL-free system calls; loads and stores cannot starve each other.
 
 Some threads take a load first and a store if there is none, others the reverse, and a few take
-only calls that move no payload, so that a probe never waits behind a transfer. Finished calls are
-handed to the loop in batches, with one wake-up a batch.
+only calls that move no payload, so that a probe never waits behind a transfer. A thread that finds
+nothing to take helps with a call that is under way. Finished calls are handed to the loop in
+batches, with one wake-up a batch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class _Call:
     call: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    helpers: int
+    threads: int = 0
+    """How many are in it."""
+    has_ended: bool = False
     result: Any = None
     error: BaseException | None = None
 
@@ -59,7 +64,16 @@ class IoPool:
         """
         self._queues: dict[Direction, deque[_Call]] = {d: deque() for d in Direction}
         self._queued_calls = queued_calls
-        self._condition = threading.Condition()
+        self._wanting: dict[_Call, None] = {}
+        """Transfers under way that one more thread may help with."""
+        self._mutex = threading.Lock()
+        # One call wakes one thread: those that wait for the same calls can each take any of them.
+        transfers = threading.Condition(self._mutex)
+        self._waiting: dict[Direction, threading.Condition] = {
+            Direction.LOAD: transfers,
+            Direction.STORE: transfers,
+            Direction.NONE: threading.Condition(self._mutex),
+        }
         self._stopping = False
         self._done: deque[_Call] = deque()
         self._wake_pending = False
@@ -73,7 +87,7 @@ class IoPool:
         for thread in self._threads:
             thread.start()
 
-    async def run(self, direction: Direction, call: Callable[[], T]) -> T:
+    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
         """Await `call()` on one of the threads; see `IoRunner.run`.
 
         Raises:
@@ -83,24 +97,27 @@ class IoPool:
         Thread: loop.
         """
         loop = asyncio.get_running_loop()
-        work = _Call(call, loop, loop.create_future())
-        with self._condition:
+        work = _Call(call, loop, loop.create_future(), helpers)
+        with self._mutex:
             if self._stopping:
                 raise TierClosedError("the I/O pool is closed")
             if len(self._queues[direction]) >= self._queued_calls:
                 raise BusyError(f"{self._queued_calls} calls are queued")
             self._queues[direction].append(work)
-            self._condition.notify_all()  # one thread in particular may not take this direction
+            self._waiting[direction].notify(1 + helpers)
         cancelled: asyncio.CancelledError | None = None
-        while not work.future.done():
+        while not work.has_ended:
             try:
-                await asyncio.shield(work.future)
-            except asyncio.CancelledError as error:  # the call still touches memory: wait on
+                await work.future
+            except asyncio.CancelledError as error:
                 cancelled = error
+                if not work.has_ended:  # the call still touches memory: wait on
+                    work.future = loop.create_future()
             except Exception:  # noqa: BLE001 - the call's own error, raised below
                 break
         if cancelled is not None:
-            work.future.exception()  # retrieved: nobody will ask any more
+            if not work.future.cancelled():
+                work.future.exception()  # retrieved: nobody will ask any more
             try:
                 raise cancelled
             finally:
@@ -115,12 +132,13 @@ class IoPool:
 
         Thread: any but the pool's own.
         """
-        with self._condition:
+        with self._mutex:
             self._stopping = True
             queued = [work for queue in self._queues.values() for work in queue]
             for queue in self._queues.values():
                 queue.clear()
-            self._condition.notify_all()
+            for waiting in self._waiting.values():
+                waiting.notify_all()
         for work in queued:
             work.error = TierClosedError("the I/O pool was closed before the call had begun")
             self._finish(work)
@@ -130,22 +148,44 @@ class IoPool:
         return sum(thread.is_alive() for thread in self._threads)
 
     def _work(self, order: tuple[Direction, Direction]) -> None:
-        first, second = (self._queues[direction] for direction in order)
         while True:
-            with self._condition:
-                while not (first or second or self._stopping):
-                    self._condition.wait()
-                if not (first or second):
-                    return
-                work = first.popleft() if first else second.popleft()
+            with self._mutex:
+                work = self._next(order)
+            if work is None:
+                return
             try:
                 work.result = work.call()
             except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
                 work.error = _as_failure(error)
-            # Whoever learns that the call has ended may release what it captured.
-            work.call = _spent
-            self._finish(work)
+            with self._mutex:
+                self._wanting.pop(work, None)  # it has no more work to share
+                work.threads -= 1
+                is_last = not work.threads
+            if is_last:
+                # Whoever learns that the call has ended may release what it captured.
+                work.call = _spent
+                self._finish(work)
             del work
+
+    def _next(self, order: tuple[Direction, Direction]) -> _Call | None:
+        """Take a call, or a part in one, as soon as there is any; None to end. Under the mutex."""
+        first, second = (self._queues[direction] for direction in order)
+        wanting = self._wanting if Direction.NONE not in order else {}
+        while not (first or second or wanting or self._stopping):
+            self._waiting[order[0]].wait()
+        if first or second:
+            work = first.popleft() if first else second.popleft()
+            if work.helpers:
+                self._wanting[work] = None
+        elif wanting and not self._stopping:
+            work = next(iter(wanting))
+            work.helpers -= 1
+            if not work.helpers:
+                del wanting[work]
+        else:
+            return None
+        work.threads += 1
+        return work
 
     def _finish(self, work: _Call) -> None:
         self._done.append(work)
@@ -165,8 +205,9 @@ class IoPool:
         self._wake_pending = False
         while self._done:
             work = self._done.popleft()
+            work.has_ended = True
             if work.future.done():
-                continue
+                continue  # cancelled just now: whoever awaits it finds that it has ended
             if work.error is not None:
                 work.future.set_exception(work.error)
             else:

@@ -1,4 +1,4 @@
-"""The system calls of the `fs` tier, with faults: each call is counted, and rules say what fails.
+"""The system calls of the tiers on disk, with faults: calls are counted, rules say what fails.
 
     ops = FaultyFileOps()
     ops.fail(errno.ENOSPC, on="pwrite", times=1)   # the first write finds the disk full
@@ -18,12 +18,13 @@ import signal
 import stat as stat_module
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 
+_TEARABLE = {"pwrite", "pwritev", "fallocate"}
 _ABSENT = {errno.ENODATA, errno.EOPNOTSUPP}
 
 
@@ -139,7 +140,7 @@ class FaultyFileOps(FileOps):
         self._add(_Rule(_names(on), at, when, times, act))
 
     def shorten(self, max_bytes: int, *, on: str, times: int | None = None) -> None:
-        """Make `pwrite` or `pread_into` move at most `max_bytes`."""
+        """Make calls that write or read move at most `max_bytes`."""
         self._add(_Rule(_names(on), None, None, times, max_bytes=max_bytes))
 
     def hang(
@@ -157,7 +158,7 @@ class FaultyFileOps(FileOps):
         return hang
 
     def kill(self, at: int, *, torn: bool = False) -> None:
-        """Kill this process by SIGKILL before a call; `torn`: a write gets half of its bytes."""
+        """Kill this process by SIGKILL before a call; `torn`: a write, or allocation, gets half."""
         self._add(_Rule(None, at, None, None, None if torn else _kill, kills_torn=torn))
 
     def heal(self) -> None:
@@ -211,6 +212,32 @@ class FaultyFileOps(FileOps):
         if rule is not None and rule.max_bytes is not None:
             buffer = buffer[: rule.max_bytes]
         return super().pread_into(fd, buffer, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        rule = self._before_fd("pwritev", fd)
+        total_bytes = sum(map(len, buffers))
+        if rule is not None and rule.kills_torn:
+            super().pwritev(fd, _head(buffers, max(1, total_bytes // 2)), offset)
+            _kill()
+        if rule is not None and rule.max_bytes is not None:
+            buffers = _head(buffers, rule.max_bytes)
+        size_bytes = os.fstat(fd).st_blocks * 512
+        self._take_room(self.open_fds[fd][0], offset + sum(map(len, buffers)) - size_bytes)
+        return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        rule = self._before_fd("preadv", fd)
+        if rule is not None and rule.max_bytes is not None:
+            buffers = _head(buffers, rule.max_bytes)
+        return super().preadv(fd, buffers, offset)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        rule = self._before_fd("fallocate", fd)
+        if rule is not None and rule.kills_torn:
+            super().fallocate(fd, max(1, size_bytes // 2))
+            _kill()
+        self._take_room(self.open_fds[fd][0], size_bytes - os.fstat(fd).st_blocks * 512)
+        super().fallocate(fd, size_bytes)
 
     def fstat(self, fd: int) -> os.stat_result:
         self._before_fd("fstat", fd)
@@ -298,7 +325,7 @@ class FaultyFileOps(FileOps):
             call = FileCall(len(self.calls) + 1, name, path, flags, threading.get_ident())
             self.calls.append(call)
             rule = next((rule for rule in self._rules if rule.takes(call)), None)
-        if rule is not None and rule.kills_torn and name != "pwrite":
+        if rule is not None and rule.kills_torn and name not in _TEARABLE:
             _kill()
         if rule is not None and rule.act is not None:
             rule.act()
@@ -334,6 +361,17 @@ def regular_files(root: str) -> list[str]:
     return sorted(
         path for path, status in FileOps().walk(root) if stat_module.S_ISREG(status.st_mode)
     )
+
+
+def _head(buffers: Sequence[memoryview], max_bytes: int) -> list[memoryview]:
+    """Return the first `max_bytes` of several buffers."""
+    head: list[memoryview] = []
+    for buffer in buffers:
+        head.append(buffer[:max_bytes])
+        max_bytes -= len(head[-1])
+        if not max_bytes:
+            break
+    return head
 
 
 def _names(on: str | None) -> frozenset[str] | None:

@@ -32,8 +32,8 @@ T = TypeVar("T")
 class InlineIo:
     """An `IoRunner` that runs every call at once, on the loop's thread."""
 
-    async def run(self, direction: Direction, call: Callable[[], T]) -> T:
-        """See `IoRunner.run`."""
+    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
+        """See `IoRunner.run`; nobody helps."""
         await asyncio.sleep(0)
         return call()
 
@@ -75,8 +75,8 @@ class ScriptedIo:
         """Start with nothing parked."""
         self.parked: list[ParkedCall] = []
 
-    async def run(self, direction: Direction, call: Callable[[], T]) -> T:
-        """See `IoRunner.run`."""
+    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
+        """See `IoRunner.run`; nobody helps."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedCall(direction, call, future))
         return await _uncancellable(future)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -23,7 +23,7 @@ from kvoffload_async.abc.events import (
     ProbeAnswered,
     TierEvent,
 )
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, Direction, IoRunner
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner
 from kvoffload_async.errors import (
     BlockMissingError,
     JobCancelledError,
@@ -43,7 +43,6 @@ T = TypeVar("T")
 
 _CANCEL_GRACE_S = 0.2
 _FAILED_OPEN_CLOSE_S = 5.0
-_JOB_DIRECTIONS = (Direction.LOAD, Direction.STORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +63,21 @@ class ActorEnvironment:
 
 
 @dataclass(slots=True, eq=False)
+class _Side:
+    """The jobs of one direction; at most `limit` run."""
+
+    name: str
+    limit: int
+    waiting: dict[JobId, _Run] = field(default_factory=dict)
+    running: dict[JobId, _Run] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class _Run:
     """One accepted job; `task` is None while it waits."""
 
     job: JobMetadata
-    direction: Direction
+    side: _Side
     accepted_s: float
     timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[BlockFailures] | None = None
@@ -113,14 +122,10 @@ class TierActor:
         self._post = env.post
         self._io_timeout_s = io_timeout_s
         self._probe_timeout_s = probe_timeout_s
-        self._waiting: dict[Direction, dict[JobId, _Run]] = {d: {} for d in _JOB_DIRECTIONS}
-        self._running: dict[Direction, dict[JobId, _Run]] = {d: {} for d in _JOB_DIRECTIONS}
+        self._loads = _Side(f"{name}:load", tier.bounds.concurrent_loads)
+        self._stores = _Side(f"{name}:store", tier.bounds.concurrent_stores)
         self._probes: set[asyncio.Task[frozenset[OffloadKey]]] = set()
         self._unanswered: dict[int, asyncio.TimerHandle] = {}
-        self._limits = {
-            Direction.LOAD: tier.bounds.concurrent_loads,
-            Direction.STORE: tier.bounds.concurrent_stores,
-        }
         self._closing = False
 
     async def open(self) -> None:
@@ -133,17 +138,17 @@ class TierActor:
 
     def start_job(self, job: JobMetadata) -> None:
         """Accept a job: from now on it settles exactly once."""
-        direction = Direction.LOAD if job.is_promotion else Direction.STORE
+        side = self._loads if job.is_promotion else self._stores
         loop = asyncio.get_running_loop()
-        run = _Run(job, direction, loop.time())
+        run = _Run(job, side, loop.time())
         if self._closing:
             self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
-        elif len(self._waiting[direction]) >= self._tier.bounds.queued_jobs:
+        elif len(side.waiting) >= self._tier.bounds.queued_jobs:
             self._settle_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
         else:
             run.timer = loop.call_later(self._io_timeout_s, self._deadline_passed, run)
-            self._waiting[direction][job.job_id] = run
-            self._start_ready(direction)
+            side.waiting[job.job_id] = run
+            self._start_ready(side)
 
     def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
@@ -180,10 +185,10 @@ class TierActor:
         self._closing = True
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        for waiting in self._waiting.values():
-            for run in list(waiting.values()):
+        for side in (self._loads, self._stores):
+            for run in list(side.waiting.values()):
                 self._settle_unrun(run, TierClosedError(f"{self.name} was shut down"))
-            waiting.clear()
+            side.waiting.clear()
         tasks = self._tasks()
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
@@ -193,7 +198,7 @@ class TierActor:
                 task.cancel()
             await asyncio.wait(late, timeout=_CANCEL_GRACE_S)
         await asyncio.sleep(0)  # the done-callbacks of tasks that ended just now
-        unfinished = tuple(job_id for runs in self._running.values() for job_id in runs)
+        unfinished = (*self._loads.running, *self._stores.running)
         if self._tasks():
             error = TierTimeoutError(f"{self.name}: {len(self._tasks())} calls did not end")
             return CloseReport(unfinished, error)
@@ -203,8 +208,8 @@ class TierActor:
     # -- inside ---------------------------------------------------------------------------------
 
     def _tasks(self) -> set[asyncio.Task[BlockFailures] | asyncio.Task[frozenset[OffloadKey]]]:
-        jobs = {run.task for runs in self._running.values() for run in runs.values() if run.task}
-        return jobs | self._probes
+        runs = (*self._loads.running.values(), *self._stores.running.values())
+        return {run.task for run in runs if run.task} | self._probes
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
@@ -220,26 +225,25 @@ class TierActor:
             return error
         return None
 
-    def _start_ready(self, direction: Direction) -> None:
-        waiting, running = self._waiting[direction], self._running[direction]
-        loop = asyncio.get_running_loop()
-        while waiting and len(running) < self._limits[direction]:
+    def _start_ready(self, side: _Side) -> None:
+        waiting, running = side.waiting, side.running
+        while waiting and len(running) < side.limit:
             job_id = next(iter(waiting))
             run = running[job_id] = waiting.pop(job_id)
-            run.task = loop.create_task(
-                self._perform(run), name=f"{self.name}:{direction.name.lower()}:{job_id}"
+            run.task = asyncio.get_running_loop().create_task(
+                self._perform(run), name=f"{side.name}:{job_id}"
             )
             run.task.add_done_callback(partial(self._job_ended, run))
 
     async def _perform(self, run: _Run) -> BlockFailures:
         if not run.job.keys:
             return {}
-        operation = self._tier.load if run.direction is Direction.LOAD else self._tier.store
+        operation = self._tier.load if run.side is self._loads else self._tier.store
         return await _contained(operation, run.job)
 
     def _job_ended(self, run: _Run, task: asyncio.Task[BlockFailures]) -> None:
         run.stop_timer()
-        del self._running[run.direction][run.job.job_id]
+        del run.side.running[run.job.job_id]
         run.task = None  # a failed task holds its frames, and they hold the run
         failures, error = _outcome(task, len(run.job.keys))
         first = error or next(iter(failures.values()), None)
@@ -252,7 +256,7 @@ class TierActor:
             _drop_tracebacks(raised)
         self._post(self._settled(run, failures, error))
         if not self._closing:
-            self._start_ready(run.direction)
+            self._start_ready(run.side)
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
@@ -267,7 +271,7 @@ class TierActor:
         error = TierTimeoutError(
             f"{self.name}: job {run.job.job_id} did not end within {self._io_timeout_s} s"
         )
-        if self._waiting[run.direction].pop(run.job.job_id, None) is not None:
+        if run.side.waiting.pop(run.job.job_id, None) is not None:
             self._settle_unrun(run, error)
         else:
             logger.error("Job %s block I/O failed: %s", run.job.job_id, error)

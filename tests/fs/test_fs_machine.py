@@ -252,7 +252,7 @@ class FsMachine(RuleBasedStateMachine):
     @rule(instance=instances, keys=some_keys, max_bytes=st.sampled_from([1000, BLOCK - 1]))
     def calls_are_short(self, instance, keys, max_bytes):
         instance.ops.shorten(max_bytes, on="pwrite")
-        instance.ops.shorten(max_bytes, on="pread_into")
+        instance.ops.shorten(max_bytes, on="preadv")
         self._try(instance.harness, keys, is_load=False)
         self._try(instance.harness, keys, is_load=True)
         instance.ops.heal()

@@ -5,7 +5,7 @@ import pytest
 from fs.places import BLOCK, Place, item, load, load_key, store, store_key
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUnavailableError
-from kvoffload_async.testing.fileops import FaultyFileOps, is_block
+from kvoffload_async.testing.fileops import FaultyFileOps, is_block, is_direct
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE
@@ -50,9 +50,9 @@ def test_a_file_that_shrinks_while_it_is_read_fails(place):
     store_key(files, A)
 
     class Shrinking(type(ops)):
-        def pread_into(self, fd, buffer, offset):
+        def preadv(self, fd, buffers, offset):
             os.truncate(place.path(A), 10)
-            return super().pread_into(fd, buffer, offset)
+            return super().preadv(fd, buffers, offset)
 
     ops.__class__ = Shrinking
     assert "ends after 10 bytes" in str(load_key(files, A).error)
@@ -62,13 +62,13 @@ def test_a_file_that_shrinks_while_it_is_read_fails(place):
 @pytest.mark.parametrize("max_bytes", [1000, BLOCK - 1])
 def test_short_reads_are_continued(place, max_bytes):
     ops = FaultyFileOps()
-    ops.shorten(max_bytes, on="pread_into")
+    ops.shorten(max_bytes, on="preadv")
     files = place.files(ops)
     store_key(files, A)
     assert load_key(files, A) is None
 
 
-@pytest.mark.parametrize("name", ["open", "fstat", "get_xattr", "pread_into", "close"])
+@pytest.mark.parametrize("name", ["open", "get_xattr", "preadv", "close"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EINVAL])
 def test_any_other_error_fails_the_block_and_leaves_the_file(place, name, code):
     ops = FaultyFileOps()
@@ -78,6 +78,14 @@ def test_any_other_error_fails_the_block_and_leaves_the_file(place, name, code):
     assert isinstance(load_key(files, A).error, TierUnavailableError)
     assert not ops.open_fds
     assert load_key(files, A) is None
+
+
+def test_a_length_that_cannot_be_asked_for_fails_a_direct_load_and_leaves_the_file(place):
+    ops = FaultyFileOps()
+    place.put(A, sealed=True)
+    ops.fail(errno.EIO, on="fstat", when=is_direct)
+    assert isinstance(load_key(place.files(ops, direct_io=True), A).error, TierUnavailableError)
+    assert place.path(A).exists()
 
 
 @pytest.mark.parametrize("verify", ["required", "when_present", "off"])
@@ -111,9 +119,7 @@ def test_a_bad_file_that_cannot_be_deleted_is_corrupt_all_the_same(place, caplog
     ops = FaultyFileOps()
     place.put(A, FLIPPED)
     os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(A))
-    # The first fstat is for the length.
-    number = iter(range(10))
-    ops.fail(errno.EACCES, on=name, when=lambda _call: name != "fstat" or next(number) == 1)
+    ops.fail(errno.EACCES, on=name)
     outcome = load_key(place.files(ops), A)
     assert isinstance(outcome.error, CorruptBlockError)
     assert outcome.freed_bytes is None
@@ -149,7 +155,7 @@ def test_a_bad_file_that_somebody_has_deleted_counts_as_gone(place):
 
 def test_a_reader_of_a_reused_inode_never_gets_the_other_blocks_bytes(place):
     """Another process evicts what this one is reading, and overwrites the file."""
-    for name in ("open", "fstat", "get_xattr", "pread_into"):
+    for name in ("open", "get_xattr", "preadv"):
         inner = Place(place.root / name)
         inner.put(A, sealed=True)
         evictor = inner.files(reuses_inodes=True)
@@ -171,17 +177,13 @@ class Evicted(FaultyFileOps):
         self._evict(self._moment == "open")
         return fd
 
-    def fstat(self, fd):
-        self._evict(self._moment == "fstat")
-        return super().fstat(fd)
-
     def get_xattr(self, fd, name):
         self._evict(self._moment == "get_xattr")
         return super().get_xattr(fd, name)
 
-    def pread_into(self, fd, buffer, offset):
-        self._evict(self._moment == "pread_into")
-        return super().pread_into(fd, buffer, offset)
+    def preadv(self, fd, buffers, offset):
+        self._evict(self._moment == "preadv")
+        return super().preadv(fd, buffers, offset)
 
     def _evict(self, is_the_moment: bool) -> None:
         if is_the_moment:

@@ -151,7 +151,7 @@ def test_a_failed_load_flips_the_verdict_to_absent(place, ops, damage):
         elif damage == "removed":
             path.unlink()
         else:
-            ops.fail(errno.EIO, on="pread_into", when=lambda c: c.path == str(path))
+            ops.fail(errno.EIO, on="preadv", when=lambda c: c.path == str(path))
         job = harness.submit_load(K[:2], [10, 11])
         harness.wait()
         result = harness.result_of(job)
@@ -184,7 +184,7 @@ def harness_load(harness: ManagerHarness, key):
 # -- deadlines ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call", "is_load"), [("pread_into", True), ("pwrite", False)])
+@pytest.mark.parametrize(("call", "is_load"), [("preadv", True), ("pwrite", False)])
 def test_a_job_past_its_deadline_is_reported_and_keeps_its_slots(place, ops, call, is_load):
     with place.manage(ops, io_timeout_s=0.1) as harness:
         harness.submit_store(K[:1], [0])

@@ -152,7 +152,7 @@ def test_a_block_that_is_being_loaded_is_not_evicted(place):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:4])
-        hang = ops.hang(on="pread_into", when=lambda c: c.path == str(place.path(K[0])))
+        hang = ops.hang(on="preadv", when=lambda c: c.path == str(place.path(K[0])))
         job = harness.job(K[:1], [20], is_promotion=True)
         loading = start(harness, harness.tier.load(job))
         assert hang.entered.wait(10)
@@ -564,10 +564,10 @@ def test_a_store_that_the_pool_refuses_gives_its_room_back(place):
         for refused in range(3):
             number = itertools.count()
 
-            async def run(direction, call, *, number=number, refused=refused):
+            async def run(direction, call, *, helpers=0, number=number, refused=refused):
                 if next(number) == refused:
                     raise TierUnavailableError("refused")
-                return await real(direction, call)
+                return await real(direction, call, helpers=helpers)
 
             io.run = run
             store_or_raise(harness, K[10 * refused : 10 * refused + 4])

@@ -420,7 +420,7 @@ def test_direct_io_that_a_store_cannot_have_is_given_up_with_one_warning(place, 
     assert not place.temps()
 
 
-@pytest.mark.parametrize("call", ["open", "pread_into"])
+@pytest.mark.parametrize("call", ["open", "preadv"])
 def test_direct_io_that_a_load_cannot_have_is_given_up_with_one_warning(place, caplog, call):
     store(place.files(), item(A), item(B, 1))
     ops = FaultyFileOps()

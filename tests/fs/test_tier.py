@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 
 import pytest
 from fs.places import Place
@@ -41,7 +42,24 @@ def test_a_large_job_uses_several_threads(place, ops, options):
         before = len(ops.calls)
         assert harness.load(K, range(8, 16)) == {}
         assert all(harness.holds(key, 8 + i) for i, key in enumerate(K))
-        assert ops.counts(before)["pread_into"] == 8
+        assert ops.counts(before)["preadv"] == 8 * 4, "a quarter of a block at a time"
+
+
+@pytest.mark.parametrize("max_bytes", [MIB, 100_000])
+def test_every_piece_of_a_large_block_is_verified(place, ops, max_bytes):
+    with open_large(place, ops) as harness:
+        assert harness.store(K) == {}
+        ops.shorten(max_bytes, on="preadv")
+        for key, offset in zip(K, [0, MIB // 4 - 1, MIB // 4, MIB - 1], strict=False):
+            with place.path(key).open("r+b") as file:
+                byte = os.pread(file.fileno(), 1, offset)
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
+        os.truncate(place.path(K[4]), MIB // 2)
+        with place.path(K[5]).open("ab") as file:
+            file.write(b"x")
+        assert sorted(harness.load(K, range(8, 16))) == [0, 1, 2, 3, 4, 5]
+        assert not any(place.path(key).exists() for key in K[:6])
+        assert all(harness.holds(K[index], 8 + index) for index in (6, 7))
 
 
 def _task(coroutine):
@@ -56,7 +74,7 @@ def test_failures_keep_their_places_in_a_spread_job(place, ops):
     with open_large(place, ops) as harness:
         assert harness.store(K) == {}
         place.path(K[2]).unlink()
-        ops.fail(errno.EIO, on="pread_into", when=lambda c: c.path == str(place.path(K[5])))
+        ops.fail(errno.EIO, on="preadv", when=lambda c: c.path == str(place.path(K[5])))
         assert sorted(harness.load(K, range(8, 16))) == [2, 5]
         assert all(harness.holds(key, 8 + i) for i, key in enumerate(K) if i not in {2, 5})
 

@@ -55,9 +55,9 @@ def start(loop, coroutine):
     return asyncio.run_coroutine_threadsafe(coroutine, loop._loop)
 
 
-def queued(loop, pool, direction, call):
+def queued(loop, pool, direction, call, *, helpers=0):
     """Queue a call and return when it is queued for certain."""
-    future = start(loop, pool.run(direction, call))
+    future = start(loop, pool.run(direction, call, helpers=helpers))
     loop.run(asyncio.sleep(0), DEADLINE_S)
     return future
 
@@ -155,6 +155,104 @@ def test_a_call_over_the_queues_bound_is_refused_at_once(loop, pools):
     gate.opened.set()
     assert blocked.result(DEADLINE_S) is None
     assert waiting.result(DEADLINE_S) == 0
+
+
+class Shared:
+    """A call that several threads make: each takes a gate, and none is left for more of them."""
+
+    def __init__(self, *gates):
+        self._gates = iter(gates)
+        self.entries = 0
+
+    def __call__(self):
+        self.entries += 1
+        gate = next(self._gates, None)
+        return gate() if gate else None
+
+
+def test_idle_threads_help_with_a_call(loop, pools):
+    together = threading.Barrier(3)
+    call = Shared(*[lambda: together.wait(DEADLINE_S)] * 3)
+    loop.run(pools(2, 1, 1).run(LOAD, call, helpers=2), DEADLINE_S)
+    assert call.entries == 3
+
+
+def test_a_call_has_no_more_helpers_than_it_asked_for(loop, pools):
+    pool = pools(3, 0, 0)
+    gates = [Gate(), Gate()]
+    call = Shared(*gates)
+    shared = start(loop, pool.run(LOAD, call, helpers=1))
+    assert all(gate.entered.wait(DEADLINE_S) for gate in gates)
+    assert loop.run(pool.run(LOAD, lambda: "taken"), DEADLINE_S) == "taken", "the third is free"
+    for gate in gates:
+        gate.opened.set()
+    shared.result(DEADLINE_S)
+    assert call.entries == 2
+
+
+def test_a_call_ends_when_the_last_of_its_threads_has_left_it(loop, pools):
+    pool = pools(2, 0, 0)
+    first, last = Gate(), Gate()
+    shared = queued(loop, pool, LOAD, Shared(first, last), helpers=1)
+    assert first.entered.wait(DEADLINE_S)
+    assert last.entered.wait(DEADLINE_S)
+    first.opened.set()
+    assert loop.run(pool.run(LOAD, lambda: "free"), DEADLINE_S) == "free"
+    assert not shared.done(), "the call still touches memory"
+    last.opened.set()
+    shared.result(DEADLINE_S)
+
+
+def test_nobody_helps_with_a_call_that_somebody_has_returned_from(loop, pools):
+    pool = pools(3, 0, 0)
+    other, first, last = Gate(), Gate(), Gate()
+    blocked = start(loop, pool.run(LOAD, other))
+    assert other.entered.wait(DEADLINE_S)
+    call = Shared(first, last)
+    shared = start(loop, pool.run(LOAD, call, helpers=2))
+    assert first.entered.wait(DEADLINE_S)
+    assert last.entered.wait(DEADLINE_S)
+    first.opened.set()
+    assert loop.run(pool.run(LOAD, lambda: "free"), DEADLINE_S) == "free"
+    assert not pool._wanting
+    other.opened.set()
+    blocked.result(DEADLINE_S)
+    last.opened.set()
+    shared.result(DEADLINE_S)
+    assert call.entries == 2
+
+
+def test_a_queued_call_is_made_before_anybody_helps(loop, pools):
+    pool = pools(2, 0, 0)
+    other, share = Gate(), Gate()
+    blocked = start(loop, pool.run(LOAD, other))
+    assert other.entered.wait(DEADLINE_S)
+    call = Shared(share)
+    shared = start(loop, pool.run(LOAD, call, helpers=1))
+    assert share.entered.wait(DEADLINE_S)
+    late = queued(loop, pool, STORE, lambda: call.entries)
+    other.opened.set()
+    assert late.result(DEADLINE_S) == 1
+    share.opened.set()
+    shared.result(DEADLINE_S)
+    blocked.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_error_of_any_thread_is_raised_when_all_have_left(loop, pools, order):
+    gates = [Gate(), Gate()]
+
+    def fail():
+        gates[1]()
+        raise OSError("boom")
+
+    shared = queued(loop, pools(2, 0, 0), LOAD, Shared(gates[0], fail), helpers=1)
+    assert all(gate.entered.wait(DEADLINE_S) for gate in gates)
+    for number in order:
+        assert not shared.done()
+        gates[number].opened.set()
+    with pytest.raises(OSError, match="boom"):
+        shared.result(DEADLINE_S)
 
 
 def test_a_cancelled_call_is_waited_for_until_it_has_ended(loop, pools):

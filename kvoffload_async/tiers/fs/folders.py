@@ -16,8 +16,10 @@ from kvoffload_async.tiers.fs.outcome import DiskChange
 class LeafFolders:
     """The folders in which blocks lie, each with a parent that holds nothing else."""
 
-    def __init__(self, ops: FileOps) -> None:
+    def __init__(self, ops: FileOps, *, counts_bytes: bool = True) -> None:
+        """Know of none; without `counts_bytes` nobody asks by how much they grow."""
         self._ops = ops
+        self._counts_bytes = counts_bytes
         self._mutex = threading.Lock()
         self._made: set[str] = set()
         self._new_bytes = 0
@@ -77,15 +79,15 @@ class LeafFolders:
     def _make(self, folder: str, change: DiskChange) -> None:
         with self.growing(_parent_of(folder), change), contextlib.suppress(FileExistsError):
             self._ops.mkdir(folder)
-            with contextlib.suppress(FileNotFoundError):  # it was removed, and taken off the count
-                self._new_bytes = disk_bytes(self._ops.stat(folder))
+            # Also if it was removed and taken off the count at once: then as much as the last.
+            self._new_bytes = self._size_of(folder) or self._new_bytes
             change.added_bytes += self._new_bytes
         self._made.add(folder)
 
     def _size_of(self, folder: str) -> int:
-        """Return a folder's disk bytes; 0 if it is gone, or cannot be asked."""
+        """Return a folder's disk bytes; 0 if it is gone, cannot be asked, or nobody counts."""
         with contextlib.suppress(OSError):
-            return disk_bytes(self._ops.stat(folder))
+            return disk_bytes(self._ops.stat(folder)) if self._counts_bytes else 0
         return 0
 
     def _forget(self, folder: str) -> None:

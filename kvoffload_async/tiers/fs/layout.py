@@ -51,7 +51,9 @@ class Namespace:
 
     def get_file_name(self, key: OffloadKey) -> str:
         """Return the path of a key's block."""
-        return f"{self.leaf_of(key)}/{get_offload_block_hash(key).hex()}{BLOCK_SUFFIX}"
+        digits = get_offload_block_hash(key).hex()
+        leaf = f"{self.folder}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}"
+        return f"{leaf}/{digits}{BLOCK_SUFFIX}"
 
     def leaf_of(self, key: OffloadKey) -> str:
         """Return the folder of a key's block."""

@@ -1,7 +1,7 @@
-"""Every system call of the `fs` tier, one method each.
+"""Every system call of the tiers on disk, one method each.
 
-Nothing else in the tier calls `os`: a test's fault layer replaces this object and can fail, cut
-short, hang or kill the process at any of them. Thread: any.
+Nothing else in `fs` and `slab` calls `os`: a test's fault layer replaces this object and can fail,
+cut short, hang or kill the process at any of them. Thread: any.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import stat as stat_module
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -41,6 +41,18 @@ class FileOps:
     def pread_into(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Read into the buffer; return how many bytes were, which may be fewer."""
         return os.preadv(fd, [buffer], offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write several buffers behind each other; return how many bytes were written."""
+        return os.pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read into several buffers, one after the other; return how many bytes were read."""
+        return os.preadv(fd, buffers, offset)
+
+    def fallocate(self, fd: int, size_bytes: int) -> None:
+        """Make a file at least this long, with every byte of it allocated on disk."""
+        os.posix_fallocate(fd, 0, size_bytes)
 
     def fstat(self, fd: int) -> os.stat_result:
         """Return what an open file is."""

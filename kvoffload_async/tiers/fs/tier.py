@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,11 +39,12 @@ from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 T = TypeVar("T")
-Outcome = TypeVar("Outcome")
-Item = TypeVar("Item")
 
 _ROUNDS = 64
-_PIECE_BYTES = 1 << 20
+_TURN_BYTES = 512 << 10
+"""What a thread takes at a time: enough to be worth it, little enough for all to end together."""
+_SHARE_BYTES = 1 << 20
+"""What a thread must have to do in a job to be worth waking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ class FsSettings:
 class FsTier(AsyncTier):
     """Keeps each block in a file of its own.
 
-    A job's blocks are spread over the I/O threads in pieces of about 1 MiB or more, at most one a
-    thread; every block is judged on its own.
+    A large job runs on several I/O threads, each of which takes the next few blocks when it is
+    free; every block is judged on its own.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class FsTier(AsyncTier):
             direct_io=settings.direct_io,
             fsync=settings.fsync,
             reuses_inodes=settings.reuse_inodes,
+            counts_bytes=settings.space is not None,
         )
         self._keeper = Keeper(self._ops, namespace, writers, self._files, env)
         try:
@@ -140,35 +141,43 @@ class FsTier(AsyncTier):
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Write the blocks that have no file yet."""
-        items = [
-            StoreItem(index, key, self._row(slot))
-            for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True))
-        ]
+        keys, slots = job.keys, job.block_ids.tolist()
         if self._space is None:
             outcomes: list[StoreOutcome] = []
-            await self._spread(Direction.STORE, self._files.writer.store, items, outcomes)
+
+            def write(turn: range) -> None:
+                items = [StoreItem(index, keys[index], self._row(slots[index])) for index in turn]
+                self._files.writer.store(items, outcomes)
+
+            await self._spread(Direction.STORE, write, len(keys))
             return _failures(outcomes)
-        self._space.pin(job.keys)
+        items = [
+            StoreItem(index, key, self._row(slot))
+            for index, (key, slot) in enumerate(zip(keys, slots, strict=True))
+        ]
+        self._space.pin(keys)
         try:
             return await self._store_within(self._space, items)
         finally:
-            self._space.unpin(job.keys)
+            self._space.unpin(keys)
 
     async def load(self, job: JobMetadata) -> BlockFailures:
         """Read blocks straight into the job's slots, and verify them there."""
-        items = [
-            (index, key, self._row(slot))
-            for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True))
-        ]
+        keys, slots = job.keys, job.block_ids.tolist()
         failures: list[LoadFailure] = []
+
+        def read(turn: range) -> None:
+            items = [(index, keys[index], self._row(slots[index])) for index in turn]
+            self._files.load(items, failures)
+
         if self._space is None:
-            await self._spread(Direction.LOAD, self._files.load, items, failures)
+            await self._spread(Direction.LOAD, read, len(keys))
         else:
-            self._space.pin(job.keys)
+            self._space.pin(keys)
             try:
-                await self._spread(Direction.LOAD, self._files.load, items, failures)
+                await self._spread(Direction.LOAD, read, len(keys))
             finally:
-                self._space.unpin(job.keys)
+                self._space.unpin(keys)
                 await self._note_loads(self._space, job, failures)
         return {failure.index: failure.error for failure in failures}
 
@@ -203,7 +212,9 @@ class FsTier(AsyncTier):
             plan = await space.plan(items, self._run_store, squeeze=is_full)
             outcomes: list[StoreOutcome] = []
             try:
-                await self._spread(Direction.STORE, self._files.writer.store, plan.items, outcomes)
+                await self._spread(
+                    Direction.STORE, partial(self._write, plan.items, outcomes), len(plan.items)
+                )
             finally:
                 await space.account(plan, outcomes, self._run_store)
             roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
@@ -242,23 +253,23 @@ class FsTier(AsyncTier):
 
     # -- the rest -------------------------------------------------------------------------------
 
+    def _write(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome], turn: range) -> None:
+        self._files.writer.store(items[turn.start : turn.stop], outcomes)
+
     async def _spread(
-        self,
-        direction: Direction,
-        call: Callable[[Sequence[Item], list[Outcome]], None],
-        items: Sequence[Item],
-        outcomes: list[Outcome],
+        self, direction: Direction, call: Callable[[range], None], count: int
     ) -> None:
-        """Run a call over the items in a few pieces, side by side."""
+        """Run a call over `range(count)`, a few numbers at a time, on one or several threads."""
         io = self._opened().io
-        by_size = max(1, len(items) * self._row_bytes // _PIECE_BYTES)
-        pieces = max(1, min(self._settings.io_threads, by_size, len(items)))
-        if pieces == 1:
-            await io.run(direction, partial(call, items, outcomes))
-            return
-        async with asyncio.TaskGroup() as group:
-            for piece in range(pieces):
-                group.create_task(io.run(direction, partial(call, items[piece::pieces], outcomes)))
+        by_turn = max(1, _TURN_BYTES // self._row_bytes)
+        turns = iter(range(0, count, by_turn))
+
+        def work() -> None:
+            for first in turns:  # shared: the thread that is free takes the next turn
+                call(range(first, min(first + by_turn, count)))
+
+        threads = min(self._settings.io_threads, count, count * self._row_bytes // _SHARE_BYTES)
+        await io.run(direction, work, helpers=max(0, threads - 1))
 
     def _row(self, slot: int) -> memoryview:
         if self._rows is None:

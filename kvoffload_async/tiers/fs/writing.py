@@ -52,6 +52,7 @@ class BlockWriter:
         verify: Verify,
         fsync: bool,
         reuses_inodes: bool,
+        counts_bytes: bool,
     ) -> None:
         """Describe how files are written; see `BlockFiles`."""
         self._ops = ops
@@ -63,6 +64,7 @@ class BlockWriter:
         self._verify = verify
         self._fsync = fsync
         self._reuses_inodes = reuses_inodes
+        self._counts_bytes = counts_bytes
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
         self._sealer = Sealer(namespace.layout_of(block_bytes))
         self._serial = itertools.count()
@@ -115,7 +117,7 @@ class BlockWriter:
                     return StoreStatus.VICTIM_GONE
                 recycled = self._may_overwrite(temp)
             self._fill(temp, item, outcome, recycled=recycled)
-            file_bytes = disk_bytes(self._ops.stat(temp))
+            file_bytes = disk_bytes(self._ops.stat(temp)) if self._counts_bytes else 0
             is_published = self._publish(temp, path)
         except OSError:
             self.discard(temp)

@@ -1,0 +1,77 @@
+"""How many system calls a job takes: each costs time, and the interpreter's lock twice."""
+
+import pytest
+from fs.places import BLOCK, Place
+
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import key_of
+
+K = [key_of(number) for number in range(8)]
+ROOMY = 64 * BLOCK
+
+READ = {"open": 1, "get_xattr": 1, "preadv": 1, "close": 1}
+WRITTEN = {"stat": 1, "open": 1, "pwrite": 1, "set_xattr": 1, "close": 1, "publish": 1}
+COUNTED = WRITTEN | {"stat": 4}
+"""The folder before and after, and the file: what the block did to the disk."""
+COUNT_CHANGES = {"lock": 2, "pread_into": 2, "pwrite": 2, "unlock": 2}
+"""What is set aside before a job, and given back after it."""
+
+
+@pytest.fixture
+def ops():
+    return FaultyFileOps()
+
+
+def calls_of(ops: FaultyFileOps, operation, keys) -> dict[str, int]:
+    before = len(ops.calls)
+    assert operation(keys) == {}
+    return dict(ops.counts(before))
+
+
+def times(count: int, calls: dict[str, int]) -> dict[str, int]:
+    return {name: count * number for name, number in calls.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": ROOMY}])
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_load_takes_four_calls_a_block_and_none_a_job(place: Place, ops, count, options):
+    with place.open(ops, **options) as harness:
+        assert harness.store(K) == {}
+        assert calls_of(ops, harness.load, K[:count]) == times(count, READ)
+
+
+def test_a_load_that_verifies_nothing_takes_three(place: Place, ops):
+    with place.open(ops, verify="off") as harness:
+        assert harness.store(K) == {}
+        unverified = {name: 1 for name in READ if name != "get_xattr"}
+        assert calls_of(ops, harness.load, K) == times(8, unverified)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_store_takes_six_calls_a_block_and_none_a_job(place: Place, ops, count):
+    with place.open(ops) as harness:
+        assert harness.store(K) == {}  # makes the folders
+        for key in K:
+            place.path(key).unlink()
+        assert calls_of(ops, harness.store, K[:count]) == times(count, WRITTEN)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": ROOMY}])
+def test_storing_what_is_there_takes_one_call_a_block(place: Place, ops, options):
+    with place.open(ops, **options) as harness:
+        assert harness.store(K) == {}
+        assert calls_of(ops, harness.store, K) == {"stat": 8}
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_store_within_a_capacity_changes_the_count_twice_a_job(place: Place, ops, count):
+    with place.open(ops, capacity_bytes=ROOMY) as harness:
+        assert harness.store(K) == {}
+        for key in K:
+            place.path(key).unlink()
+        assert harness.load(K).keys() == set(range(8))  # now the tier knows, too
+        found = calls_of(ops, harness.store, K[:count])
+        found.pop("truncate", None)  # of a count that has fewer digits than the one before
+        for name, number in times(count, COUNTED).items():
+            found[name] -= number
+        assert {name: number for name, number in found.items() if number} == COUNT_CHANGES
