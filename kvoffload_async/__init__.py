@@ -52,6 +52,7 @@ from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.slab import SlabTierManager
 from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.types import (
@@ -131,6 +132,7 @@ __all__ = [
     "SchedulerRequest",
     "SecondaryTierFactory",
     "SecondaryTierManager",
+    "SlabTierManager",
     "StateError",
     "StepOutput",
     "TierBounds",

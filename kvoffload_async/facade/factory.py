@@ -162,6 +162,8 @@ SecondaryTierFactory.register_tier(
 
 SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.fs", "FileSystemTierManager")
 
+SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.slab", "SlabTierManager")
+
 _GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})
 _HIDDEN = frozenset({"backpressure_detector", "ops"})
 _RENAMED = {"fs_python": "fs"}

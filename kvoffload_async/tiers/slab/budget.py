@@ -1,0 +1,104 @@
+"""How many slots fit into a capacity, with everything that lies beside them on disk.
+
+All of it in bytes as the filesystem allocates them. A slot costs itself, its share of the
+segment's extent tree, and its records: two snapshots at the moment when one replaces the other,
+and its share of the journal's tail between two snapshots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvoffload_async.tiers.slab.places import MAX_SLOTS
+from kvoffload_async.tiers.slab.records import RECORD_BYTES, snapshot_units
+
+PAGE_BYTES = 4096
+"""What slots, and O_DIRECT, are aligned to."""
+
+_FIXED_BYTES = 16 * PAGE_BYTES
+"""Two folders, the lock, the manifest and its successor, the journals' roundings and extents."""
+
+_SEGMENT_BYTES = PAGE_BYTES + 64
+"""A segment's first extent block, and its name in the folder."""
+
+_EXTENT_BYTES = 64
+"""Two extents of 12 bytes a slot, in leaves that splitting has left half empty, and some."""
+
+_MIN_TAIL_UNITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The arithmetic of one store.
+
+    Attributes:
+        capacity_bytes: What may be allocated on disk.
+        slot_bytes: Bytes of a slot.
+        segment_slots: Slots of a full segment.
+        most_slots: How many slots there can be; by rounding it may be one more.
+    """
+
+    capacity_bytes: int
+    slot_bytes: int
+    segment_slots: int
+    most_slots: int
+
+    @classmethod
+    def of(cls, capacity_bytes: int, block_bytes: int, segment_bytes: int) -> Budget:
+        """Return the budget of a capacity; one without `most_slots` is too small for a block."""
+        slot_bytes = slot_bytes_of(block_bytes)
+        segment_slots = min(max(1, segment_bytes // slot_bytes), MAX_SLOTS)
+        low, high = 0, capacity_bytes // slot_bytes + 1
+        while high - low > 1:
+            slots = (low + high) // 2
+            budget = cls(capacity_bytes, slot_bytes, segment_slots, slots)
+            if budget.cost(_split(slots, segment_slots)) <= capacity_bytes:
+                low = slots
+            else:
+                high = slots
+        return cls(capacity_bytes, slot_bytes, segment_slots, low)
+
+    def cost(self, segments: Collection[int]) -> int:
+        """Return the most that segments of so many slots, and all beside them, can allocate."""
+        slots = sum(segments)
+        units = 2 * snapshot_units(slots) + self.tail_units
+        return (
+            _FIXED_BYTES
+            + slots * (self.slot_bytes + _EXTENT_BYTES)
+            + len(segments) * _SEGMENT_BYTES
+            + units * RECORD_BYTES
+        )
+
+    def next_segment(self, segments: Collection[int], max_slots: int | None = None) -> int:
+        """Return how many slots one more segment may have; 0 if none is left."""
+        low, high = 0, self.segment_slots + 1
+        if max_slots is not None:
+            high = min(high, max_slots + 1)
+        while high - low > 1:
+            slots = (low + high) // 2
+            if self.cost([*segments, slots]) <= self.capacity_bytes:
+                low = slots
+            else:
+                high = slots
+        return low
+
+    @property
+    def tail_units(self) -> int:
+        """Units that the journal may have behind its snapshot before the next is due."""
+        return max(_MIN_TAIL_UNITS, self.most_slots)
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest capacity that holds a block."""
+        return Budget(0, self.slot_bytes, 1, 1).cost([1])
+
+
+def slot_bytes_of(block_bytes: int) -> int:
+    """Return the bytes of a slot: a block's, rounded up to whole pages."""
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _split(slots: int, segment_slots: int) -> list[int]:
+    full, rest = divmod(slots, segment_slots)
+    return [segment_slots] * full + ([rest] if rest else [])

@@ -1,0 +1,183 @@
+"""What is where: key -> place, who may go, which places are free. Pure; its one writer is the loop.
+
+A place is free, claimed (being written), or a block's. A block's place can be pinned by loads and
+stores; a block that is dropped while it is pinned leaves its place *doomed*, free when the last pin
+goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.tiers.slab.places import Place, place_of, segment_of
+from kvoffload_async.tiers.slab.runs import joined
+from kvoffload_async.tiers.slab.slots import FreeRuns
+from kvoffload_async.types import OffloadKey
+
+
+class Catalog:
+    """The contents of one store. Thread: loop."""
+
+    def __init__(self, policy: CachePolicy) -> None:
+        """Start empty; the policy is owned from now on."""
+        self._policy = policy
+        self._places: dict[OffloadKey, Place] = {}
+        self._free = FreeRuns()
+        self._slots: dict[int, int] = {}
+        self._pins: dict[Place, int] = {}
+        self._doomed: set[Place] = set()
+        self._claimed: set[Place] = set()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_free(self) -> int:
+        """How many places are free."""
+        return len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        """How many blocks may go."""
+        return len(self._places) - (len(self._pins) - len(self._doomed))
+
+    @property
+    def segments(self) -> dict[int, int]:
+        """Segment -> its slots; not to be changed."""
+        return self._slots
+
+    def keys(self) -> Iterable[OffloadKey]:
+        """Return every key."""
+        return self._places.keys()
+
+    def find(self, keys: Iterable[OffloadKey]) -> list[Place | None]:
+        """Return the place of each key, None for those that are absent."""
+        return list(map(self._places.get, keys))
+
+    # -- segments -------------------------------------------------------------------------------
+
+    def add_segment(self, segment: int, slots: int) -> None:
+        """Add a segment, every slot of it free."""
+        self._slots[segment] = slots
+        self._free.free(place_of(segment, 0), slots)
+
+    def fill(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+        """Take in the blocks found at the start, the least recent first."""
+        for segment in self._slots:
+            self._free.drop_segment(segment)
+        for first, count in _gaps(self._slots, places):
+            self._free.free(first, count)
+        self._places = dict(zip(keys, places, strict=True))
+        self._policy.admit(keys)
+
+    def idle_segments(self) -> list[int]:
+        """Return the segments whose blocks may all go, that with the fewest first."""
+        busy = set(map(segment_of, self._pins.keys() | self._claimed))
+        free = dict.fromkeys(self._slots, 0)
+        for first, count in self._free.runs():
+            free[segment_of(first)] += count
+        used = {n: self._slots[n] - free[n] for n in self._slots if n not in busy}
+        return sorted(used, key=lambda number: (used[number], number))
+
+    def drop_segment(self, segment: int, keys: Sequence[OffloadKey]) -> None:
+        """Forget an idle segment and the blocks in it, which are these."""
+        self._policy.discard(keys)
+        for key in keys:
+            del self._places[key]
+        self._free.drop_segment(segment)
+        del self._slots[segment]
+
+    # -- blocks ---------------------------------------------------------------------------------
+
+    def pin(self, places: Iterable[Place]) -> None:
+        """Keep blocks where they are."""
+        pins = self._pins
+        for place in places:
+            pins[place] = pins.get(place, 0) + 1
+
+    def unpin(self, places: Iterable[Place]) -> None:
+        """Take back one pin each."""
+        pins = self._pins
+        for place in places:
+            left = pins[place] - 1
+            if left:
+                pins[place] = left
+                continue
+            del pins[place]
+            if place in self._doomed:
+                self._doomed.discard(place)
+                self._free.free(place)
+
+    def evict(
+        self, incoming: Sequence[OffloadKey], count: int
+    ) -> tuple[list[OffloadKey], list[Place]]:
+        """Make room for keys that are absent: let `count` blocks go, at most `num_evictable`.
+
+        Returns:
+            Their keys, and the places that are free now, parallel.
+        """
+        places, pins = self._places, self._pins
+        victims = self._policy.make_room(incoming, count, lambda key: places[key] not in pins) or []
+        freed = [places.pop(key) for key in victims]
+        self._free_all(freed)
+        return victims, freed
+
+    def claim(self, count: int) -> list[Place]:
+        """Take free places, ascending and neighbours where possible; at most `num_free`."""
+        taken = self._free.take(count)
+        self._claimed.update(taken)
+        return taken
+
+    def release(self, places: Sequence[Place]) -> None:
+        """Give back claimed places that were not used."""
+        self._claimed.difference_update(places)
+        self._free_all(places)
+
+    def admit(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+        """Note blocks that were written to claimed places, head to tail."""
+        self._claimed.difference_update(places)
+        self._places.update(zip(keys, places, strict=True))
+        self._policy.admit(reversed(keys))
+
+    def drop(self, key: OffloadKey, place: Place) -> None:
+        """Forget a pinned block, if it still is at this place."""
+        if self._places.get(key) == place:
+            del self._places[key]
+            self._policy.discard((key,))
+            self._doomed.add(place)
+
+    def used(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that a request used blocks, head to tail; absent ones are ignored."""
+        self._policy.access(keys, lambda _key: True)
+
+    def _free_all(self, places: Sequence[Place]) -> None:
+        ascending = sorted(places)
+        for run in joined(ascending, 0, len(ascending)):
+            self._free.free(run.place, run.count)
+
+    def violations(self) -> Iterable[str]:
+        """Return which laws do not hold, in words."""
+        yield from self._policy.violations()
+        resident = set(self._policy.resident())
+        if resident != self._places.keys():
+            yield f"the policy ranks {len(resident)} keys, {len(self._places)} are there"
+        places = list(self._places.values())
+        free = [place + i for place, count in self._free.runs() for i in range(count)]
+        every = [place_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
+        if sorted([*places, *free, *self._claimed, *self._doomed]) != sorted(every):
+            yield "a slot is neither free, claimed, doomed nor a block's, or two of them"
+        if not self._pins.keys() <= {*places, *self._doomed}:
+            yield "a place is pinned that has no block"
+
+
+def _gaps(slots: Mapping[int, int], places: Sequence[Place]) -> Iterator[tuple[Place, int]]:
+    """Yield the runs of places that are not among the given ones."""
+    starts = np.array([place_of(n, 0) for n in slots], dtype=np.int64)
+    ends = starts + np.array(list(slots.values()), dtype=np.int64)
+    marks = np.sort(np.concatenate([np.array(places, dtype=np.int64), starts - 1, ends]))
+    lengths = np.diff(marks) - 1
+    is_gap = (lengths > 0) & ~np.isin(marks[:-1], ends)  # between segments there are no slots
+    yield from zip((marks[:-1][is_gap] + 1).tolist(), lengths[is_gap].tolist(), strict=True)

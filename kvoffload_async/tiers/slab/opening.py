@@ -1,0 +1,294 @@
+"""Opening a store: taking its lock, checking what it is, finding what lies in it.
+
+Thread: an I/O thread, for all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.fs.direct import DirectIo
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.sealing import BlockDigester
+from kvoffload_async.tiers.slab.batches import Shelf
+from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.slab.catalog import Catalog
+from kvoffload_async.tiers.slab.journal import Journal
+from kvoffload_async.tiers.slab.layout import (
+    LOCK,
+    MANIFEST,
+    TEMP_SUFFIX,
+    StoreLayout,
+    segment_name,
+)
+from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
+from kvoffload_async.tiers.slab.places import segment_of
+from kvoffload_async.tiers.slab.reading import (
+    Folder,
+    list_folder,
+    live_in,
+    read_journal,
+    read_manifest,
+)
+from kvoffload_async.tiers.slab.records import (
+    HAS_DIGEST,
+    SUSPECT,
+    Records,
+    Scan,
+    keys_of,
+    places_of,
+    seed_of,
+)
+from kvoffload_async.tiers.slab.rows import Rows
+from kvoffload_async.tiers.slab.segments import Segments
+from kvoffload_async.tiers.slab.table import RecordTable
+from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+
+class OnMismatch(enum.StrEnum):
+    """What happens if the store in the folder has blocks of another layout."""
+
+    FAIL = "fail"
+    NEW_NAMESPACE = "new_namespace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """How a store works; see the facade's `SlabTierManager` for the options' meaning."""
+
+    budget: Budget
+    verify: bool = True
+    on_mismatch: OnMismatch = OnMismatch.FAIL
+    direct_io: bool = False
+    fdatasync: bool = False
+    piece_bytes: int = 1 << 20
+
+
+class OpenStore:
+    """One open store: everything of it that holds a file.
+
+    Attributes:
+        folder: Where it is.
+        shelf: What moves its blocks.
+        catalog: What is in it; the loop's, once this is constructed.
+    """
+
+    def __init__(
+        self,
+        ops: FileOps,
+        layout: StoreLayout,
+        settings: StoreSettings,
+        create_policy: Callable[[int], CachePolicy],
+        rows: Rows,
+    ) -> None:
+        """Open the store, or make it; after a failure nothing is left open.
+
+        Raises:
+            ConfigError: It is somebody else's, of another layout, or its manifest is unreadable.
+            OSError: The folder cannot be used.
+        """
+        self._ops = ops
+        self._settings = settings
+        self._lock_fd: int | None = None
+        self.folder = _choose_folder(ops, layout, settings.on_mismatch)
+        ops.make_folders(self.folder)
+        table = RecordTable()
+        direct = DirectIo(wanted=settings.direct_io, where=self.folder)
+        text = layout.manifest.layout
+        self.shelf = Shelf(
+            rows=rows,
+            segments=Segments(ops, self.folder, rows, direct),
+            table=table,
+            journal=Journal(
+                ops,
+                self.folder,
+                table,
+                seed_of(text),
+                tail_units=settings.budget.tail_units,
+                fdatasync=settings.fdatasync,
+            ),
+            digester=BlockDigester(text),
+            verify=settings.verify,
+            fdatasync=settings.fdatasync,
+            piece_bytes=settings.piece_bytes,
+        )
+        self.catalog = Catalog(create_policy(settings.budget.capacity_bytes // rows.slot_bytes))
+        try:
+            self._lock_fd = _take_lock(ops, self.folder)
+            found = list_folder(ops, self.folder)
+            self._check_manifest(found, layout)
+            self._take_in(found, read_journal(ops, self.folder, text))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Write what is not yet written, close every file, give up the lock; idempotent."""
+        try:
+            self.shelf.journal.close()
+        except OSError as error:
+            logger.warning(
+                "%s: the journal could not be written at the end: %s", self.folder, error
+            )
+        finally:
+            self.shelf.segments.close()
+            fd, self._lock_fd = self._lock_fd, None
+            if fd is not None:
+                self._ops.close(fd)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _check_manifest(self, found: Folder, layout: StoreLayout) -> None:
+        """Check that the store has this layout; a new one gets its manifest."""
+        manifest = _readable_manifest(self._ops, self.folder)
+        if manifest is None:
+            if not found.is_empty:
+                raise ConfigError(
+                    f"root_dir: the store in {self.folder!r} has lost its manifest; "
+                    f"run `kvoffload store repair {self.folder}`, or give another directory"
+                )
+            _write_manifest(self._ops, self.folder, layout.manifest)
+        elif difference := layout.difference(manifest):
+            raise ConfigError(
+                f"root_dir: {self.folder!r} has blocks of another layout ({difference}); give "
+                'another directory or model, or on_mismatch="new_namespace"'
+            )
+
+    def _take_in(self, found: Folder, scanned: Scan) -> None:
+        """Take in what the journal says of the segments that fit into the capacity."""
+        for name in found.temps:
+            with contextlib.suppress(FileNotFoundError):
+                self._ops.unlink(f"{self.folder}/{name}")
+        shelf, catalog = self.shelf, self.catalog
+        self._drop_surplus(found)
+        for number in sorted(found.segments):
+            segment = shelf.segments.attach(number)
+            if segment is not None:
+                shelf.table.add_segment(number, segment.slots)
+                catalog.add_segment(number, segment.slots)
+        if len(scanned.records):
+            shelf.segments.skip_to(segment_of(int(scanned.records["place"].max())))
+        rows = live_in(found, scanned, shelf.rows.slot_bytes)
+        live = scanned.records
+        if len(rows) < len(live):
+            live = live[rows]
+        live["flags"][rows < scanned.num_before_damage] |= SUSPECT
+        gone = ~_is_servable(live, verify=self._settings.verify)
+        lost = live[gone]
+        if len(lost):
+            live = live[~gone]
+        live, keys, doubles = _without_doubles(live)
+        shelf.table.fill(live)
+        catalog.fill(keys, places_of(live))
+        if scanned.num_before_damage:
+            logger.warning(
+                "%s: %d bytes of the journal are damaged; blocks stored before are verified",
+                self.folder,
+                scanned.lost_bytes,
+            )
+        shelf.journal.open(
+            scanned.end_bytes, scanned.generation, anew=bool(scanned.num_before_damage)
+        )
+        shelf.journal.note_gone(lost)
+        shelf.journal.note_gone(doubles)
+
+    def _drop_surplus(self, found: Folder) -> None:
+        """Delete segments for which a capacity that has become smaller has no room."""
+        budget = self._settings.budget
+        slots = {n: size // budget.slot_bytes for n, size in found.segments.items()}
+        while slots and budget.cost(slots.values()) > budget.capacity_bytes:
+            number = max(slots)
+            self._ops.unlink(f"{self.folder}/{segment_name(number)}")
+            del slots[number], found.segments[number]
+
+
+def _is_servable(live: Records, *, verify: bool) -> npt.NDArray[np.bool_]:
+    """Return which blocks may be served: what must be verified needs a checksum."""
+    flags = live["flags"]
+    servable: npt.NDArray[np.bool_] = flags & HAS_DIGEST != 0
+    if not verify:
+        servable |= flags & SUSPECT == 0
+    return servable
+
+
+def _without_doubles(live: Records) -> tuple[Records, list[OffloadKey], Records]:
+    """Return the records with a key each, those keys, and the other records.
+
+    Two records of a key only damage can bring about; the later one counts.
+    """
+    keys = keys_of(live)
+    last = dict(zip(keys, range(len(live)), strict=True))
+    if len(last) == len(live):
+        return live, keys, live[:0]
+    is_last = np.zeros(len(live), dtype=np.bool_)
+    is_last[list(last.values())] = True
+    return live[is_last], keys_of(live[is_last]), live[~is_last]
+
+
+def _choose_folder(ops: FileOps, layout: StoreLayout, on_mismatch: OnMismatch) -> str:
+    """Return the folder to open: the layout's own one, if another has the usual one."""
+    if on_mismatch is OnMismatch.NEW_NAMESPACE:
+        manifest = _readable_manifest(ops, layout.folder)
+        if manifest is not None and layout.difference(manifest):
+            return layout.own_folder
+    return layout.folder
+
+
+def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
+    try:
+        return read_manifest(ops, folder)
+    except UnreadableManifestError as error:
+        raise ConfigError(
+            f"root_dir: the manifest of the store in {folder!r} is unreadable: {error}; "
+            f"run `kvoffload store repair {folder}`, or give another directory"
+        ) from error
+
+
+def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
+    temp = f"{folder}/{MANIFEST}{TEMP_SUFFIX}"
+    content = memoryview(manifest.encode())
+    fd = ops.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        done = 0
+        while done < len(content):
+            done += ops.pwrite(fd, content[done:], done)
+        ops.fdatasync(fd)
+    finally:
+        ops.close(fd)
+    ops.rename(temp, f"{folder}/{MANIFEST}")
+
+
+def _take_lock(ops: FileOps, folder: str) -> int:
+    """Lock a store for this tier; return the descriptor that keeps the lock.
+
+    Raises:
+        ConfigError: Somebody else has it, or there are no locks here.
+    """
+    fd = ops.open(f"{folder}/{LOCK}", os.O_RDWR | os.O_CREAT)
+    try:
+        if ops.lock(fd, wait=False):
+            ops.truncate(fd, 0)
+            ops.pwrite(fd, memoryview(f"{os.getpid()}\n".encode()), 0)
+            return fd
+        buffer = memoryview(bytearray(32))
+        holder = bytes(buffer[: ops.pread_into(fd, buffer, 0)]).decode(errors="replace").strip()
+    except BaseException:
+        ops.close(fd)
+        raise
+    ops.close(fd)
+    raise ConfigError(
+        f"root_dir: the store in {folder!r} is in use by process {holder or 'unknown'}; "
+        "end that, or give another directory"
+    )

@@ -1,0 +1,118 @@
+"""Reading a store's folder without changing anything: for opening it, and for looking after it.
+
+Thread: an I/O thread; a call blocks for as long as the filesystem does.
+"""
+
+from __future__ import annotations
+
+import os
+import stat as stat_module
+from dataclasses import dataclass, field
+
+from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.slab.layout import (
+    JOURNAL,
+    LOCK,
+    MANIFEST,
+    TEMP_SUFFIX,
+    segment_number,
+)
+from kvoffload_async.tiers.slab.manifest import Manifest
+from kvoffload_async.tiers.slab.records import RecordRows, Scan, live_rows, scan, seed_of
+
+_READ_BYTES = 1 << 24
+
+
+@dataclass(slots=True)
+class Folder:
+    """What lies in a store's folder.
+
+    Attributes:
+        segments: Segment -> the bytes of its file.
+        temps: Names of files that somebody was writing when he was killed.
+        strangers: Names of what is no part of a store.
+        allocated_bytes: What all of it takes on disk, the folder included.
+        has_manifest: Whether there is a manifest, readable or not.
+        has_journal: Whether there is a journal.
+    """
+
+    segments: dict[int, int] = field(default_factory=dict)
+    temps: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
+    allocated_bytes: int = 0
+    has_manifest: bool = False
+    has_journal: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no store has been begun here."""
+        return not (self.segments or self.has_manifest or self.has_journal)
+
+
+def list_folder(ops: FileOps, folder: str) -> Folder:
+    """Look what is there; a folder that is not there is empty."""
+    found = Folder()
+    if ops.exists(folder):
+        found.allocated_bytes += disk_bytes(ops.stat(folder))
+    for path, status in ops.walk(folder):
+        found.allocated_bytes += disk_bytes(status)
+        name = path.removeprefix(f"{folder}/")
+        number = segment_number(name)
+        if not stat_module.S_ISREG(status.st_mode):
+            found.strangers.append(name)
+        elif number is not None:
+            found.segments[number] = status.st_size
+        elif name in {MANIFEST + TEMP_SUFFIX, JOURNAL + TEMP_SUFFIX}:
+            found.temps.append(name)
+        elif name == MANIFEST:
+            found.has_manifest = True
+        elif name == JOURNAL:
+            found.has_journal = True
+        elif name != LOCK:
+            found.strangers.append(name)
+    return found
+
+
+def read_manifest(ops: FileOps, folder: str) -> Manifest | None:
+    """Return the manifest; None if there is none.
+
+    Raises:
+        UnreadableManifestError: It is damaged, or of another version.
+        OSError: It cannot be read.
+    """
+    try:
+        content = read_file(ops, f"{folder}/{MANIFEST}")
+    except FileNotFoundError:
+        return None
+    return Manifest.decode(bytes(content))
+
+
+def read_journal(ops: FileOps, folder: str, layout: str) -> Scan:
+    """Return what the journal of a store with this layout says; one that is not there: nothing."""
+    try:
+        content: bytes | memoryview = read_file(ops, f"{folder}/{JOURNAL}")
+    except FileNotFoundError:
+        content = b""
+    return scan(content, seed_of(layout))
+
+
+def live_in(found: Folder, scanned: Scan, slot_bytes: int) -> RecordRows:
+    """Return which of a scan's records are of blocks that are there, the oldest first."""
+    slots = {number: size // slot_bytes for number, size in found.segments.items()}
+    return live_rows(scanned.records, slots)
+
+
+def read_file(ops: FileOps, path: str) -> memoryview:
+    """Return a file's content; raises OSError."""
+    fd = ops.open(path, os.O_RDONLY)
+    try:
+        buffer = memoryview(bytearray(ops.fstat(fd).st_size))
+        done = 0
+        while done < len(buffer):
+            count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], done)
+            if count == 0:
+                break
+            done += count
+        return buffer[:done]
+    finally:
+        ops.close(fd)

@@ -1,0 +1,227 @@
+"""The journal's records, and reading them back. Pure: bytes in, arrays out.
+
+See the package's docstring for the format.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffload_async.tiers.sealing import DIGEST_BYTES
+from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
+from kvoffload_async.types import OffloadKey
+
+RECORD_BYTES: Final = 128
+"""Bytes of a unit: a record, or the header of a frame of records."""
+
+MAX_KEY_BYTES: Final = 96
+SNAPSHOT_FRAME_RECORDS: Final = 64
+"""Records of one frame of a snapshot: what one flipped bit can cost."""
+
+PUT: Final = 1
+REMOVE: Final = 2
+
+HAS_DIGEST: Final = 1
+"""Flag: the record has a checksum."""
+SUSPECT: Final = 2
+"""Flag: the block must be verified before it is served, whatever the configuration says."""
+
+RECORD: Final = np.dtype(
+    [
+        ("kind", "u1"),
+        ("key_bytes", "u1"),
+        ("flags", "<u2"),
+        ("place", "<i8"),
+        ("spare", "<u4"),
+        ("digest", f"V{DIGEST_BYTES}"),
+        ("key", f"V{MAX_KEY_BYTES}"),
+    ]
+)
+Records = npt.NDArray[np.void]
+"""Records, shape `[n]`, dtype `RECORD`."""
+
+RecordRows = npt.NDArray[np.int64]
+"""Which of several records are meant, ascending, shape `[n]`."""
+
+_MAGIC: Final = b"KVSLABF1"
+_RECORD = struct.Struct(f"<BBHqI{DIGEST_BYTES}s{MAX_KEY_BYTES}s")
+_PREFIX = struct.Struct("<8sQII")
+_CHECK = struct.Struct("<Q")
+_HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
+
+
+def seed_of(layout: str) -> int:
+    """Return what binds frames to the layout of their store."""
+    return xxhash.xxh3_64_intdigest(layout.encode())
+
+
+def put_records(keys: Sequence[OffloadKey], first: Place, digests: Sequence[bytes] | None) -> bytes:
+    """Return the records of blocks whose places are neighbours from one on.
+
+    Without checksums they cannot be verified.
+    """
+    pack = _RECORD.pack
+    if digests is None:
+        return b"".join([pack(PUT, len(k), 0, p, 0, b"", k) for p, k in enumerate(keys, first)])
+    return b"".join(
+        [
+            pack(PUT, len(key), HAS_DIGEST, place, 0, digest, key)
+            for place, (key, digest) in enumerate(zip(keys, digests, strict=True), first)
+        ]
+    )
+
+
+def removals_of(records: Records) -> bytes:
+    """Return the records that take back these."""
+    removals = records.copy()
+    removals["kind"] = REMOVE
+    return removals.tobytes()
+
+
+def frame(generation: int, body: bytes, seed: int) -> bytes:
+    """Return a frame around records, given as bytes."""
+    prefix = _PREFIX.pack(_MAGIC, generation, len(body) // RECORD_BYTES, 0)
+    check = xxhash.xxh3_64_intdigest(prefix + body, seed)
+    return b"".join((prefix, _CHECK.pack(check), _HEADER_PADDING, body))
+
+
+def snapshot(generation: int, records: Records, seed: int) -> Iterator[bytes]:
+    """Yield the frames of a snapshot; each has the next generation."""
+    for start in range(0, len(records), SNAPSHOT_FRAME_RECORDS):
+        yield frame(generation, records[start : start + SNAPSHOT_FRAME_RECORDS].tobytes(), seed)
+        generation += 1
+
+
+def snapshot_units(count: int) -> int:
+    """Return how many units a snapshot of so many records has."""
+    return count - (-count // SNAPSHOT_FRAME_RECORDS)
+
+
+def keys_of(records: Records) -> list[OffloadKey]:
+    """Return the keys of records."""
+    if not len(records):
+        return []
+    lengths = records["key_bytes"]
+    longest = int(lengths.max())
+    columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)[:, -MAX_KEY_BYTES:]
+    packed = columns[:, :longest].tobytes()
+    starts = range(0, len(packed), longest)
+    if (lengths == longest).all():
+        return [OffloadKey(packed[start : start + longest]) for start in starts]
+    ends = (np.arange(len(records)) * longest + lengths).tolist()
+    return [OffloadKey(packed[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def places_of(records: Records) -> list[Place]:
+    """Return the places of records."""
+    places: list[Place] = records["place"].tolist()
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a journal says.
+
+    Attributes:
+        records: Every record that can be believed, in order.
+        end_bytes: Where the last good frame ends; behind it there is at most a torn tail.
+        generation: The highest generation; the next frame needs a higher one.
+        num_before_damage: How many of the records come before a place where frames are missing;
+            one of those missing may have been the removal of any of them.
+        lost_bytes: Bytes of the places where frames are missing, a torn tail left out.
+    """
+
+    records: Records
+    end_bytes: int
+    generation: int
+    num_before_damage: int
+    lost_bytes: int
+
+
+def scan(data: bytes | memoryview, seed: int) -> Scan:
+    """Read a journal, whatever bytes it has.
+
+    A frame counts if its checksum is right and its generation higher than that of the one before.
+    What comes before such a frame and is none itself has been damaged.
+    """
+    num_units = len(data) // RECORD_BYTES
+    view = memoryview(data)
+    units: npt.NDArray[Any] = np.frombuffer(view, dtype=f"V{RECORD_BYTES}", count=num_units)
+    is_record = np.zeros(num_units, dtype=np.bool_)
+    position = generation = end = lost_units = damage_at = 0
+    while position < num_units:
+        count, found = _read_frame(view, position, generation, seed)
+        if not count:
+            position = _next_magic(units, position + 1)
+            continue
+        if position > end:
+            lost_units += position - end
+            damage_at = position
+        is_record[position + 1 : position + 1 + count] = True
+        generation = found
+        position = end = position + 1 + count
+    records = units[is_record].view(RECORD)
+    return Scan(
+        records,
+        end * RECORD_BYTES,
+        generation,
+        int(is_record[:damage_at].sum()),
+        lost_units * RECORD_BYTES,
+    )
+
+
+def _read_frame(view: memoryview, position: int, generation: int, seed: int) -> tuple[int, int]:
+    """Return a frame's number of records and generation; (0, 0) if there is no good one."""
+    start = position * RECORD_BYTES
+    magic, found, count, _ = _PREFIX.unpack_from(view, start)
+    stop = start + RECORD_BYTES * (1 + count)
+    if magic != _MAGIC or found <= generation or not count or stop > len(view):
+        return 0, 0
+    hasher = xxhash.xxh3_64(view[start : start + _PREFIX.size], seed)
+    hasher.update(view[start + RECORD_BYTES : stop])
+    (check,) = _CHECK.unpack_from(view, start + _PREFIX.size)
+    return (count, found) if hasher.intdigest() == check else (0, 0)
+
+
+def _next_magic(units: npt.NDArray[Any], position: int) -> int:
+    """Return the next position, from one on, where a frame may begin."""
+    step = 1 << 16
+    while position < len(units):
+        part = units[position : position + step].view(np.uint64).reshape(-1, RECORD_BYTES // 8)
+        hits = np.flatnonzero(part[:, 0] == np.frombuffer(_MAGIC, np.uint64)[0])
+        if len(hits):
+            return position + int(hits[0])
+        position += step
+    return len(units)
+
+
+def live_rows(records: Records, segments: Mapping[int, int]) -> RecordRows:
+    """Return which records are of blocks that are there, in the journal's order.
+
+    The last record of a place is what holds for it.
+
+    Args:
+        records: In the journal's order.
+        segments: Segment -> its slots; records of places elsewhere are left out.
+    """
+    numbers = np.array(sorted(segments), dtype=np.int64)
+    sizes = np.array([segments[number] for number in sorted(segments)], dtype=np.int64)
+    if not len(records) or not len(numbers):
+        return np.zeros(0, dtype=np.int64)
+    of, slots = segment_of(records["place"]), slot_of(records["place"])
+    which = np.minimum(np.searchsorted(numbers, of), len(numbers) - 1)
+    exists = (numbers[which] == of) & (slots < sizes[which])
+    rows = np.flatnonzero(exists)
+    index = (np.cumsum(sizes) - sizes)[which[rows]] + slots[rows]
+    last = np.empty(int(sizes.sum()), dtype=np.int64)
+    last[index] = rows  # of equal indices, the last one stays
+    is_live = (last[index] == rows) & (records["kind"][rows] == PUT)
+    live: RecordRows = rows[is_live]
+    return live

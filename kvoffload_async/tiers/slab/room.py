@@ -1,0 +1,134 @@
+"""Making room: by growing up to the capacity, then by eviction; and giving some back.
+
+The disk may be full before the capacity is reached. Then the store stays as small as it is, or
+becomes smaller if it must, and tries to grow again after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.slab.opening import OpenStore
+from kvoffload_async.tiers.slab.places import Place
+from kvoffload_async.tiers.slab.records import keys_of
+from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_REGROW_S = 60.0
+"""How long a store that met a full disk does not grow."""
+
+_LEAST_SHARE = 16
+"""A segment is not made smaller than this part of a full one, unless it is the only one."""
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Room:
+    """The room of one open store. Thread: loop."""
+
+    def __init__(self, store: OpenStore, budget: Budget, env: TierEnvironment) -> None:
+        self._store = store
+        self._budget = budget
+        self._env = env
+        self._resizing = asyncio.Lock()
+        self._limit_slots: int | None = None
+        self._limited_until_s = 0.0
+        self._is_grown = False
+        """Whether the capacity has no room for another segment."""
+
+    async def claim(self, keys: Sequence[OffloadKey]) -> list[Place]:
+        """Return places for keys that are absent, ascending: for the first of them, if for fewer.
+
+        What is evicted for it is announced; it is journalled by whoever writes to the places.
+        """
+        store, catalog = self._store, self._store.catalog
+        while catalog.num_free < len(keys) and not self._is_grown and await self._grow(len(keys)):
+            pass
+        count = min(len(keys), catalog.num_free + catalog.num_evictable)
+        victims, places = catalog.evict(keys[:count], max(0, count - catalog.num_free))
+        if victims:
+            store.shelf.journal.note_removed(places)
+            self._env.blocks_evicted(victims)
+        return catalog.claim(min(count, catalog.num_free))
+
+    async def shrink(self) -> bool:
+        """Give a segment back to a disk that is full; False if none can be given."""
+        async with self._resizing:
+            shelf, catalog = self._store.shelf, self._store.catalog
+            idle = catalog.idle_segments()
+            if not idle:
+                return False
+            number, slots = idle[0], catalog.segments[idle[0]]
+            lost = shelf.table.records_in(number)
+            keys = keys_of(lost)
+            catalog.drop_segment(number, keys)
+            shelf.table.drop_segment(number)
+            self._env.blocks_evicted(keys)
+            try:
+                await self._env.io.run(Direction.STORE, partial(shelf.segments.remove, number))
+            except OSError as error:
+                logger.warning("%s: a segment could not be removed: %s", self._store.folder, error)
+                self._add(number, slots)
+                shelf.journal.note_gone(lost)
+                return False
+            self._is_grown = False
+            self._limit(sum(catalog.segments.values()) + slots // 2)
+            logger.warning(
+                "%s: the disk is full below the capacity; %d blocks were dropped",
+                self._store.folder,
+                len(keys),
+            )
+            return True
+
+    async def _grow(self, wanted: int) -> bool:
+        """Add a segment; False if there will be none now."""
+        async with self._resizing:
+            catalog = self._store.catalog
+            if catalog.num_free >= wanted:
+                return True  # somebody else has grown it meanwhile
+            slots = self._next_slots()
+            while slots:
+                try:
+                    create = partial(self._store.shelf.segments.create, slots)
+                    segment = await self._env.io.run(Direction.STORE, create)
+                except OSError as error:
+                    slots = self._smaller(slots, error)
+                else:
+                    self._add(segment.number, slots)
+                    return True
+            return False
+
+    def _next_slots(self) -> int:
+        present = self._store.catalog.segments.values()
+        allowed = None
+        if asyncio.get_running_loop().time() < self._limited_until_s:
+            allowed = max(0, (self._limit_slots or 0) - sum(present))
+        slots = self._budget.next_segment(present, allowed)
+        self._is_grown = not slots and allowed is None
+        return slots
+
+    def _smaller(self, slots: int, error: OSError) -> int:
+        """Return what to try instead of a segment that could not be made; 0: nothing for now."""
+        present = self._store.catalog.segments
+        is_full = error.errno in _NO_SPACE
+        if self._limit_slots is None or not is_full:
+            logger.warning("%s: no more room below the capacity: %s", self._store.folder, error)
+        least = self._budget.segment_slots // _LEAST_SHARE if present else 0
+        slots = slots // 2 if is_full and slots // 2 > least else 0
+        self._limit(sum(present.values()) + slots)
+        return slots
+
+    def _limit(self, slots: int) -> None:
+        self._limit_slots = slots
+        self._limited_until_s = asyncio.get_running_loop().time() + _REGROW_S
+
+    def _add(self, number: int, slots: int) -> None:
+        self._store.shelf.table.add_segment(number, slots)
+        self._store.catalog.add_segment(number, slots)

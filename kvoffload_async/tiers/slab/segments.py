@@ -1,0 +1,279 @@
+"""The segment files: preallocated, and moved to and from in few, large, vectored calls.
+
+Thread: an I/O thread; a call blocks for as long as the filesystem does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload_async.tiers.fs.direct import DirectIo
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.places import segment_of, slot_of
+from kvoffload_async.tiers.slab.rows import Rows
+from kvoffload_async.tiers.slab.runs import Run
+
+_IOV_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One open segment file.
+
+    Attributes:
+        number: Never used again in the life of a store's process.
+        slots: How many slots it has.
+        fd: Goes through the page cache.
+        direct_fd: Bypasses it; -1 where that is not wanted, or does not work.
+    """
+
+    number: int
+    slots: int
+    fd: int
+    direct_fd: int
+
+
+class Segments:
+    """The open segment files of one store."""
+
+    def __init__(self, ops: FileOps, folder: str, rows: Rows, direct: DirectIo) -> None:
+        self._ops = ops
+        self._folder = folder
+        self._rows = rows
+        self._direct = direct
+        self._open: dict[int, Segment] = {}
+        self._bounce: deque[mmap.mmap] = deque()
+        self._next = 0
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def attach(self, number: int) -> Segment | None:
+        """Open a segment that is there; one that was not even begun is removed, and None."""
+        path = self._path(number)
+        self._next = max(self._next, number + 1)
+        fd = self._ops.open(path, os.O_RDWR)
+        try:
+            slots = self._ops.fstat(fd).st_size // self._rows.slot_bytes
+            if not slots:
+                self._ops.unlink(path)
+                self._ops.close(fd)
+                return None
+            return self._adopt(number, slots, fd)
+        except OSError:
+            self._ops.close(fd)
+            raise
+
+    def skip_to(self, number: int) -> None:
+        """Never give this number, or one below, to a new segment: the journal speaks of them."""
+        self._next = max(self._next, number + 1)
+
+    def create(self, slots: int) -> Segment:
+        """Make one more segment, every byte of it allocated.
+
+        Raises:
+            OSError: It could not be made, ENOSPC included; nothing of it is left.
+        """
+        number = self._next
+        self._next += 1
+        path = self._path(number)
+        fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            self._ops.fallocate(fd, slots * self._rows.slot_bytes)
+            return self._adopt(number, slots, fd)
+        except OSError:
+            self._ops.close(fd)
+            with contextlib.suppress(OSError):
+                self._ops.unlink(path)
+            raise
+
+    def remove(self, number: int) -> None:
+        """Delete a segment that nobody reads or writes; raises OSError, and then it stays."""
+        self._ops.unlink(self._path(number))
+        self._close(self._open.pop(number))
+
+    def close(self) -> None:
+        """Close every file; idempotent."""
+        while self._open:
+            self._close(self._open.popitem()[1])
+        while self._bounce:
+            self._bounce.pop().close()
+
+    def sync(self, numbers: set[int]) -> None:
+        """Wait until what was written to these segments is on the device."""
+        for number in sorted(numbers):
+            self._ops.fdatasync(self._open[number].fd)
+
+    # -- bytes ----------------------------------------------------------------------------------
+
+    def write(self, run: Run, rows: Sequence[int]) -> None:
+        """Write a run's rows into its slots; raises OSError."""
+        direct = self._direct.flag
+        segment = self._open[segment_of(run.place)]
+        if direct and segment.direct_fd >= 0:
+            try:
+                self._move_direct(run, rows, is_write=True)
+            except OSError as error:
+                if not self._direct.refused(direct, error):
+                    raise
+            else:
+                return
+        offset = slot_of(run.place) * self._rows.slot_bytes
+        self._transfer(segment.fd, self._rows.buffers(rows, run), offset, is_write=True)
+
+    def read(self, run: Run, rows: Sequence[int]) -> int:
+        """Read a run's slots into its rows; return how many blocks were read in full.
+
+        Raises:
+            OSError: Some could not be read; no row may be believed.
+        """
+        direct = self._direct.flag
+        segment = self._open[segment_of(run.place)]
+        if direct and segment.direct_fd >= 0:
+            try:
+                return self._move_direct(run, rows, is_write=False)
+            except OSError as error:
+                if not self._direct.refused(direct, error):
+                    raise
+        offset = slot_of(run.place) * self._rows.slot_bytes
+        done = self._transfer(segment.fd, self._rows.buffers(rows, run), offset, is_write=False)
+        return self._whole(run, done)
+
+    def read_pieces(self, run: Run, rows: Sequence[int], piece_bytes: int) -> Iterator[memoryview]:
+        """Read one block in pieces, and yield each; the last ones are left out if it ends early.
+
+        Raises:
+            OSError: It could not be read; the row may not be believed.
+        """
+        row = self._rows.row(rows[run.start])
+        segment = self._open[segment_of(run.place)]
+        if self._direct.flag:
+            if self.read(run, rows):
+                yield row
+            return
+        offset = slot_of(run.place) * self._rows.slot_bytes
+        for start in range(0, len(row), piece_bytes):
+            piece = row[start : start + piece_bytes]
+            if self._transfer(segment.fd, [piece], offset + start, is_write=False) < len(piece):
+                return
+            yield piece
+
+    def _whole(self, run: Run, done_bytes: int) -> int:
+        """Return how many blocks of a run lie within its first bytes; the last needs no pad."""
+        rows = self._rows
+        return min(run.count, (done_bytes + rows.slot_bytes - rows.row_bytes) // rows.slot_bytes)
+
+    def _move_direct(self, run: Run, rows: Sequence[int], *, is_write: bool) -> int:
+        """Move past the page cache, by way of aligned memory where the rows are not."""
+        segment = self._open[segment_of(run.place)]
+        slot_bytes = self._rows.slot_bytes
+        offset = slot_of(run.place) * slot_bytes
+        fd = segment.direct_fd
+        if self._rows.is_aligned:
+            buffers = self._rows.buffers(rows, run)
+            return self._whole(run, self._transfer(fd, buffers, offset, is_write=is_write))
+        with self._borrowed(run.count * slot_bytes) as memory:
+            numbers = rows[run.start : run.start + run.count]
+            if is_write:
+                self._stage(memory, numbers)
+            staged = memoryview(memory)[: run.count * slot_bytes]
+            try:
+                count = self._whole(run, self._transfer(fd, [staged], offset, is_write=is_write))
+            finally:
+                staged.release()
+            if not is_write:
+                self._unstage(memory, numbers[:count])
+            return count
+
+    def _stage(self, memory: mmap.mmap, numbers: Sequence[int]) -> None:
+        rows = self._rows
+        for index, number in enumerate(numbers):
+            slot = _array(memory, index * rows.slot_bytes, rows.row_bytes)
+            np.copyto(slot, np.frombuffer(rows.row(number), dtype=np.uint8))
+
+    def _unstage(self, memory: mmap.mmap, numbers: Sequence[int]) -> None:
+        rows = self._rows
+        for index, number in enumerate(numbers):
+            slot = _array(memory, index * rows.slot_bytes, rows.row_bytes)
+            np.copyto(np.frombuffer(rows.row(number), dtype=np.uint8), slot)
+
+    @contextlib.contextmanager
+    def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
+        """Lend page-aligned memory; pieces are of about one size, so it is used again."""
+        try:
+            memory = self._bounce.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, size_bytes)
+        if len(memory) < size_bytes:
+            memory.close()
+            memory = mmap.mmap(-1, size_bytes)
+        try:
+            yield memory
+        finally:
+            self._bounce.append(memory)
+
+    def _transfer(
+        self, fd: int, buffers: Sequence[memoryview], offset: int, *, is_write: bool
+    ) -> int:
+        """Move all bytes; return how many, which are fewer only at the end of a file read."""
+        move = self._ops.pwritev if is_write else self._ops.preadv
+        done = 0
+        for start in range(0, len(buffers), _IOV_MAX):
+            part = buffers[start : start + _IOV_MAX]
+            left = sum(map(len, part))
+            while left:
+                moved = move(fd, part, offset + done)
+                done += moved
+                left -= moved
+                if left and moved <= 0:
+                    if is_write:
+                        raise OSError(errno.EIO, "a write made no progress")
+                    return done
+                if left:
+                    part = _behind(part, moved)
+        return done
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _adopt(self, number: int, slots: int, fd: int) -> Segment:
+        direct_fd = -1
+        flag = self._direct.flag
+        if flag:
+            try:
+                direct_fd = self._ops.open(self._path(number), os.O_RDWR | flag)
+            except OSError as error:
+                if not self._direct.refused(flag, error):
+                    raise
+        segment = self._open[number] = Segment(number, slots, fd, direct_fd)
+        return segment
+
+    def _close(self, segment: Segment) -> None:
+        self._ops.close(segment.fd)
+        if segment.direct_fd >= 0:
+            self._ops.close(segment.direct_fd)
+
+    def _path(self, number: int) -> str:
+        return f"{self._folder}/{segment_name(number)}"
+
+
+def _array(memory: mmap.mmap, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(memory, dtype=np.uint8, count=size_bytes, offset=offset)
+
+
+def _behind(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers behind their first bytes."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if done_bytes < len(buffer):
+            rest.append(buffer[done_bytes:])
+        done_bytes = max(0, done_bytes - len(buffer))
+    return rest

@@ -1,0 +1,330 @@
+"""The `slab` tier itself: a bounded store of preallocated segments, owned by one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.tier import (
+    AsyncTier,
+    Direction,
+    TierBounds,
+    TierCapabilities,
+    TierEnvironment,
+)
+from kvoffload_async.errors import (
+    BlockMissingError,
+    ConfigError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.slab.batches import Batch, LoadBatch, StoreBatch
+from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.slab.layout import StoreLayout
+from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
+from kvoffload_async.tiers.slab.places import Place
+from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
+from kvoffload_async.tiers.slab.room import Room
+from kvoffload_async.tiers.slab.rows import Rows
+from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+
+_SHRINKS = 8
+"""How many segments one job gives up at most, to a disk that is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabSettings:
+    """How a `slab` tier works; see the facade's `SlabTierManager` for the options' meaning."""
+
+    root_dir: str
+    run_config: Mapping[str, Any]
+    capacity_bytes: int
+    rank: int = 0
+    segment_bytes: int = 1 << 30
+    verify: bool = True
+    on_mismatch: OnMismatch = OnMismatch.FAIL
+    direct_io: bool = False
+    fdatasync: bool = False
+    io_threads: int = 3
+    piece_bytes: int = 1 << 20
+    locality: Locality = Locality.LOCAL
+
+
+class SlabTier(AsyncTier):
+    """Keeps blocks in the slots of preallocated files.
+
+    A job's blocks are moved in pieces of about 1 MiB, each one vectored call, by as many threads
+    as there are, each of which takes a piece after the other. What is where is known to the loop
+    alone; threads move bytes, compute checksums, and write the journal.
+    """
+
+    def __init__(
+        self,
+        settings: SlabSettings,
+        create_policy: Callable[[int], CachePolicy],
+        ops: FileOps | None = None,
+    ) -> None:
+        """Describe the tier; nothing is touched before `open`.
+
+        Args:
+            settings: See `SlabSettings`.
+            create_policy: Makes the eviction policy, given the most blocks that can fit.
+            ops: The system calls; tests put a fault layer here.
+        """
+        self.capabilities = TierCapabilities(
+            exclusive=True, persistent=True, locality=settings.locality
+        )
+        self.bounds = TierBounds()
+        self._settings = settings
+        self._create_policy = create_policy
+        self._ops = ops or FileOps()
+        self._env: TierEnvironment | None = None
+        self._rows: Rows | None = None
+        self._store: OpenStore | None = None
+        self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
+
+    async def open(self, env: TierEnvironment) -> None:
+        """Take the store's lock, read its journal, and announce what is in it.
+
+        Raises:
+            ConfigError: The directory cannot be used, the store in it is another process's or of
+                another layout, or the capacity has no room for a block.
+        """
+        settings = self._settings
+        self._env = env
+        block_bytes = env.kv_view.nbytes // len(env.kv_view)
+        budget = self._budget(block_bytes)
+        self._rows = Rows(env.kv_view, budget.slot_bytes)
+        layout = StoreLayout(settings.root_dir, settings.run_config, settings.rank, block_bytes)
+        store_settings = StoreSettings(
+            budget=budget,
+            verify=settings.verify,
+            on_mismatch=settings.on_mismatch,
+            direct_io=settings.direct_io,
+            fdatasync=settings.fdatasync,
+            piece_bytes=settings.piece_bytes,
+        )
+        construct = partial(
+            OpenStore, self._ops, layout, store_settings, self._create_policy, self._rows
+        )
+        try:
+            self._store = await env.io.run(Direction.NONE, construct)
+        except OSError as error:
+            raise ConfigError(
+                f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
+                "give a directory that this process may write"
+            ) from error
+        self._room = Room(self._store, budget, env)
+        env.blocks_appeared(self._store.catalog.keys())
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return the keys that are there."""
+        places = self._opened().catalog.find(keys)
+        return frozenset(key for key, place in zip(keys, places, strict=True) if place is not None)
+
+    async def store(self, job: JobMetadata) -> BlockFailures:
+        """Write the blocks that are not there yet."""
+        store = self._opened()
+        while busy := self._written_by_others(job.keys):
+            await asyncio.wait(busy)
+        found = store.catalog.find(job.keys)
+        present = [place for place in found if place is not None]
+        absent = [index for index, place in enumerate(found) if place is None]
+        store.catalog.pin(present)
+        done = asyncio.get_running_loop().create_future()
+        missing = [job.keys[index] for index in absent]
+        self._writing.update(dict.fromkeys(missing, done))
+        try:
+            if present:
+                store.catalog.used(job.keys)
+            return await self._store_absent(store, job, absent)
+        finally:
+            for key in missing:
+                del self._writing[key]
+            done.set_result(None)
+            store.catalog.unpin(present)
+
+    async def load(self, job: JobMetadata) -> BlockFailures:
+        """Read blocks straight into the job's slots, and verify them there."""
+        store = self._opened()
+        found = store.catalog.find(job.keys)
+        failures: dict[int, TierError] = {
+            index: BlockMissingError(f"block {job.keys[index].hex()} is not stored")
+            for index, place in enumerate(found)
+            if place is None
+        }
+        order = sorted((place, index) for index, place in enumerate(found) if place is not None)
+        if not order:
+            return failures
+        places = [place for place, _ in order]
+        keys = [job.keys[index] for _, index in order]
+        rows = job.block_ids.tolist()
+        batch = LoadBatch(store.shelf, keys, places, [rows[index] for _, index in order])
+        store.catalog.pin(places)
+        try:
+            await self._spread(Direction.LOAD, batch)
+            for index in batch.corrupt:
+                store.catalog.drop(keys[index], places[index])
+            failures |= {order[index][1]: error for index, error in batch.failures.items()}
+            store.catalog.used([key for i, key in enumerate(job.keys) if i not in failures])
+        finally:
+            store.catalog.unpin(places)
+        return failures
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Note a use of blocks, head to tail."""
+        if self._store is not None:
+            self._store.catalog.used(keys)
+
+    async def close(self) -> None:
+        """Write what is not yet written, close every file, give up the lock; idempotent."""
+        env, self._env = self._env, None
+        store, self._store = self._store, None
+        rows, self._rows = self._rows, None
+        try:
+            if store is not None and env is not None:
+                await env.io.run(Direction.NONE, store.close)
+        finally:
+            if rows is not None:
+                rows.release()
+
+    def describe(self) -> str:
+        """Return where the blocks are."""
+        return f"slabs below {self._settings.root_dir}"
+
+    # -- storing --------------------------------------------------------------------------------
+
+    def _written_by_others(self, keys: Sequence[OffloadKey]) -> Collection[asyncio.Future[None]]:
+        """Return what to wait for: the same key is not written twice at once."""
+        if self._writing.keys().isdisjoint(keys):
+            return ()
+        return {self._writing[key] for key in keys if key in self._writing}
+
+    async def _store_absent(
+        self, store: OpenStore, job: JobMetadata, indices: Sequence[int]
+    ) -> BlockFailures:
+        """Write blocks; when the disk is full, again after the store has shrunk."""
+        rows = job.block_ids.tolist()
+        failures: dict[int, TierError] = {
+            index: TierUnavailableError(
+                f"a key of {len(job.keys[index])} bytes; a record holds {MAX_KEY_BYTES}"
+            )
+            for index in indices
+            if len(job.keys[index]) > MAX_KEY_BYTES
+        }
+        left = [index for index in indices if index not in failures] if failures else indices
+        failures |= await self._store_some(store, job.keys, rows, left)
+        if not failures:
+            return {}
+        for _ in range(_SHRINKS):
+            left = [index for index in left if _is_disk_full(failures.get(index))]
+            if not left:
+                break
+            # Those that were written count as stored, so they must not go now.
+            held = [place for place in store.catalog.find(job.keys) if place is not None]
+            store.catalog.pin(held)
+            try:
+                if not await self._room.shrink():
+                    break
+                again = await self._store_some(store, job.keys, rows, left)
+            finally:
+                store.catalog.unpin(held)
+            failures = {i: e for i, e in failures.items() if i not in left} | again
+        return failures
+
+    async def _store_some(
+        self,
+        store: OpenStore,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        indices: Sequence[int],
+    ) -> dict[int, TierError]:
+        """Write as many absent blocks as have room, head first."""
+        if not indices:
+            return {}
+        places = await self._room.claim([keys[index] for index in indices])
+        roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
+        failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], roomless)
+        if not places:
+            return failures
+        indices = indices[: len(places)]
+        mine = [keys[index] for index in indices]
+        batch = StoreBatch(store.shelf, mine, places, [rows[index] for index in indices])
+        try:
+            await self._spread(Direction.STORE, batch)
+        except BaseException:
+            # The job fails as a whole, but what is in the journal is in the store.
+            if batch.is_journalled:
+                self._environment().blocks_appeared(self._take_in(store, batch, mine, places))
+            else:
+                store.catalog.release(places)
+            raise
+        self._take_in(store, batch, mine, places)
+        return failures | {indices[i]: error for i, error in batch.failures.items()}
+
+    def _take_in(
+        self, store: OpenStore, batch: StoreBatch, keys: Sequence[OffloadKey], places: list[Place]
+    ) -> Sequence[OffloadKey]:
+        """Note which blocks of a batch are there now; return them."""
+        bad = batch.failures
+        store.catalog.release([places[index] for index in bad])
+        if bad:
+            good = [index for index in range(len(keys)) if index not in bad]
+            keys, places = [keys[i] for i in good], [places[i] for i in good]
+        store.catalog.admit(keys, places)
+        return keys
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    async def _spread(self, direction: Direction, batch: Batch) -> None:
+        """Have a batch moved by as many threads as it has pieces for."""
+        calls = min(self._settings.io_threads, batch.num_waiting)
+        if calls <= 1:
+            await self._drain(direction, batch)
+            return
+        async with asyncio.TaskGroup() as group:
+            for _ in range(calls):
+                group.create_task(self._drain(direction, batch))
+
+    async def _drain(self, direction: Direction, batch: Batch) -> None:
+        io = self._environment().io
+        while batch.num_waiting:
+            await io.run(direction, batch.work)
+
+    def _budget(self, block_bytes: int) -> Budget:
+        settings = self._settings
+        budget = Budget.of(settings.capacity_bytes, block_bytes, settings.segment_bytes)
+        if settings.segment_bytes < budget.slot_bytes:
+            raise ConfigError(
+                f"segment_bytes: {settings.segment_bytes} is less than a slot of "
+                f"{budget.slot_bytes} bytes; give at least that"
+            )
+        if not budget.most_slots:
+            raise ConfigError(
+                f"capacity_bytes: {settings.capacity_bytes} has no room for one block of "
+                f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
+            )
+        return budget
+
+    def _opened(self) -> OpenStore:
+        if self._store is None:
+            raise TierClosedError("the slab tier is not open")
+        return self._store
+
+    def _environment(self) -> TierEnvironment:
+        if self._env is None:
+            raise TierClosedError("the slab tier is not open")
+        return self._env
+
+
+def _is_disk_full(error: TierError | None) -> bool:
+    """Tell whether a block failed because of the disk, and not for want of blocks to evict."""
+    return isinstance(error, TierFullError) and error.__cause__ is not None

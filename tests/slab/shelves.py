@@ -1,0 +1,116 @@
+"""A directory with a `slab` store on it, and what lies there."""
+
+import asyncio
+import os
+from functools import partial
+from pathlib import Path
+
+from kvoffload_async.factory import create_policy
+from kvoffload_async.testing.fileops import Hang
+from kvoffload_async.testing.harness import ManagerHarness, TierHarness
+from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
+from kvoffload_async.tiers.slab.opening import OnMismatch
+from kvoffload_async.tiers.slab.places import segment_of, slot_of
+from kvoffload_async.tiers.slab.reading import list_folder, live_in, read_journal
+from kvoffload_async.tiers.slab.records import keys_of, places_of
+from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
+from kvoffload_async.types import OffloadKey
+
+BLOCK = 4096
+KIB = 1024
+FIELDS = {"model_name": "m/x"}
+FIXED = 96 * KIB
+"""Enough for everything but the slots of a small store."""
+
+
+class Shelves:
+    """One store below one directory."""
+
+    def __init__(self, root: Path, *, block_bytes: int = BLOCK) -> None:
+        self.root = root
+        self.block_bytes = block_bytes
+        self.layout = StoreLayout(str(root), FIELDS, 0, block_bytes)
+        self.folder = Path(self.layout.folder)
+        self.journal = self.folder / JOURNAL
+        self.manifest = self.folder / MANIFEST
+
+    def tier(
+        self,
+        ops: FileOps | None = None,
+        *,
+        capacity_bytes: int = 1024 * KIB,
+        policy: str = "lru",
+        segment_bytes: int = 64 * KIB,
+        on_mismatch: str = "fail",
+        fields: dict | None = None,
+        **settings,
+    ) -> SlabTier:
+        return SlabTier(
+            SlabSettings(
+                root_dir=str(self.root),
+                run_config=fields or FIELDS,
+                capacity_bytes=capacity_bytes,
+                segment_bytes=segment_bytes,
+                on_mismatch=OnMismatch(on_mismatch),
+                **settings,
+            ),
+            partial(create_policy, policy),
+            ops,
+        )
+
+    def open(self, ops: FileOps | None = None, *, num_slots: int = 64, **options) -> TierHarness:
+        return TierHarness(self.tier(ops, **options), num_slots, self.block_bytes)
+
+    def manage(self, ops: FileOps | None = None, **options) -> ManagerHarness:
+        return ManagerHarness(self.tier(ops, **options), 64, self.block_bytes)
+
+    def disk_bytes(self) -> int:
+        """What the whole directory takes, itself included."""
+        ops = FileOps()
+        if not self.root.exists():
+            return 0
+        total = disk_bytes(self.root.stat())
+        return total + sum(disk_bytes(status) for _, status in ops.walk(str(self.root)))
+
+    def places(self) -> dict[OffloadKey, int]:
+        """What the files say, without a tier: key -> place, the least recently used first."""
+        found = list_folder(FileOps(), str(self.folder))
+        scanned = read_journal(FileOps(), str(self.folder), self.layout.manifest.layout)
+        live = scanned.records[live_in(found, scanned, self.layout.manifest.slot_bytes)]
+        return dict(zip(keys_of(live), places_of(live), strict=True))
+
+    def damage(self, key: OffloadKey, *, byte: int = 7) -> None:
+        """Flip a bit of a stored block."""
+        place = self.places()[key]
+        path = self.folder / segment_name(segment_of(place))
+        flip(path, slot_of(place) * self.layout.manifest.slot_bytes + byte)
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Flip a bit of a file, in place."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        (byte,) = os.pread(fd, 1, offset)
+        os.pwrite(fd, bytes([byte ^ 1 << bit]), offset)
+    finally:
+        os.close(fd)
+
+
+async def entered(hang: Hang) -> None:
+    """Wait until a call hangs; the harness has the deadline."""
+    while not hang.entered.is_set():  # noqa: ASYNC110 - it is set by another thread
+        await asyncio.sleep(0)
+
+
+def sound(tier: SlabTier) -> None:
+    """Check the laws of an open tier that is at rest."""
+    store = tier._store
+    catalog, table = store.catalog, store.shelf.table
+    assert not list(catalog.violations())
+    assert not catalog._pins
+    assert not catalog._claimed
+    assert not tier._writing
+    live = table.live()
+    assert dict(zip(keys_of(live), places_of(live), strict=True)) == catalog._places
+    assert table.slots() == dict(catalog.segments)

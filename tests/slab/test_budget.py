@@ -1,0 +1,44 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_async.tiers.slab.budget import Budget, slot_bytes_of
+
+MIB = 1 << 20
+
+capacities = st.integers(1, 1 << 44)
+blocks = st.integers(1, 1 << 26)
+
+
+@given(capacities, blocks, st.integers(12, 34))
+def test_segments_are_handed_out_until_the_capacity_is_used_and_not_beyond(
+    capacity, block_bytes, log_segment
+):
+    segment_bytes = max(1 << log_segment, capacity >> 7)
+    budget = Budget.of(capacity, block_bytes, segment_bytes)
+    segments: list[int] = []
+    while slots := budget.next_segment(segments):
+        assert slots <= budget.segment_slots
+        segments.append(slots)
+        assert budget.cost(segments) <= capacity
+    assert 0 <= sum(segments) - budget.most_slots <= 1
+    assert all(slots == budget.segment_slots for slots in segments[:-2])
+    assert bool(budget.most_slots) == (capacity >= budget.least_bytes)
+
+
+def test_large_blocks_use_nearly_all_of_the_capacity():
+    for block_bytes, share in [(64 << 10, 0.98), (1 << 20, 0.99), (4 << 20, 0.99)]:
+        budget = Budget.of(16 << 30, block_bytes, 1 << 30)
+        assert budget.most_slots * block_bytes > share * (16 << 30)
+
+
+def test_what_may_be_added_can_be_limited():
+    budget = Budget.of(64 * MIB, 4096, 8 * MIB)
+    assert budget.next_segment([]) == 2048
+    assert budget.next_segment([], 10) == 10
+    assert budget.next_segment([], 0) == 0
+
+
+@pytest.mark.parametrize(("block", "slot"), [(1, 4096), (4096, 4096), (4097, 8192)])
+def test_slots_are_whole_pages(block, slot):
+    assert slot_bytes_of(block) == slot

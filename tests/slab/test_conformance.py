@@ -1,0 +1,56 @@
+from typing import ClassVar
+
+import pytest
+from slab.shelves import KIB, Shelves, flip
+
+from kvoffload_async.testing import TierConformance
+from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.places import segment_of, slot_of
+
+
+class SlabConformance(TierConformance):
+    options: ClassVar[dict] = {}
+
+    @pytest.fixture
+    def tier(self, tmp_path):
+        self.shelves = Shelves(tmp_path / "root", block_bytes=self.slot_bytes)
+        return lambda: self.shelves.tier(**self.options)
+
+    def damage(self, tier, key):
+        store = tier._store
+        (place,) = store.catalog.find([key])
+        path = self.shelves.folder / segment_name(segment_of(place))
+        flip(path, slot_of(place) * store.shelf.rows.slot_bytes + 7)
+        return True
+
+
+class TestSlabTier(SlabConformance):
+    pass
+
+
+class TestSlabTierThatIsFullAndWaitsForTheDevice(SlabConformance):
+    options: ClassVar[dict] = {"capacity_bytes": 300 * KIB, "fdatasync": True, "policy": "arc"}
+
+
+class TestSlabTierWithRowsThatAreNoPages(SlabConformance):
+    slot_bytes = 5000
+    options: ClassVar[dict] = {"io_threads": 2, "piece_bytes": 16 * KIB}
+
+
+class TestSlabTierWithDirectIo(SlabConformance):
+    options: ClassVar[dict] = {"direct_io": True}
+
+
+class TestSlabTierWithDirectIoAndRowsThatAreNoPages(SlabConformance):
+    slot_bytes = 5000
+    options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 16 * KIB}
+
+
+class TestSlabTierWithBlocksLargerThanAPiece(SlabConformance):
+    slot_bytes = 13_000
+    options: ClassVar[dict] = {"piece_bytes": 4 * KIB}
+
+
+class TestSlabTierWithDirectIoAndBlocksLargerThanAPiece(SlabConformance):
+    slot_bytes = 12 * KIB
+    options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 4 * KIB}

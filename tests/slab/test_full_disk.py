@@ -1,0 +1,156 @@
+"""A disk that is full before the capacity is reached."""
+
+import errno
+import shutil
+import subprocess
+
+import pytest
+from slab.shelves import BLOCK, KIB, Shelves, sound
+
+from kvoffload_async.errors import TierFullError
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.slab import room
+
+K = [key_of(number) for number in range(80)]
+
+
+def is_journal(call) -> bool:
+    return "/journal" in call.path
+
+
+def small_disk(shelves, size_bytes: int) -> FaultyFileOps:
+    shelves.root.mkdir(parents=True, exist_ok=True)
+    return FaultyFileOps(small_root=str(shelves.root), small_bytes=size_bytes)
+
+
+@pytest.mark.parametrize("size", [200 * KIB, 330 * KIB, 700 * KIB])
+def test_the_store_stays_as_large_as_the_disk_allows_and_evicts(shelves, caplog, size):
+    ops = small_disk(shelves, size)
+    with shelves.open(ops, capacity_bytes=1024 * KIB, segment_bytes=64 * KIB) as harness:
+        last = []
+        for first in range(0, 400, 4):
+            last = [key_of(1000 + first + i) for i in range(4)]
+            assert harness.store(last) == {}
+            assert shelves.disk_bytes() <= size + BLOCK, "the root itself is not the store's"
+        assert harness.load(last) == {}
+        assert len(harness.tier._store.catalog) * BLOCK > size // 3
+        sound(harness.tier)
+    assert "below the capacity" in caplog.text
+    with shelves.open(capacity_bytes=1024 * KIB) as harness:
+        assert set(last) <= harness.announced()
+
+
+def test_without_room_for_a_single_slot_blocks_fail_as_full(shelves):
+    ops = FaultyFileOps()
+    ops.fail(errno.ENOSPC, on="fallocate")
+    with shelves.open(ops) as harness:
+        failures = harness.store(K[:3])
+        assert {type(error) for error in failures.values()} == {TierFullError}
+        sound(harness.tier)
+
+
+def test_a_segment_is_given_up_for_the_journal_and_the_job_is_stored(shelves, caplog):
+    ops = FaultyFileOps()
+    with shelves.open(ops, segment_bytes=64 * KIB, capacity_bytes=260 * KIB) as harness:
+        for first in range(0, 40, 8):
+            assert harness.store(K[first : first + 8]) == {}
+        segments = set(harness.tier._store.catalog.segments)
+        ops.fail(errno.ENOSPC, on="pwrite", when=is_journal, times=1)
+        assert harness.store(K[40:44]) == {}
+        assert len(segments - set(harness.tier._store.catalog.segments)) == 1
+        assert harness.load(K[40:44]) == {}
+        assert harness.announced() == set()
+        sound(harness.tier)
+        kept = harness.contains(K)
+    assert "the disk is full below the capacity" in caplog.text
+    with shelves.open() as harness:
+        assert harness.announced() == kept
+
+
+def test_blocks_that_the_job_has_stored_are_not_given_up_for_the_rest_of_it(shelves):
+    ops = FaultyFileOps()
+    with shelves.open(ops, segment_bytes=16 * KIB, piece_bytes=BLOCK, io_threads=2) as harness:
+        harness.store(K[:20])
+        ops.fail(errno.ENOSPC, on="pwritev", times=1)
+        assert harness.store(K[20:24]) == {}
+        assert harness.contains(K[20:24]) == set(K[20:24])
+        assert harness.load(K[20:24]) == {}
+        sound(harness.tier)
+
+
+def test_a_segment_that_cannot_be_removed_stays_in_use(shelves, caplog):
+    ops = FaultyFileOps()
+    with shelves.open(ops) as harness:
+        harness.store(K[:20])
+        ops.fail(errno.ENOSPC, on="pwrite", when=is_journal, times=1)
+        ops.fail(errno.EIO, on="unlink")
+        failures = harness.store(K[20:24])
+        assert {type(error) for error in failures.values()} == {TierFullError}
+        assert "a segment could not be removed" in caplog.text
+        ops.heal()
+        assert harness.store(K[20:24]) == {}
+        sound(harness.tier)
+        kept = harness.contains(K)
+    with shelves.open() as harness:
+        assert harness.announced() == kept
+
+
+def test_a_segment_that_cannot_be_made_for_another_reason_ends_the_growth(shelves, caplog):
+    ops = FaultyFileOps()
+    with shelves.open(ops) as harness:
+        harness.store(K[:16])
+        ops.fail(errno.EIO, on="fallocate", times=1)
+        assert harness.store(K[16:20]) == {}, "by eviction"
+        assert len(harness.contains(K)) == 16
+        assert "no more room below the capacity" in caplog.text
+        sound(harness.tier)
+
+
+def test_growth_is_tried_again_after_a_while(shelves):
+    ops = FaultyFileOps()
+    with shelves.open(ops) as harness:
+        harness.store(K[:16])
+        ops.fail(errno.ENOSPC, on="fallocate")
+        harness.store(K[16:20])
+        ops.heal()
+        harness.store(K[20:24])
+        assert len(harness.contains(K)) == 16
+        harness.tier._room._limited_until_s -= room._REGROW_S
+        harness.store(K[24:60])
+        assert len(harness.contains(K)) > 40
+        sound(harness.tier)
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    mount = shutil.which("mount")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=640k", "none", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small filesystem cannot be mounted here")
+    yield folder
+    subprocess.run([shutil.which("umount") or "umount", str(folder)], check=True)
+
+
+def test_a_real_small_filesystem_is_filled_and_used_on(mounted):
+    shelves = Shelves(mounted / "root")
+    options = {"capacity_bytes": 4096 * KIB, "segment_bytes": 128 * KIB}
+    last: list = []
+    with shelves.open(**options) as harness:
+        for first in range(0, 600, 6):
+            last = [key_of(1000 + first + i) for i in range(6)]
+            assert harness.store(last) == {}
+        assert harness.load(last) == {}
+        assert len(harness.tier._store.catalog) > 60
+        (mounted / "other").write_bytes(b"x" * shutil.disk_usage(mounted).free)
+        for first in range(0, 600, 6):
+            last = [key_of(5000 + first + i) for i in range(6)]
+            harness.store(last)
+        assert harness.store(last) == {}
+        assert harness.load(last) == {}
+        sound(harness.tier)
+    with shelves.open(**options) as harness:
+        assert set(last) <= harness.announced()
+        assert harness.load(last) == {}

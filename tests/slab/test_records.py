@@ -1,0 +1,228 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
+from kvoffload_async.tiers.slab.places import place_of, segment_of, slot_of
+from kvoffload_async.tiers.slab.records import (
+    HAS_DIGEST,
+    MAX_KEY_BYTES,
+    RECORD,
+    RECORD_BYTES,
+    SNAPSHOT_FRAME_RECORDS,
+    frame,
+    keys_of,
+    live_rows,
+    places_of,
+    put_records,
+    removals_of,
+    scan,
+    seed_of,
+    snapshot,
+    snapshot_units,
+)
+from kvoffload_async.types import OffloadKey
+
+SEED = seed_of("layout")
+SLOTS = {0: 8, 5: 8}
+K = [key_of(number) for number in range(12)]
+
+places = st.builds(place_of, st.sampled_from([0, 5]), st.integers(0, 7))
+operations = st.lists(
+    st.lists(st.tuples(st.booleans(), st.sampled_from(K), places), min_size=1, max_size=4),
+    max_size=8,
+)
+
+
+def put_record(key, place, digest) -> bytes:
+    return put_records([key], place, None if digest is None else [digest])
+
+
+def remove_record(key, place) -> bytes:
+    return removals_of(np.frombuffer(put_record(key, place, None), dtype=RECORD))
+
+
+def journal_of(batches) -> tuple[bytes, list[bytes]]:
+    frames = [
+        frame(
+            generation,
+            b"".join(
+                put_record(key, place, b"d" * 16) if puts else remove_record(key, place)
+                for puts, key, place in batch
+            ),
+            SEED,
+        )
+        for generation, batch in enumerate(batches, 1)
+    ]
+    return b"".join(frames), frames
+
+
+def model_of(batches) -> dict[int, bytes]:
+    at: dict[int, bytes] = {}
+    for batch in batches:
+        for puts, key, place in batch:
+            at.pop(place, None)
+            if puts:
+                at[place] = key
+    return at
+
+
+def read(content: bytes) -> dict[int, bytes]:
+    scanned = scan(content, SEED)
+    live = scanned.records[live_rows(scanned.records, SLOTS)]
+    return dict(zip(places_of(live), keys_of(live), strict=True))
+
+
+@given(operations)
+def test_what_is_written_is_read_back_the_last_record_of_a_place_counting(batches):
+    content, _ = journal_of(batches)
+    assert read(content) == model_of(batches)
+    scanned = scan(content, SEED)
+    assert scanned.end_bytes == len(content)
+    assert scanned.generation == len(batches)
+    assert not scanned.num_before_damage
+    assert not scanned.lost_bytes
+
+
+@given(operations, st.integers(0, 8 * 5 * RECORD_BYTES))
+def test_a_torn_tail_costs_the_frames_that_are_not_whole(batches, length):
+    content, frames = journal_of(batches)
+    torn = content[:length]
+    ends = np.cumsum([0] + [len(framed) for framed in frames])
+    whole = int((ends <= len(torn)).sum()) - 1
+    scanned = scan(torn, SEED)
+    assert scanned.end_bytes == ends[whole]
+    assert not scanned.num_before_damage
+    assert read(torn) == model_of(batches[:whole])
+
+
+@given(operations.filter(bool), st.data())
+def test_a_flipped_bit_costs_at_most_its_frame_and_makes_what_is_before_suspect(batches, data):
+    content, frames = journal_of(batches)
+    offset = data.draw(st.integers(0, len(content) - 1))
+    damaged = bytearray(content)
+    damaged[offset] ^= 1 << data.draw(st.integers(0, 7))
+    ends = np.cumsum([len(framed) for framed in frames])
+    hit = int((ends <= offset).sum())
+    scanned = scan(bytes(damaged), SEED)
+    if scanned.end_bytes == len(content) and not scanned.lost_bytes:
+        assert read(bytes(damaged)) == model_of(batches), "the padding of a header"
+        return
+    assert read(bytes(damaged)) == model_of(batches[:hit] + batches[hit + 1 :])
+    if hit < len(batches) - 1:
+        assert scanned.num_before_damage == sum(map(len, batches[:hit]))
+        assert scanned.lost_bytes == len(frames[hit])
+    else:
+        assert not scanned.num_before_damage
+        assert scanned.end_bytes == len(content) - len(frames[hit])
+
+
+@given(operations, st.binary(max_size=700), st.integers(0, 5000))
+def test_any_bytes_in_the_journal_are_read_as_what_can_be_believed(batches, junk, at):
+    content, frames = journal_of(batches)
+    at = min(at, len(content))
+    fuzzed = content[:at] + junk + content[at + len(junk) :]
+    found = scan(fuzzed, SEED).records
+    believed = {bytes(record) for record in found}
+    written = {
+        framed[start : start + RECORD_BYTES]
+        for framed in frames
+        for start in range(RECORD_BYTES, len(framed), RECORD_BYTES)
+    }
+    assert believed <= written
+
+
+def test_a_frame_with_an_old_generation_is_what_an_append_has_left_behind():
+    old = frame(3, put_record(K[0], 0, None), SEED)
+    new = frame(4, put_record(K[1], 1, None), SEED)
+    assert read(new + old) == {1: K[1]}
+    assert scan(new + old, SEED).end_bytes == len(new)
+    assert not scan(new + old, SEED).num_before_damage
+
+
+def test_frames_of_another_layout_do_not_count():
+    assert not len(scan(frame(1, put_record(K[0], 0, None), seed_of("other")), SEED).records)
+
+
+def test_a_good_frame_far_behind_damage_is_found():
+    first = frame(1, put_record(K[0], 0, None), SEED)
+    last = frame(2, put_record(K[1], 1, None), SEED)
+    hole = bytes(RECORD_BYTES * 70_000)
+    scanned = scan(first + hole + last, SEED)
+    assert read(first + hole + last) == {0: K[0], 1: K[1]}
+    assert scanned.num_before_damage == 1
+    assert scanned.lost_bytes == len(hole)
+
+
+def test_records_of_places_that_do_not_exist_are_left_out():
+    body = b"".join(put_record(K[i], place_of(n, i), None) for i, n in enumerate([0, 3, 5, 9]))
+    body += put_record(K[4], place_of(5, 8), None)
+    assert read(frame(1, body, SEED)) == {place_of(0, 0): K[0], place_of(5, 2): K[2]}
+    assert not len(live_rows(scan(b"", SEED).records, SLOTS))
+    assert not len(live_rows(scan(frame(1, body, SEED), SEED).records, {}))
+
+
+@given(st.lists(st.binary(min_size=4, max_size=MAX_KEY_BYTES), min_size=1, max_size=20))
+def test_keys_of_any_length_come_back(keys):
+    body = b"".join(put_record(OffloadKey(key), i, None) for i, key in enumerate(keys))
+    assert keys_of(scan(frame(1, body, SEED), SEED).records) == keys
+
+
+@given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 32) - 2))
+def test_a_place_is_its_segment_and_slot(segment, slot):
+    place = place_of(segment, slot)
+    assert (segment_of(place), slot_of(place)) == (segment, slot)
+    body = put_record(K[0], place, None)
+    assert places_of(scan(frame(1, body, SEED), SEED).records) == [place]
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
+def test_a_snapshot_is_frames_of_limited_size_with_rising_generations(count):
+    body = b"".join(put_record(K[i % 12], i, b"x" * 16) for i in range(count))
+    records = scan(frame(1, body, SEED), SEED).records if count else scan(b"", SEED).records
+    frames = list(snapshot(10, records, SEED))
+    content = b"".join(frames)
+    assert len(content) == snapshot_units(count) * RECORD_BYTES
+    assert all(len(f) <= (1 + SNAPSHOT_FRAME_RECORDS) * RECORD_BYTES for f in frames)
+    scanned = scan(content, SEED)
+    assert scanned.records.tobytes() == records.tobytes()
+    assert scanned.generation == (9 + len(frames) if count else 0)
+    assert (scanned.records["flags"] == HAS_DIGEST).all()
+
+
+MANIFEST = Manifest(4096, 4096, 2, "abc:2:4096", {"model_name": "m\u00fc", "dtype": "bf16"})
+
+
+def test_a_manifest_comes_back():
+    assert Manifest.decode(MANIFEST.encode()) == MANIFEST
+
+
+@given(st.data())
+def test_a_flipped_bit_in_the_manifest_is_seen_or_changes_nothing(data):
+    content = bytearray(MANIFEST.encode())
+    offset = data.draw(st.integers(0, len(content) - 1))
+    content[offset] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        found = Manifest.decode(bytes(content))
+    except UnreadableManifestError:
+        return
+    assert found == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"7", "no manifest of a slab store"),
+        (b"{}", "no manifest of a slab store"),
+        (Manifest(1, 4096, 0, "x", {}, version=2).encode(), "version 2, and this release reads 1"),
+        (MANIFEST.encode()[:-20], "no JSON"),
+    ],
+)
+def test_what_is_no_manifest_says_why(content, reason):
+    with pytest.raises(UnreadableManifestError, match=reason):
+        Manifest.decode(content)
