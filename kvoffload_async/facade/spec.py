@@ -158,12 +158,16 @@ class _Spec(ABC):
         transport = create_transport(self._get_kv_view())
         return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
 
+    def _create_buffer(self) -> PrimaryBuffer:
+        """Return the primary's memory, new; a subclass that shares it maps it elsewhere."""
+        return PrimaryBuffer(self.num_blocks, self.stride_bytes, prefault=self.config.prefault)
+
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
         config = self.config
         return CPUPrimaryTierOffloadingManager(
             self.num_blocks,
             cache_policy=config.eviction_policy,
-            buffer=PrimaryBuffer(self.num_blocks, self.stride_bytes, prefault=config.prefault),
+            buffer=self._create_buffer(),
             accept_prefix=config.accept_prefix,
             store_threshold=config.store_threshold,
             max_tracker_size=config.max_tracker_size,

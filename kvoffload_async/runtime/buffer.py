@@ -1,4 +1,4 @@
-"""The primary tier's memory: one anonymous mapping, a row a slot."""
+"""The primary tier's memory: one mapping, a row a slot."""
 
 from __future__ import annotations
 
@@ -22,22 +22,28 @@ def row_stride_bytes(block_bytes: int, num_workers: int = 1, page_bytes: int = P
 class PrimaryBuffer:
     """`num_slots` rows of `stride_bytes`; `view` has shape `[num_slots, stride_bytes]` uint8."""
 
-    def __init__(self, num_slots: int, stride_bytes: int, *, prefault: bool = True) -> None:
-        """Map the memory and, with `prefault`, touch it: first touches are slow.
+    def __init__(
+        self,
+        num_slots: int,
+        stride_bytes: int,
+        *,
+        prefault: bool = True,
+        mapping: mmap.mmap | None = None,
+    ) -> None:
+        """Map anonymous memory and, with `prefault`, touch it: first touches are slow.
+
+        Args:
+            num_slots: Rows.
+            stride_bytes: Bytes of a row.
+            prefault: Whether to touch it.
+            mapping: Memory that begins with the rows, to use instead; owned from now on.
 
         Raises:
             ConfigError: The system does not give that much memory.
         """
         size_bytes = num_slots * stride_bytes
-        try:
-            self._map = mmap.mmap(-1, size_bytes)
-        except (OSError, OverflowError, ValueError) as error:
-            raise ConfigError(
-                f"cpu_bytes_to_use: cannot map {size_bytes} bytes of memory ({error}); use less"
-            ) from error
-        if prefault:
-            np.frombuffer(self._map, dtype=np.uint8)[::PAGE_BYTES] = 0
-        self.view = memoryview(self._map).cast("B", (num_slots, stride_bytes))
+        self._map = _map_anonymous(size_bytes, prefault=prefault) if mapping is None else mapping
+        self.view = memoryview(self._map)[:size_bytes].cast("B", (num_slots, stride_bytes))
         self.stride_bytes = stride_bytes
         self._released = False
 
@@ -58,3 +64,15 @@ class PrimaryBuffer:
             return False
         self._released = True
         return True
+
+
+def _map_anonymous(size_bytes: int, *, prefault: bool) -> mmap.mmap:
+    try:
+        mapping = mmap.mmap(-1, size_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError(
+            f"cpu_bytes_to_use: cannot map {size_bytes} bytes of memory ({error}); use less"
+        ) from error
+    if prefault:
+        np.frombuffer(mapping, dtype=np.uint8)[::PAGE_BYTES] = 0
+    return mapping

@@ -77,8 +77,12 @@ class StagedCopies:
         self._cell_offset_bytes = cell_offset_bytes
         self._word_bytes, self._dtype = _widest_words(layout)
         self._row_bytes = -(-layout.chunk_bytes // self._word_bytes) * self._word_bytes
+        # From the first byte on, gaps between a group's tables included: nobody else's bytes.
         self._group_bytes = [
-            sum(table.page_bytes for table in group) * layout.blocks_per_chunk
+            max(
+                (t.offset_bytes + t.page_bytes * layout.blocks_per_chunk for t in group),
+                default=0,
+            )
             for group in layout.groups
         ]
         self._groups = [

@@ -17,11 +17,12 @@ from transport.worlds import (
     wants,
 )
 
+from kvoffload_async.abc.transport import GroupCopies
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.transport.choice import create_transport
 from kvoffload_async.transport.cuda import CudaTransport
 from kvoffload_async.transport.host import HostTransport
-from kvoffload_async.transport.layout import register_kv_caches
+from kvoffload_async.transport.layout import KVLayout, PageTable, register_kv_caches
 from kvoffload_async.transport.staging import StagedCopies
 
 CPU = torch.device("cpu")
@@ -153,3 +154,25 @@ def test_tensors_elsewhere_need_a_device():
         create_transport(layout, Device().view)
     with pytest.raises(ConfigError, match="on cpu"):
         CudaTransport(Device().layout, Device().view)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_a_group_whose_tables_begin_behind_those_of_others_keeps_its_place(blocks_per_chunk):
+    pages = torch.arange(4 * 16, dtype=torch.uint8).view(4, 16)
+    place = 16 * blocks_per_chunk
+    groups = [[PageTable(torch.zeros(4, 16, dtype=torch.uint8), 0)], [PageTable(pages, place)]]
+    layout = KVLayout(groups, blocks_per_chunk, 2 * place)
+    host = torch.zeros(3, 2 * place, dtype=torch.uint8)
+    copies = StagedCopies(layout, host, 0)
+    staging = copies.create_staging(1, CPU)
+    blocks = np.arange(4, dtype=np.int32)[:blocks_per_chunk]
+    stored = pages.clone()
+    nothing = GroupCopies(blocks[:0], blocks[:0], blocks[:0])
+    moved = GroupCopies(blocks, np.full_like(blocks, 1), blocks)
+    plan = copies.plan([nothing, moved], staging.shape[0])
+    copies.perform(STORE, plan, torch.from_numpy(plan.index), staging)
+    pages.zero_()
+    assert host[1, place:].equal(stored[:blocks_per_chunk].flatten())
+    assert not host[[0, 2]].any()
+    copies.perform(LOAD, plan, torch.from_numpy(plan.index), staging)
+    assert pages[:blocks_per_chunk].equal(stored[:blocks_per_chunk])

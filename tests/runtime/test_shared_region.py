@@ -1,0 +1,349 @@
+"""The mapping that participants share: exclusive, checked for room, and without a trace."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvoffload_async.errors import ConfigError, StateError
+from kvoffload_async.runtime.shared_region import SharedBuffer, _await_size
+
+DEADLINE_S = 20.0
+SLOTS, STRIDE = 5, 8192
+
+PARTICIPANT = """
+import os, sys, json
+from kvoffload_async.runtime.shared_region import SharedBuffer
+
+def stop_at(point):
+    print(point, flush=True)
+    if point == given["stop_at"]:
+        sys.stdin.read()
+
+def stopping(name, function):
+    def call(*args):
+        stop_at("before " + name)
+        result = function(*args)
+        stop_at("after " + name)
+        return result
+    return call
+
+given = json.loads(sys.argv[1])
+for name in ("ftruncate", "posix_fallocate", "pwrite", "open"):
+    setattr(os, name, stopping(name, getattr(os, name)))
+buffer = SharedBuffer(
+    "t", 5, 8192, participant=given["participant"], num_participants=2,
+    directory=given["directory"], join_timeout_s=given["join_timeout_s"],
+)
+stop_at("mapped")
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path
+
+
+def join(directory, participant=0, num_participants=2, *, num_slots=SLOTS, **options):
+    return SharedBuffer(
+        "t",
+        num_slots,
+        STRIDE,
+        participant=participant,
+        num_participants=num_participants,
+        directory=directory,
+        **options,
+    )
+
+
+def files(directory):
+    return [path.name for path in directory.glob("kvoffload-*")]
+
+
+def started(directory, participant, stop_at, join_timeout_s=DEADLINE_S):
+    """Start a participant as a process, and wait until it has come to a point."""
+    given = {
+        "directory": str(directory),
+        "join_timeout_s": join_timeout_s,
+        "participant": participant,
+        "stop_at": stop_at,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARTICIPANT, json.dumps(given)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.strip() == stop_at:
+            return process
+    raise AssertionError(f"it ended with {process.wait()} before {stop_at}")
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_what_one_participant_writes_the_other_reads_and_the_name_goes_with_the_last(directory):
+    first = join(directory, 0)
+    assert first.is_creator
+    assert first.has_name
+    assert len(files(directory)) == 1
+    second = join(directory, 1)
+    assert not second.is_creator
+    assert files(directory) == []
+    assert not first.has_name
+    assert first.view.shape == (SLOTS, STRIDE)
+    first.view[SLOTS - 1, STRIDE - 1] = 7
+    second.slot_flags[SLOTS - 1] = 9
+    assert second.view[SLOTS - 1, STRIDE - 1] == 7
+    assert first.slot_flags[SLOTS - 1] == 9
+    assert bytes(first.slot_flags) == b"\0\0\0\0\x09"
+    assert first.release()
+    assert second.view[SLOTS - 1, STRIDE - 1] == 7
+    assert second.release()
+    assert second.release()
+
+
+def test_participants_of_one_process_and_of_another_share_the_rows(directory):
+    mine = join(directory, 0)
+    other = started(directory, 1, "mapped")
+    assert files(directory) == []
+    kill(other)
+    assert mine.release()
+
+
+def test_one_participant_alone_leaves_no_name(directory):
+    buffer = join(directory, 0, 1)
+    assert files(directory) == []
+    assert buffer.release()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_the_name_stays_until_the_last_one_whoever_that_is(directory, order):
+    buffers = []
+    for index, participant in enumerate(order):
+        buffers.append(join(directory, participant, 3))
+        assert len(files(directory)) == (index < 2)
+    assert [buffer.is_creator for buffer in buffers] == [True, False, False]
+    for buffer in buffers:
+        buffer.release()
+
+
+def test_participants_that_arrive_at_once_all_map_one_file(directory):
+    count = 8
+    buffers = {}
+    gate = threading.Barrier(count)
+
+    def arrive(participant):
+        gate.wait(DEADLINE_S)
+        buffers[participant] = join(directory, participant, count)
+
+    threads = [threading.Thread(target=arrive, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert sum(buffer.is_creator for buffer in buffers.values()) == 1
+    assert files(directory) == []
+    buffers[0].view[0, 0] = 5
+    assert {buffer.view[0, 0] for buffer in buffers.values()} == {5}
+    for buffer in buffers.values():
+        assert buffer.release()
+
+
+def test_whoever_leaves_early_takes_the_name_along(directory):
+    join(directory, 0).release()
+    assert files(directory) == []
+
+
+def test_leaving_removes_the_name_and_keeps_the_memory(directory):
+    buffer = join(directory, 0)
+    buffer.leave(remove=True)
+    assert files(directory) == []
+    buffer.view[0, 0] = 1
+    assert buffer.release()
+
+
+def test_memory_in_use_stays_mapped_but_its_name_goes(directory, caplog):
+    buffer = join(directory, 0)
+    row = buffer.view[:]
+    assert not buffer.release()
+    assert "still in use" in caplog.text
+    assert files(directory) == []
+    row[0, 0] = 3
+    row.release()
+    assert buffer.release()
+
+
+# -- room ---------------------------------------------------------------------------------------
+
+
+def test_too_little_room_is_an_error_before_the_file_has_a_size(directory):
+    seen = []
+
+    def free_bytes(where):
+        seen.extend(path.stat().st_size for path in where.glob("kvoffload-*"))
+        return 40_000
+
+    with pytest.raises(ConfigError) as caught:
+        join(directory, free_bytes=free_bytes)
+    message = str(caught.value)
+    assert "cpu_bytes_to_use: the primary takes 45056 bytes" in message
+    assert "only 40000 are free" in message
+    assert "--shm-size" in message
+    assert str(directory) in message
+    assert seen == [0]
+    assert files(directory) == []
+
+
+def test_a_filesystem_without_a_limit_has_room(directory):
+    assert join(directory, 0, 1, free_bytes=lambda _where: None).release()
+
+
+def test_exactly_enough_room_is_enough(directory):
+    assert join(directory, 0, 1, free_bytes=lambda _where: 45056).release()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path):
+    place = tmp_path / "small"
+    place.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None:
+        pytest.skip("cannot mount")
+    mounted = subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount")
+    yield place
+    subprocess.run([umount, "-l", str(place)], check=True)
+
+
+def test_a_small_tmpfs_is_found_out_beforehand(small_tmpfs):
+    with pytest.raises(ConfigError, match=r"takes 167936 bytes .* only 65536 are free"):
+        join(small_tmpfs, num_slots=20)
+    assert files(small_tmpfs) == []
+
+
+def test_room_that_vanishes_after_the_check_is_an_error_and_no_bus_error(small_tmpfs):
+    with pytest.raises(ConfigError, match="No space left on device"):
+        join(small_tmpfs, num_slots=20, free_bytes=lambda _where: 1 << 30)
+    assert files(small_tmpfs) == []
+
+
+# -- participants that do not get along ---------------------------------------------------------
+
+
+def test_a_joiner_with_another_size_is_refused_and_the_file_stays(directory):
+    first = join(directory, 0)
+    with pytest.raises(ConfigError, match="same configuration"):
+        join(directory, 1, num_slots=SLOTS + 1)
+    assert len(files(directory)) == 1
+    assert join(directory, 1).release()
+    assert first.release()
+
+
+def test_a_second_engine_under_the_same_name_is_refused(directory):
+    first = join(directory, 0)
+    with pytest.raises(ConfigError, match="engine_id"):
+        join(directory, 0)
+    assert len(files(directory)) == 1
+    assert first.release()
+
+
+def test_a_joiner_gives_up_when_nobody_gives_the_file_its_size(directory):
+    creator = started(directory, 0, "before ftruncate")
+    with pytest.raises(TimeoutError, match="hangs"):
+        join(directory, 1, join_timeout_s=0.05)
+    kill(creator)
+    assert files(directory) == []
+
+
+def test_a_joiner_learns_that_whoever_made_the_file_has_failed(directory):
+    path = directory / "kvoffload-t"
+    file = os.open(path, os.O_CREAT | os.O_RDWR)
+    path.unlink()  # what a creator does when it fails
+    with pytest.raises(StateError, match="has failed"):
+        _await_size(file, 4096, path, time.monotonic() + DEADLINE_S)
+    os.close(file)
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["before ftruncate", "after ftruncate", "before pwrite", "mapped"],
+)
+def test_a_creator_that_is_killed_leaves_nothing_to_whoever_starts_next(directory, point):
+    kill(started(directory, 0, point))
+    assert len(files(directory)) == 1
+    fresh = join(directory, 1)
+    assert fresh.is_creator
+    assert len(files(directory)) == 1
+    assert not join(directory, 0).is_creator
+    assert files(directory) == []
+
+
+@pytest.mark.parametrize("point", ["after open", "before pwrite"])
+def test_a_joiner_that_is_killed_on_its_way_leaves_nothing_to_whoever_starts_next(directory, point):
+    creator = started(directory, 0, "mapped")
+    kill(started(directory, 1, point))
+    kill(creator)
+    assert len(files(directory)) == 1
+    assert join(directory, 0, 1).release()
+    assert files(directory) == []
+
+
+def test_a_file_that_is_taken_for_an_orphan_before_it_is_locked_is_made_anew(directory):
+    slow = started(directory, 0, "after open")
+    mine = join(directory, 1)
+    assert mine.is_creator
+    slow.stdin.close()  # it goes on
+    assert slow.stdout.read().endswith("mapped\n")
+    assert slow.wait(DEADLINE_S) == 0
+    slow.stdout.close()
+    assert files(directory) == []
+    assert mine.release()
+
+
+def test_a_kill_after_all_have_arrived_leaves_no_file(directory):
+    first = started(directory, 0, "mapped")
+    second = started(directory, 1, "mapped")
+    assert files(directory) == []
+    kill(first)
+    kill(second)
+    assert files(directory) == []
+
+
+def test_the_file_of_participants_that_live_is_no_orphan(directory):
+    waiting = started(directory, 0, "mapped")
+    other = SharedBuffer("other", 1, 4096, participant=0, num_participants=1, directory=directory)
+    assert len(files(directory)) == 1
+    late = join(directory, 1)
+    assert not late.is_creator
+    assert files(directory) == []
+    kill(waiting)
+    assert late.release()
+    assert other.release()
+
+
+def test_names_become_file_names(directory):
+    buffer = SharedBuffer(
+        "a/../b c", 1, 4096, participant=0, num_participants=2, directory=directory
+    )
+    assert files(directory) == ["kvoffload-a_.._b_c"]
+    assert Path(directory / "kvoffload-a_.._b_c").stat().st_mode & 0o077 == 0
+    assert buffer.release()
+    assert list(directory.iterdir()) == []
