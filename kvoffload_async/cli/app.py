@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvoffload_async.cli.bench.command import bench
 from kvoffload_async.cli.catalogue import common_options, tier_entries
 from kvoffload_async.cli.ending import (
     EXIT_FAILED,
@@ -22,6 +21,7 @@ from kvoffload_async.cli.ending import (
 )
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
 from kvoffload_async.cli.passes import PassReports, print_table, replay_passes
 from kvoffload_async.cli.replay import DEVICES, ENGINES, Manner
 from kvoffload_async.cli.scratch import ScratchFolder
@@ -32,8 +32,6 @@ from kvoffload_async.cli.trace import TraceFile
 from kvoffload_async.cli.workload import ChatWorkload
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 
-STDOUT: Final = "-"
-
 app = typer.Typer(
     cls=OneLineGroup,
     help="A multi-tier KV-cache offload engine: replays traces, looks after what tiers leave.",
@@ -42,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(bench)
 app.add_typer(store_app)
 
 
@@ -140,7 +139,7 @@ def replay(
         is_built_in=trace is None,
     )
     with errors_as_one_line(), Interrupt() as interrupt, ScratchFolder() as scratch:
-        _check_writable(json)
+        check_writable("--json", json)
         _check_choice("--engine", engine, ENGINES)
         _check_choice("--device", device, DEVICES)
         spec = resolve(flags, scratch)
@@ -197,28 +196,8 @@ def _check_choice(option: str, value: str, allowed: Collection[str]) -> None:
         raise InputError(f"{option} {value}: it must be {' or '.join(allowed)}")
 
 
-def _check_writable(json: str | None) -> None:
-    """Find out before a long run, not after it."""
-    if json is not None and json != STDOUT:
-        with _as_unwritable(json):
-            path = Path(json)
-            if path.is_dir() or not path.parent.is_dir():
-                raise InputError(f"--json {json}: cannot be written: no such place for a file")
-
-
 def _publish(reports: PassReports, json: str | None) -> None:
-    if json == STDOUT:
-        sys.stdout.write(reports.to_json() + "\n")
-        return
-    print_table(Console(), reports)
+    if json != STDOUT:
+        print_table(Console(), reports)
     if json is not None:
-        with _as_unwritable(json):
-            Path(json).write_text(reports.to_json() + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _as_unwritable(json: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"--json {json}: cannot be written: {error.strerror}") from error
+        write_figures("--json", json, reports.to_json())

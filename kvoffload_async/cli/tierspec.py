@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 from kvoffload_async.cli.errors import InputError
 
 
-def parse_tier(text: str) -> dict[str, Any]:
-    """Return a tier's configuration.
+def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
+    """Return a tier's configuration; `flag` is where the text was given.
 
     A value is what JSON says where it is a JSON scalar (`4`, `0.5`, `true`, `"text"`, `null`), else
     the text itself. A comma always ends a value; what needs one goes into a configuration file.
@@ -19,14 +19,14 @@ def parse_tier(text: str) -> dict[str, Any]:
     """
     tier_type, _, rest = text.partition(":")
     if not tier_type:
-        raise InputError(f"--tier {text!r}: no type; give TYPE[:key=value,...]")
+        raise InputError(f"{flag} {text!r}: no type; give TYPE[:key=value,...]")
     config: dict[str, Any] = {"type": tier_type}
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
         if not key or not equals:
-            raise InputError(f"--tier {text!r}: {option!r} is no key=value")
+            raise InputError(f"{flag} {text!r}: {option!r} is no key=value")
         if key in config:
-            raise InputError(f"--tier {text!r}: {key!r} is given twice")
+            raise InputError(f"{flag} {text!r}: {key!r} is given twice")
         config[key] = _scalar(value)
     return config
 

@@ -1,1 +1,1 @@
-"""Looking after what `fs` tiers leave in a directory: `kvoffload store`."""
+"""Looking after what tiers leave in a directory: `kvoffload store`."""

@@ -52,7 +52,7 @@ async def find_namespaces(directory: Path) -> list[FoundNamespace]:
     """Return the namespaces below a directory, given by its absolute path, by name.
 
     Raises:
-        InputError: It cannot be read, or has none.
+        InputError: It cannot be read.
     """
     root = str(directory)
     try:
@@ -64,11 +64,6 @@ async def find_namespaces(directory: Path) -> list[FoundNamespace]:
     except OSError as error:
         raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
     matches = [match for name in sorted(names) if (match := _FOLDER.fullmatch(name))]
-    if not matches:
-        raise InputError(
-            f"{directory}: no fs store: no folder in it is called <model>_<digest>_r<rank>; "
-            "give the directory that is the tier's root_dir"
-        )
     manifests: dict[str, Mapping[str, Any] | None] = {}
 
     async def read(path: str) -> None:

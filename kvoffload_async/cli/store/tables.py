@@ -19,18 +19,18 @@ Rows = list[tuple[str, str]]
 
 def inspection_table(inspections: Sequence[Inspection]) -> Table:
     """Return what is in each namespace."""
-    return _table("Store", [(found.name, _inspection_rows(found)) for found in inspections])
+    return columns_table("Store", [(found.name, _inspection_rows(found)) for found in inspections])
 
 
 def verification_table(results: Sequence[tuple[str, Verification]]) -> Table:
     """Return how many blocks of each namespace are as they should be."""
-    return _table("Blocks", [(name, _verification_rows(found)) for name, found in results])
+    return columns_table("Blocks", [(name, _verification_rows(found)) for name, found in results])
 
 
 def collection_table(results: Sequence[Collected]) -> Table:
     """Return what was removed from each namespace."""
     title = "Would be removed" if any(found.dry_run for found in results) else "Removed"
-    return _table(title, [(found.name, _collection_rows(found)) for found in results])
+    return columns_table(title, [(found.name, _collection_rows(found)) for found in results])
 
 
 def shown(name: str) -> str:
@@ -39,7 +39,8 @@ def shown(name: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
-def _table(title: str, namespaces: Sequence[tuple[str, Rows]]) -> Table:
+def columns_table(title: str, namespaces: Sequence[tuple[str, Rows]]) -> Table:
+    """Return a table with a column for each of several; all have the same rows."""
     table = Table(title=title, title_justify="left")
     table.add_column("namespace", style="bold")
     for name, _ in namespaces:

@@ -1,0 +1,1 @@
+"""Looking after what `slab` tiers leave in a directory; the format is in `tiers.slab`."""
