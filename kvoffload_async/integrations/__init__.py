@@ -1,0 +1,1 @@
+"""Where this package meets other software; each of these imports one optional dependency."""

@@ -1,0 +1,34 @@
+"""vLLM runs this package: our tiers under its own spec, or our engine as a spec of its own.
+
+Nothing here needs vLLM to be imported, and everything needs it to be used: the names below are
+resolved, and the installed vLLM is checked, when somebody asks for them.
+
+    {"type": "FsTier", "module_path": "kvoffload_async.integrations.vllm", "root_dir": "/kv"}
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from kvoffload_async.integrations.vllm.version import require_vllm
+
+_HOMES = {
+    "FsTier": "kvoffload_async.integrations.vllm.tiers",
+    "HostTieringOffloadingSpec": "kvoffload_async.integrations.vllm.host_tiering",
+    "KVOffloadConnector": "kvoffload_async.integrations.vllm.connector",
+    "KVOffloadSpec": "kvoffload_async.integrations.vllm.spec",
+    "SlabTier": "kvoffload_async.integrations.vllm.tiers",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a module that is not loaded yet
+    """Import a name's module; raises ImportError without a vLLM that is supported."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_vllm(f"{__name__}.{name}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,58 @@
+"""vLLM's offloading connector, which besides says of a load that it has failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
+from kvoffload_async.types import JobId
+
+
+class KVOffloadConnector(OffloadingConnector):
+    """Tells vLLM which requests' loads have failed, so that it follows `kv_load_failure_policy`.
+
+    vLLM's own connector cannot tell, and ends the engine instead. For `KVOffloadSpec` alone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own, unchanged
+        super().__init__(*args, **kwargs)
+        self._loading: dict[JobId, str] = {}
+        self._failing: KVOffloadWorker | None = None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Make the worker, and be the one who asks it for failed loads.
+
+        Raises:
+            ConfigError: The spec is another one.
+        """
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker.worker
+        if not isinstance(worker, KVOffloadWorker):
+            raise ConfigError(
+                'spec_name: KVOffloadConnector goes with "KVOffloadSpec" alone; '
+                'use "kv_connector": "OffloadingConnector" with this one'
+            )
+        worker.reports_failed_loads = True
+        self._failing = worker
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as above
+        """Start this step's loads, and remember whose they are."""
+        for job_id, job in self._connector_metadata.load_jobs.items():
+            if not getattr(job, "sync", False):  # 0.33: waited for in this very step
+                self._loading[job_id] = job.req_id
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return whose transfers have ended, and whose have failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._failing.take_failed_loads() if self._failing is not None else set()
+        results.failed_recving |= {self._loading[job_id] for job_id in failed}
+        ended = results.finished_recving
+        self._loading = {
+            job: req_id for job, req_id in self._loading.items() if req_id not in ended
+        }
+        return results

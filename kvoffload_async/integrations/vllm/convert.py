@@ -1,0 +1,314 @@
+"""Where vLLM's vocabulary and this package's meet, and nowhere else.
+
+Names in annotations are this package's; vLLM's are written with their module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu import common as cpu
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering import base as tiering
+
+from kvoffload_async.errors import ConfigError, StateError
+from kvoffload_async.facade.connector.protocol import TransferJobSpec
+from kvoffload_async.transport.layout import KVLayout, PageTable
+from kvoffload_async.types import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    JobMetadata,
+    JobResult,
+    LoadTierFilter,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TierMatcher,
+    TransferResult,
+    as_block_ids,
+)
+
+_LOOKUP: Final = {
+    LookupResult.HIT: base.LookupResult.HIT,
+    LookupResult.MISS: base.LookupResult.MISS,
+    LookupResult.HIT_PENDING: base.LookupResult.HIT_PENDING,
+    LookupResult.RETRY: base.LookupResult.RETRY,
+}
+_POLICY: Final = {
+    OffloadPolicy.BLOCK_LEVEL: base.OffloadPolicy.CHUNK_LEVEL,
+    OffloadPolicy.REQUEST_LEVEL: base.OffloadPolicy.REQUEST_LEVEL,
+}
+_MEDIUM: Final = {
+    Medium.CPU: base.Medium.CPU,
+    Medium.STORAGE: base.Medium.STORAGE,
+}
+
+# -- from vLLM ----------------------------------------------------------------------------------
+
+
+def rows_of(primary_kv_view: memoryview) -> memoryview:
+    """Return the primary's buffer as bytes, shape `[num_slots, slot_bytes]`; release it after use.
+
+    Raises:
+        StateError: The view is not two-dimensional and contiguous.
+    """
+    shape, strides = primary_kv_view.shape, primary_kv_view.strides
+    if shape is None or strides is None or len(shape) != 2 or not primary_kv_view.c_contiguous:  # noqa: PLR2004 - 2-D
+        raise StateError(
+            f"primary_kv_view has shape {shape}; it must be [num_slots, slot_bytes], contiguous"
+        )
+    with primary_kv_view.cast("B") as flat:
+        return flat.cast("B", (shape[0], strides[0]))
+
+
+def request_of(context: base.ReqContext) -> ReqContext:
+    """Return this package's context of a request; made once, and kept in vLLM's scratch for it."""
+    known = context.get_state(ReqContext)
+    if isinstance(known, ReqContext):
+        return known
+    made = ReqContext(
+        context.req_id,
+        context.kv_transfer_params,
+        load_tier_filter=tier_filter(context.load_tier_filter),
+    )
+    context.set_state(made)
+    return made
+
+
+def job_of(job: tiering.TransferJob) -> JobMetadata:
+    """Return a job; slots are copied."""
+    return JobMetadata(
+        job.job_id,
+        tuple(job.keys),
+        as_block_ids(job.chunk_ids),
+        job.is_promotion,
+        request_of(job.req_context),
+        job.submit_time,
+    )
+
+
+def locality_of(value: object) -> base.Locality | None:
+    """Return a tier's locality as configured, None for "not said".
+
+    Raises:
+        ConfigError: There is no such locality.
+    """
+    if value is None:
+        return None
+    try:
+        return base.Locality(value)
+    except ValueError as error:
+        names = ", ".join(member.value for member in base.Locality)
+        raise ConfigError(f"locality: {error}; allowed: {names}") from error
+
+
+def file_mapper_of(offloading_spec: base.OffloadingSpec, root_dir: str) -> FileMapper:
+    """Return what vLLM's own `fs` tier names its files by, from the same call that it makes.
+
+    Its `get_run_config()` is everything that the layout of a block's bytes depends on, and its
+    `rank` whose blocks they are.
+    """
+    return FileMapper.from_offloading_spec(
+        root_dir=root_dir,
+        offloading_spec=offloading_spec,
+        blocks_per_file=offloading_spec.blocks_per_chunk,
+        parallel_agnostic=True,
+    )
+
+
+# -- to vLLM ------------------------------------------------------------------------------------
+
+
+def lookup_result(result: LookupResult) -> base.LookupResult:
+    """Return what a lookup found."""
+    return _LOOKUP[result]
+
+
+def offloading_context(context: RequestOffloadingContext) -> base.RequestOffloadingContext:
+    """Return which of a request's blocks a tier wants."""
+    return base.RequestOffloadingContext(_POLICY[context.policy])
+
+
+def job_result(result: JobResult, keys: Sequence[OffloadKey]) -> tiering.JobResult:
+    """Return a job's result; of its `keys`, those that landed come in the job's order."""
+    landed = result.successful_keys
+    return tiering.JobResult(
+        job_id=result.job_id,
+        success=result.success,
+        successful_keys=tuple(key for key in keys if key in landed) if landed else None,
+        transfer_time=result.transfer_time,
+        transfer_bytes=result.transfer_bytes,
+    )
+
+
+def event(event: OffloadingEvent, locality: base.Locality | None) -> base.OffloadingEvent:
+    """Return an event of a tier of this locality."""
+    return base.OffloadingEvent(
+        keys=list(event.keys),
+        medium=_MEDIUM[event.medium],
+        removed=event.removed,
+        locality=locality,
+    )
+
+
+def counter_definitions(
+    documentation: Mapping[str, str], labels: tuple[str, ...]
+) -> dict[str, base.OffloadingMetricMetadata]:
+    """Return the definitions of counters that share their labels, given what each one counts."""
+    return {
+        name: base.OffloadingCounterMetadata(documentation=text, labelnames=labels)
+        for name, text in documentation.items()
+    }
+
+
+def counter_stats(
+    counted: Iterable[tuple[str, tuple[str, ...], int]],
+) -> OffloadingConnectorStats | None:
+    """Return increments, as (counter, label values, amount); None if there are none."""
+    stats: Any = OffloadingConnectorStats()
+    for name, labels, amount in counted:
+        stats.increase_counter(name, amount, labels)
+    return None if stats.is_empty() else stats
+
+
+# -- the whole engine ---------------------------------------------------------------------------
+
+_HAS_METADATA_ONLY: Final = "metadata_only" in base.OffloadingEvent.__dataclass_fields__
+"""Whether vLLM's events can say that blocks were never readable: 0.33's can."""
+
+
+def tier_filter(given: base.TierFilter) -> LoadTierFilter:
+    """Return which tiers a request may load from."""
+    return frozenset(
+        TierMatcher(
+            None if matcher.medium is None else Medium(matcher.medium.value),
+            None if matcher.locality is None else Locality(matcher.locality.value),
+        )
+        for matcher in given.matchers
+    )
+
+
+def schedule_end(context: base.ScheduleEndContext) -> ScheduleEndContext:
+    """Return what happened in a step."""
+    return ScheduleEndContext(context.new_req_ids, context.preempted_req_ids)
+
+
+def transfer(device: base.GPULoadStoreSpec, host: base.LoadStoreSpec) -> TransferJobSpec:
+    """Return one copy between device blocks and slots, in either direction."""
+    return TransferJobSpec(
+        GPULoadStoreSpec(
+            as_block_ids(device.block_ids),
+            group_sizes=tuple(device.group_sizes),
+            block_indices=tuple(device.block_indices),
+        ),
+        CPULoadStoreSpec(as_block_ids(host.block_ids)),
+        req_id="",
+    )
+
+
+def kv_layout(kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
+    """Describe a worker's tensors; nothing is copied.
+
+    As in vLLM's own region, a cell holds its tensors back to back in the order of their list, each
+    in whole pages, whichever of them a group refers to.
+
+    Raises:
+        ConfigError: The tensors are not what vLLM promises: pages by block, on one device.
+    """
+    tables: list[PageTable] = []
+    offset_bytes = 0
+    for index, cache in enumerate(kv_caches.tensors):
+        tensor, page_bytes = cache.tensor.detach(), cache.page_size_bytes
+        if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.shape[1] != page_bytes:  # noqa: PLR2004 - 2-D
+            raise ConfigError(
+                f"KV cache tensor {index} has shape {tuple(tensor.shape)} and elements of "
+                f"{tensor.element_size()} bytes; it must be [num_blocks, {page_bytes}] in bytes"
+            )
+        tables.append(PageTable(tensor.view(torch.uint8), offset_bytes))
+        offset_bytes += page_bytes * blocks_per_chunk
+    if len({table.pages.device for table in tables}) != 1:
+        raise ConfigError("the KV cache tensors must be on one device, and there must be one")
+    groups = [
+        [tables[index] for index in dict.fromkeys(ref.tensor_idx for ref in refs)]
+        for refs in kv_caches.group_data_refs
+    ]
+    return KVLayout(groups, blocks_per_chunk, offset_bytes)
+
+
+def load_store_spec(spec: CPULoadStoreSpec) -> cpu.CPULoadStoreSpec:
+    """Return slots, as they travel to the workers."""
+    return cpu.CPULoadStoreSpec(spec.block_ids.tolist())
+
+
+def prepare_store_output(output: PrepareStoreOutput) -> base.PrepareStoreOutput:
+    """Return what a store was granted."""
+    return base.PrepareStoreOutput(
+        keys_to_store=list(output.keys_to_store),
+        store_spec=load_store_spec(output.store_spec),
+        evicted_keys=list(output.evicted_keys),
+    )
+
+
+def transfer_result(result: TransferResult) -> base.TransferResult:
+    """Return that a job has ended, for that is all that vLLM can be told of it."""
+    return base.TransferResult(
+        job_id=result.job_id,
+        success=True,
+        transfer_size=result.transfer_size,
+        transfer_time=result.transfer_time,
+    )
+
+
+def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
+    """Return events of the primary and its tiers; those that vLLM has no form for are left out."""
+    for one in given:
+        if one.metadata_only and not _HAS_METADATA_ONLY:
+            continue  # nobody was told that these blocks are there
+        locality = None if one.locality is None else base.Locality(one.locality.value)
+        made = event(one, locality)
+        made.ownership = one.ownership
+        if _HAS_METADATA_ONLY:
+            made.metadata_only = one.metadata_only
+        yield made
+
+
+def gauge_definitions(documentation: Mapping[str, str]) -> dict[str, base.OffloadingMetricMetadata]:
+    """Return the definitions of gauges without labels, given what each one shows."""
+    return {
+        name: base.OffloadingGaugeMetadata(documentation=text)
+        for name, text in documentation.items()
+    }
+
+
+def block_histogram_definition(
+    name: str, documentation: str
+) -> dict[str, base.OffloadingMetricMetadata]:
+    """Return the definition of a histogram of numbers of blocks."""
+    buckets = tuple(float(4**power) for power in range(10))
+    return {name: base.OffloadingHistogramMetadata(documentation=documentation, buckets=buckets)}
+
+
+def engine_stats(
+    counted: Iterable[tuple[str, tuple[str, ...], int]],
+    gauges: Mapping[str, float],
+    observed: Mapping[str, Sequence[float]],
+) -> OffloadingConnectorStats:
+    """Return increments, states and observations."""
+    stats: Any = counter_stats(counted) or OffloadingConnectorStats()
+    for name, value in gauges.items():
+        stats.set_gauge(name, value)
+    for name, values in observed.items():
+        for value in values:
+            stats.observe_histogram(name, value)
+    return stats

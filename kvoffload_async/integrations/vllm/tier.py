@@ -1,0 +1,282 @@
+"""One of this package's tiers as vLLM's tiering manager sees it.
+
+vLLM gives a job's slots to others as soon as it has the job's result. So a job whose deadline has
+passed while its copy still runs is not reported then, as it would be elsewhere, but when its bytes
+have come to rest, as failed. Until then vLLM sees a slow job: its slots stay pinned or reserved, a
+request that waits for it goes on waiting. Where the bytes do not come to rest, `drain_jobs` raises
+instead of returning, so that vLLM's reset fails (an engine with such a tier is to be restarted),
+and so does `shutdown`, upon which vLLM leaves the primary's memory mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.tiering import base as tiering
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+from kvoffload_async.config import reject_unknown
+from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
+from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
+from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
+from kvoffload_async.integrations.vllm import convert, metrics
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a tier takes from the spec that it belongs to."""
+
+    runtime: Bridge
+
+
+class UnusablePlaceError(ConfigError, OSError):
+    """A tier's place cannot be used; an `OSError` as well, as vLLM's own tiers raise that."""
+
+
+class VllmTier(tiering.SecondaryTierManager):
+    """Runs a tier of this package under vLLM's `TieringOffloadingManager`.
+
+    A subclass names the tier, and says what vLLM's configuration decides for it.
+
+    Thread: any, one at a time. vLLM holds its manager's lock, and not always on the same thread.
+    """
+
+    kind: ClassVar[str]
+    """The tier's name in this package's `SecondaryTierFactory`."""
+    decided: ClassVar[frozenset[str]] = frozenset()
+    """Options of the tier that a user does not give, as `layout` does."""
+    medium: ClassVar[base.Medium] = base.Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: base.OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        *,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
+        io_timeout_s: float = 30.0,
+        **options: Any,  # noqa: ANN401 - a user's JSON; checked by the tier itself
+    ) -> None:
+        """Open the tier; waits for that.
+
+        Args:
+            offloading_spec: vLLM's spec.
+            primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`; no cast of it
+                outlives `shutdown`.
+            tier_type: The `type` of the tier's configuration.
+            backpressure_detector: vLLM's.
+            enable_kv_events: Announce stored and evicted blocks, if vLLM's `kv_events_config` has
+                events enabled at all.
+            locality: "LOCAL", "REMOTE", or None for "not said".
+            io_timeout_s: Seconds from a job's submission to its deadline.
+            **options: The other options of the tier.
+
+        Raises:
+            ConfigError: An option is unknown or unusable; nothing is left running.
+            TierUnavailableError: The tier's place cannot be reached.
+            TimeoutError: It did not open in time.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._reject_unknown(options)
+        own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
+        check_tier_options(own)
+        self.locality = convert.locality_of(locality)
+        if self.locality is not None:
+            options["locality"] = self.locality.value
+        if enable_kv_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
+            logger.warning(
+                "%s: enable_kv_events has no effect, as vLLM's kv_events_config has "
+                "enable_kv_cache_events off",
+                tier_type,
+            )
+            own["enable_kv_events"] = False
+        options |= own
+        self._drain_timeout_s = io_timeout_s + _DRAIN_GRACE_S
+        self._submitted: dict[JobId, tuple[OffloadKey, ...]] = {}
+        self._overdue: dict[JobId, JobResult] = {}
+        self._finished: list[tiering.JobResult] = []
+        self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._rows = convert.rows_of(primary_kv_view)
+        self._host = RuntimeHost()
+        try:
+            config = {"type": self.kind, **options, **self.layout(offloading_spec, options)}
+            SecondaryTierFactory.check_config(config)
+            self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
+                config, self._rows, _Surroundings(self._host.bridge)
+            )
+        except BaseException as error:
+            self._host.close()
+            self._rows.release()
+            if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
+                raise UnusablePlaceError(str(error)) from error
+            raise
+
+    def layout(
+        self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the options that vLLM's configuration decides."""
+        return {}
+
+    # -- a request's life -----------------------------------------------------------------------
+
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        """Begin a request."""
+        return convert.offloading_context(
+            self._tier.on_new_request(convert.request_of(req_context))
+        )
+
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
+        """Learn that nothing more will be submitted for a request."""
+        self._tier.on_request_finished(convert.request_of(req_context))
+
+    def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
+        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
+        return convert.lookup_result(self._tier.lookup(key, convert.request_of(req_context)))
+
+    def touch(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
+        """Note a use of blocks, head to tail."""
+        self._tier.touch(tuple(keys), convert.request_of(req_context))
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: tiering.TransferJob) -> None:
+        """Accept a cascade; one that cannot be run has a failed result."""
+        self._submit(convert.job_of(job_metadata))
+
+    def submit_load(self, job_metadata: tiering.TransferJob) -> None:
+        """Accept a promotion; one that cannot be run has a failed result."""
+        self._submit(convert.job_of(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[tiering.JobResult]:
+        """Return the jobs whose bytes rest since the last call, each once. Never waits."""
+        self._collect()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
+        """End a step: existence probes that it asked for start, and submitted jobs run."""
+        self._tier.on_schedule_end()
+
+    def has_pending_work(self) -> bool:
+        """Tell whether a job has not been reported, or a probe is unanswered."""
+        return bool(self._submitted or self._finished) or self._tier.has_pending_work()
+
+    def take_events(self) -> Iterable[base.OffloadingEvent]:
+        """Detach and return what appeared in and disappeared from the tier."""
+        return [convert.event(event, self.locality) for event in self._tier.take_events()]
+
+    # -- the calls that wait --------------------------------------------------------------------
+
+    def drain_jobs(self) -> None:
+        """Wait until no byte of any job moves; results are left for `get_finished_jobs`.
+
+        Raises:
+            TierTimeoutError: Some still do after the jobs' own deadline. Nothing was given up:
+                who called may try again, and must not touch the slots.
+        """
+        deadline_s = time.monotonic() + self._drain_timeout_s
+        self._collect()
+        while self._submitted:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                jobs = ", ".join(map(str, self._submitted))
+                raise TierTimeoutError(
+                    f"{self.tier_type}: after {self._drain_timeout_s} s the copies of jobs {jobs} "
+                    "still run; their slots cannot be reused"
+                )
+            self._host.bridge.wait_for_progress(left_s)
+            self._collect()
+
+    def shutdown(self) -> None:
+        """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.
+
+        Raises:
+            TierTimeoutError: Copies still run after `close_timeout_s`, so that the primary's
+                memory must stay mapped.
+        """
+        report = self._tier.shutdown()
+        self._host.close()
+        if report.unfinished_jobs:
+            jobs = ", ".join(map(str, report.unfinished_jobs))
+            raise TierTimeoutError(
+                f"{self.tier_type}: the copies of jobs {jobs} still run; "
+                "the primary's memory must stay mapped"
+            )
+        self._rows.release()
+        self._primary_kv_view = memoryview(b"")
+        if report.error is not None:
+            logger.warning("%s: closing failed: %s", self.tier_type, report.error)
+
+    # -- what people see ------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, base.OffloadingMetricMetadata]:
+        """Return the counters that `get_stats` adds to vLLM's own ones a tier."""
+        return metrics.definitions()
+
+    def get_stats(self) -> metrics.Stats | None:
+        """Return what was counted since the last call, or None."""
+        counted, self._counted = self._counted, Counter()
+        return metrics.stats(counted)
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the labels of `config_info`."""
+        return metrics.CONFIG_INFO_KEYS
+
+    def config_info(self) -> Mapping[str, str]:
+        """Return what stays as it is while the process runs: which tier this is, and where."""
+        return metrics.config_info(self.kind, self._tier.tier.describe())
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _reject_unknown(self, options: Mapping[str, Any]) -> None:
+        own = accepted_options(SecondaryTierFactory.get_tier_class(self.kind))
+        internal = {"ops", "backpressure_detector"}
+        reject_unknown(
+            options,
+            (own | accepted_options(SecondaryTierManager)) - self.decided - internal,
+            f"secondary tier {self.tier_type!r}",
+        )
+
+    def _submit(self, job: JobMetadata) -> None:
+        self._submitted[job.job_id] = job.keys
+        try:
+            (self._tier.submit_load if job.is_promotion else self._tier.submit_store)(job)
+        except StateError as error:
+            logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - says it all
+            self._report(JobResult(job.job_id, success=False, error=error))
+
+    def _collect(self) -> None:
+        """Take in what ended: a job that is overdue is kept back until it is released."""
+        for result in self._tier.get_finished_jobs():
+            if result.disowned:
+                self._overdue[result.job_id] = result
+                self._counted[metrics.OVERDUE_JOBS, (self.tier_type,)] += 1
+            else:
+                self._report(result)
+        for job_id in self._tier.get_released_jobs():
+            self._report(self._overdue.pop(job_id))
+
+    def _report(self, result: JobResult) -> None:
+        self._finished.append(convert.job_result(result, self._submitted.pop(result.job_id, ())))
+        if result.error is not None:
+            cause = type(result.error).__name__
+            self._counted[metrics.FAILED_JOBS, (self.tier_type, cause)] += 1

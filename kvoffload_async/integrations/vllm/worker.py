@@ -1,0 +1,167 @@
+"""A worker's side of the whole engine: copies between vLLM's KV cache and the shared primary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from vllm.v1.kv_offload import base
+
+from kvoffload_async.errors import TransportError
+from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
+from kvoffload_async.integrations.vllm import convert
+from kvoffload_async.runtime.shared_region import SharedBuffer
+from kvoffload_async.transport.choice import create_transport
+from kvoffload_async.transport.layout import KVLayout
+from kvoffload_async.types import BlockIds, JobId, TransferResult
+
+logger = logging.getLogger(__name__)
+
+FAILED = 1
+"""In `SharedBuffer.slot_flags`: what lies in the slot is not what was to be stored there."""
+
+
+class KVOffloadWorker(base.OffloadingWorker):
+    """Performs vLLM's transfer jobs of one rank, on CUDA streams or on threads of its own.
+
+    vLLM 0.32 and 0.33 take a failed job for a defect of theirs and end. So here a failed store is
+    reported as ended, and flagged in the shared memory: the manager then forgets its blocks. A
+    failed load cannot be hidden, as its request would read bytes that never came: it is left to
+    `take_failed_loads` where somebody has said that they ask for it, and is an error otherwise.
+
+    Thread: the rank's.
+
+    Attributes:
+        reports_failed_loads: Whether somebody asks for `take_failed_loads` after every
+            `get_finished`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        buffer: SharedBuffer,
+        *,
+        cell_offset_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        """Own `buffer` from now on, also if this fails.
+
+        Args:
+            layout: vLLM's tensors.
+            buffer: The primary.
+            cell_offset_bytes: Where this rank's cell begins in a slot.
+            timeout_s: Seconds that `wait` and `shutdown` wait at most.
+
+        Raises:
+            ConfigError: The device cannot be used, or a slot is too small.
+        """
+        self._buffer = buffer
+        self._timeout_s = timeout_s
+        try:
+            transport = create_transport(layout, buffer.view, cell_offset_bytes=cell_offset_bytes)
+        except BaseException:
+            buffer.release()
+            raise
+        self._copies = OffloadingConnectorWorker(transport, flush_timeout_s=timeout_s)
+        self._slots: dict[JobId, BlockIds] = {}
+        self._expedited: set[JobId] = set()
+        self._ended: list[TransferResult] = []
+        self._failed_loads: set[JobId] = set()
+        self.reports_failed_loads = False
+        self._is_closed = False
+
+    def submit_store(
+        self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: base.LoadStoreSpec
+    ) -> bool:
+        """Copy device blocks to slots. Never waits."""
+        job = convert.transfer(src_spec, dst_spec)
+        self._slots[job_id] = job.host.block_ids
+        self._copies.submit_store(job_id, job)
+        return True
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: base.LoadStoreSpec,
+        dst_spec: base.GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        """Copy slots to device blocks. Never waits.
+
+        Args:
+            job_id: The job.
+            src_spec: The slots.
+            dst_spec: The device blocks.
+            expedited: This very step's forward pass reads the blocks: vLLM waits for the job next,
+                and a failure must not be left to the step's end.
+        """
+        if expedited:
+            self._expedited.add(job_id)
+        self._copies.submit_load(job_id, convert.transfer(dst_spec, src_spec))
+        return True
+
+    def get_finished(self) -> list[base.TransferResult]:
+        """Return the jobs that ended since the last call, each once. Never waits.
+
+        Raises:
+            TransportError: A load has failed, and nobody asks for `take_failed_loads`.
+        """
+        self._collect()
+        ended, self._ended = self._ended, []
+        return [convert.transfer_result(result) for result in ended]
+
+    def take_failed_loads(self) -> set[JobId]:
+        """Return the loads that `get_finished` has named and that have failed, each once."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def wait(self, job_ids: Collection[JobId]) -> None:
+        """Wait until jobs have ended; unknown ids are ignored.
+
+        Raises:
+            TransportError: Some have not at the deadline. vLLM overwrites their device blocks
+                next, so there is no going on. Or one was expedited and has failed.
+        """
+        if not self._copies.wait(job_ids, self._timeout_s):
+            raise TransportError(
+                f"copies of the jobs {sorted(job_ids)} have not ended within {self._timeout_s} s: "
+                "the device hangs, or drain_timeout_s is too short"
+            )
+        self._collect()
+
+    def shutdown(self) -> None:
+        """Let running copies end, then unmap the memory; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._copies.shutdown(self._timeout_s):
+            self._buffer.release()
+        else:
+            logger.warning("copies still run: the shared primary stays mapped")
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Take in what has ended, and see to what has failed."""
+        for result in self._copies.get_finished():
+            slots = self._slots.pop(result.job_id, None)
+            was_expedited = result.job_id in self._expedited
+            self._expedited.discard(result.job_id)
+            self._ended.append(result)
+            if result.success:
+                continue
+            if slots is not None:
+                self._flag(slots)
+            elif self.reports_failed_loads and not was_expedited:
+                self._failed_loads.add(result.job_id)
+            else:
+                raise TransportError(
+                    f"load job {result.job_id} has failed, and vLLM's OffloadingConnector cannot be"
+                    ' told; with "kv_connector": "KVOffloadConnector" and '
+                    '"kv_connector_module_path": "kvoffload_async.integrations.vllm" its request '
+                    "would have been computed instead"
+                )
+
+    def _flag(self, slots: BlockIds) -> None:
+        for slot in slots.tolist():
+            self._buffer.slot_flags[slot] = FAILED

@@ -1,0 +1,79 @@
+"""One directory for vLLM's own `fs` tier and ours: each serves what the other has written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm_world import content_of, key_of, keys_of
+
+KEYS = [*keys_of(1, 2, 3), key_of(1, group=1)]
+LAYOUTS = [
+    {},
+    {"groups": 2},
+    {"tp_size": 2, "world_size": 2},
+    {"tp_size": 2, "pp_size": 2, "world_size": 4, "rank": 3},
+    {"tp_size": 2, "world_size": 2, "is_parallelism_agnostic": True},
+]
+
+
+def store_all(world):
+    assert world.store(KEYS) == KEYS
+    world.settle()
+    world.shutdown()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_vllms_tier_wrote_ours_serves(serving, fs, theirs, layout):
+    store_all(serving(theirs, **layout))
+    assert serving(fs, **layout).holds(KEYS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_our_tier_wrote_vllms_serves(serving, fs, theirs, layout):
+    store_all(serving(fs, **layout))
+    assert serving(theirs, **layout).holds(KEYS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_name_the_same_files(serving, fs, theirs, layout):
+    ours, others = serving(fs, **layout).tier, serving(theirs, **layout).tier
+    for key in KEYS:
+        assert ours.file_mapper.get_file_name(key) == others.file_mapper.get_file_name(key)
+    ours_config = Path(ours.file_mapper.get_config_file_path())
+    assert json.loads(ours_config.read_text()) == others.file_mapper.get_run_config()
+
+
+def test_another_run_configuration_shares_nothing(serving, fs):
+    store_all(serving(fs))
+    assert serving(fs, groups=2).load(KEYS) == {}
+
+
+def test_two_engines_of_either_kind_serve_each_other_while_they_run(serving, fs, theirs):
+    ours, others = serving(fs), serving(theirs)
+    assert ours.load(KEYS) == others.load(KEYS) == {}, "which no later request is told"
+    ours.store(KEYS[:2])
+    ours.settle()
+    others.store(KEYS[2:])
+    others.settle()
+    for world in (ours, others):
+        found = world.load(KEYS)
+        assert found.keys() == set(KEYS)
+        assert all(np.array_equal(rows, content_of(key)) for key, rows in found.items())
+
+
+def test_a_block_that_vllms_tier_left_short_is_a_miss_and_makes_room(serving, fs, theirs):
+    store_all(serving(theirs))
+    world = serving(fs)
+    path = Path(world.tier.file_mapper.get_file_name(KEYS[1]))
+    path.write_bytes(b"short")
+    assert world.load(KEYS).keys() == set(KEYS) - {KEYS[1]}
+    assert not path.exists()
+
+
+def test_a_relative_directory_starts_at_the_working_directory(
+    serving, fs, theirs, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    store_all(serving({**theirs, "root_dir": "kv"}))
+    assert serving({**fs, "root_dir": "kv"}).holds(KEYS)
