@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvoffload_async.factory import create_policy
 from kvoffload_async.testing.fileops import Hang
-from kvoffload_async.testing.harness import ManagerHarness, TierHarness
+from kvoffload_async.testing.harness import ManagerHarness, TierHarness, key_of
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.opening import OnMismatch
@@ -114,3 +114,14 @@ def sound(tier: SlabTier) -> None:
     live = table.live()
     assert dict(zip(keys_of(live), places_of(live), strict=True)) == catalog._places
     assert table.slots() == dict(catalog.segments)
+
+
+K = [key_of(number) for number in range(80)]
+
+
+def is_segment(call) -> bool:
+    return "segment-" in call.path
+
+
+def is_journal(call) -> bool:
+    return f"/{JOURNAL}" in call.path

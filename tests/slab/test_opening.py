@@ -1,0 +1,242 @@
+"""Opening a store: what survives, who else is there, and what is gone or damaged."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from slab.shelves import BLOCK, FIXED, KIB, K, Shelves, flip, sound
+
+from kvoffload_async.errors import (
+    ConfigError,
+    CorruptBlockError,
+    TierUnavailableError,
+)
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.records import RECORD_BYTES
+from kvoffload_async.types import OffloadKey
+
+# -- restart --------------------------------------------------------------------------------------
+
+
+def test_what_was_used_last_is_evicted_last_also_after_a_restart(shelves):
+    options = {"capacity_bytes": FIXED + 16 * BLOCK}
+    with shelves.open(**options) as harness:
+        count = 60 - len(harness.store(K[:60]))
+        harness.load(K[2:5])
+        order = list(harness.tier._store.catalog._policy.resident())
+        assert set(order[-3:]) == set(K[2:5])
+    assert set(list(shelves.places())[-3:]) == set(K[2:5])
+    with shelves.open(**options) as harness:
+        assert harness.store(K[60 : 60 + count - 3]) == {}
+        assert harness.contains(K[:60]) == set(K[2:5])
+
+
+def test_an_untouched_store_is_closed_without_a_write(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:5])
+    ops = FaultyFileOps()
+    with shelves.open(ops) as harness:
+        assert harness.announced() == set(K[:5])
+    assert ops.counts()["pwrite"] == 1, "the lock's holder"
+    assert not ops.counts()["rename"]
+    assert not ops.open_fds
+
+
+def test_a_torn_tail_is_cut_off(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:5])
+    whole = shelves.journal.read_bytes()
+    shelves.journal.write_bytes(whole + whole[: 2 * RECORD_BYTES + 50])
+    ops = FaultyFileOps()
+    with shelves.open(ops) as harness:
+        assert harness.announced() == set(K[:5])
+        assert shelves.journal.read_bytes() == whole
+
+
+def test_the_journal_is_written_anew_before_it_is_too_long(shelves):
+    ops = FaultyFileOps()
+    with shelves.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
+        for number in range(200):
+            assert harness.store([key_of(5000 + number)]) == {}
+            budget = harness.tier._room._budget
+            assert shelves.journal.stat().st_size <= (budget.tail_units + 40) * RECORD_BYTES
+        sound(harness.tier)
+        kept = harness.contains([key_of(5000 + number) for number in range(200)])
+        assert set(shelves.places()) == kept
+    assert ops.counts()["rename"] > 4
+
+
+def test_a_key_that_is_too_long_for_a_record_fails_alone(shelves):
+    long = OffloadKey(bytes(97))
+    with shelves.open() as harness:
+        harness.fill([long, K[0]], [0, 1])
+        failures = harness.store([long, K[0]])
+        assert list(failures) == [0]
+        assert isinstance(failures[0], TierUnavailableError)
+        assert "97 bytes" in str(failures[0])
+        assert harness.load([K[0]]) == {}
+
+
+# -- who else is there, and other layouts ---------------------------------------------------------
+
+
+def test_a_second_tier_on_the_store_is_refused_and_the_first_goes_on(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:3])
+        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}; end that"):
+            shelves.open()
+        assert harness.store(K[3:6]) == {}
+        assert harness.load(K[:6]) == {}
+    with shelves.open() as harness:
+        assert harness.announced() == set(K[:6])
+
+
+def test_a_second_process_on_the_store_is_refused(shelves):
+    script = (
+        "import sys\n"
+        "from slab.shelves import Shelves\n"
+        "from pathlib import Path\n"
+        "try:\n"
+        "    Shelves(Path(sys.argv[1])).open()\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    with shelves.open() as harness:
+        harness.store(K[:3])
+        said = subprocess.run(
+            [sys.executable, "-c", script, str(shelves.root)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            timeout=60,
+            check=True,
+        )
+        assert f"in use by process {os.getpid()}" in said.stdout
+        assert harness.load(K[:3]) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "block", "difference"),
+    [
+        ({"model_name": "m/x", "dtype": "fp8"}, BLOCK, "another dtype"),
+        ({"model_name": "m_x"}, BLOCK, "another model_name"),
+        (None, 2 * BLOCK, "blocks of 4096 bytes instead of 8192"),
+    ],
+)
+def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
+    shelves, fields, block, difference
+):
+    with shelves.open() as harness:
+        harness.store(K[:3])
+    other = Shelves(shelves.root, block_bytes=block)
+    with pytest.raises(ConfigError) as raised:
+        other.open(fields=fields)
+    message = str(raised.value)
+    assert "root_dir" in message
+    assert str(shelves.folder) in message
+    assert difference in message
+    assert 'on_mismatch="new_namespace"' in message
+    for _ in range(2):
+        with other.open(fields=fields, on_mismatch="new_namespace") as harness:
+            assert not harness.announced() & set(K[:3])
+            assert harness.store(K[5:8]) == {}
+    with shelves.open(on_mismatch="new_namespace") as harness:
+        assert harness.announced() == set(K[:3])
+    assert len(list(shelves.root.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "model", ["../../x", "..", "/etc/passwd", "a\0b", "\udce4" * 300, "x" * 900]
+)
+def test_a_hostile_name_stays_below_the_directory(tmp_path, model):
+    shelves = Shelves(tmp_path / "a" / "root")
+    for on_mismatch in ("fail", "new_namespace"):
+        with shelves.open(fields={"model_name": model}, on_mismatch=on_mismatch) as harness:
+            assert harness.store(K[:2]) == {}
+    assert {p.name for p in tmp_path.iterdir()} == {"a"}
+    assert {p.name for p in (tmp_path / "a").iterdir()} == {"root"}
+    assert all(p.is_dir() for p in shelves.root.iterdir())
+
+
+# -- a manifest, a journal, segments that are gone or damaged -------------------------------------
+
+
+def test_an_unreadable_manifest_is_refused_with_the_remedy(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:2])
+    flip(shelves.manifest, 12)
+    with pytest.raises(ConfigError) as raised:
+        shelves.open()
+    assert f"`kvoffload store repair {shelves.folder}`" in str(raised.value)
+    shelves.manifest.unlink()
+    with pytest.raises(ConfigError, match="has lost its manifest; run `kvoffload store repair"):
+        shelves.open()
+
+
+def test_without_its_journal_a_store_is_empty_and_works(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:20])
+    shelves.journal.unlink()
+    with shelves.open() as harness:
+        assert not harness.announced()
+        assert harness.store(K[10:30]) == {}
+        sound(harness.tier)
+        assert shelves.disk_bytes() <= 1024 * KIB
+
+
+def test_without_a_segment_its_blocks_are_missing_and_its_number_is_not_used_again(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:40])
+        held = {key for key, place in shelves.places().items() if place >> 32 == 2}
+    assert held
+    (shelves.folder / segment_name(2)).unlink()
+    with shelves.open() as harness:
+        assert harness.announced() == set(K[:40]) - held
+        assert harness.store(sorted(held)) == {}
+        assert harness.load(sorted(held)) == {}
+        assert not (shelves.folder / segment_name(2)).exists()
+        sound(harness.tier)
+
+
+def test_what_a_killed_writer_left_is_removed(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:2])
+    (shelves.folder / "journal.tmp").write_bytes(b"x" * 10_000)
+    (shelves.folder / "manifest.json.tmp").write_bytes(b"x")
+    (shelves.folder / segment_name(7)).write_bytes(b"")
+    (shelves.folder / segment_name(8)).write_bytes(b"x" * 100)
+    (shelves.folder / "stranger").mkdir()
+    with shelves.open() as harness:
+        assert harness.announced() == set(K[:2])
+        names = {path.name for path in shelves.folder.iterdir()}
+        assert names == {"journal", "lock", "manifest.json", segment_name(0), "stranger"}
+        sound(harness.tier)
+
+
+def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(shelves, caplog):
+    """One of the lost records may have been a removal: what is older is verified in any case."""
+    with shelves.open(verify=False) as harness:
+        harness.store(K[:2])
+    with shelves.open() as harness:
+        for number in range(10, 14):
+            harness.store([K[number]])
+        snapshot = (shelves.journal.stat().st_size // RECORD_BYTES) - 8
+        content = shelves.journal.read_bytes()
+    shelves.journal.write_bytes(content)
+    flip(shelves.journal, (snapshot + 5) * RECORD_BYTES + 40)
+    shelves.damage(K[10])
+    with shelves.open(verify=False) as harness:
+        assert "journal are damaged; blocks stored before are verified" in caplog.text
+        assert harness.announced() == {K[10], K[11], K[13]}
+        failures = harness.load([K[10], K[11], K[13]])
+        assert list(failures) == [0]
+        assert isinstance(failures[0], CorruptBlockError)
+        assert harness.store(K[:4]) == {}
+    caplog.clear()
+    shelves.damage(K[11])
+    with shelves.open(verify=False) as harness:
+        assert not caplog.messages, "the journal was written anew"
+        assert isinstance(harness.load([K[11]])[0], CorruptBlockError), "it is still suspect"
