@@ -48,7 +48,6 @@ def pytest_configure():
 
 
 def _tier_under_test(manager):
-    from kvoffload_async.abc.tier import Direction
     from kvoffload_async.integrations.vllm import FsTier
     from kvoffload_async.tiers.fs.ops import FileOps
 
@@ -73,8 +72,8 @@ def _tier_under_test(manager):
         def _pool(self):
             link = self._tier._link
             return SimpleNamespace(
-                _load_q=link.actor._waiting[Direction.LOAD],
-                _store_q=link.actor._waiting[Direction.STORE],
+                _load_q=link.actor._loads.waiting,
+                _store_q=link.actor._stores.waiting,
                 _threads=link._pool._threads,
             )
 
