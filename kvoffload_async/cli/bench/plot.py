@@ -69,7 +69,8 @@ def _lines(
     yield MEMCPY, _MEMCPY_STYLE, [size.memcpy.get(name) for size in sizes]
     for floor in sizes[0].floors:
         figures = [size.floors[floor][what].get(name) for size in sizes]
-        yield f"floor {floor}", _FLOOR_STYLE, figures
+        label = f"floor {floor}" if len(sizes[0].floors) > 1 else "floor"
+        yield label, _FLOOR_STYLE, figures
     for number, contender in enumerate(sizes[0].contenders):
         passes = [size.contenders[contender].passes for size in sizes]
         # By number, so that each has the same colour in every panel.
