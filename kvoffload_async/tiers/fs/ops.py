@@ -163,6 +163,22 @@ class FileOps:
                     yield from self.walk(entry.path)
 
 
+def write_all(ops: FileOps, fd: int, data: bytes | bytearray, offset: int) -> int:
+    """Write all of `data`, in as many calls as it takes; return how many bytes that is.
+
+    Raises:
+        OSError: It could not be written, or a call wrote nothing.
+    """
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        written = ops.pwrite(fd, view[done:], offset + done)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        done += written
+    return done
+
+
 def disk_bytes(status: os.stat_result) -> int:
     """Return the bytes that a file or folder takes on disk, as allocated."""
     return status.st_blocks * 512

@@ -6,10 +6,13 @@ version byte and the digest.
 
 from __future__ import annotations
 
-import xxhash
+from typing import TYPE_CHECKING
 
 from kvoffload_async.tiers.sealing import BlockDigester
 from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    import xxhash
 
 ATTRIBUTE = "user.kvoffload.xxh3"
 _VERSION = b"\x01"
@@ -21,10 +24,6 @@ class Sealer(BlockDigester):
     def seal(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the attribute's value for a block's bytes."""
         return _VERSION + self.digest(key, data)
-
-    def begin(self, key: OffloadKey) -> xxhash.xxh3_128:
-        """Return the hash of no bytes yet, for a block that comes in pieces; see `sealed`."""
-        return xxhash.xxh3_128(seed=xxhash.xxh3_64_intdigest(self._prefix + key))
 
 
 def sealed(running: xxhash.xxh3_128) -> bytes:

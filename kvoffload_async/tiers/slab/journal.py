@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.ops import FileOps, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import (
@@ -185,7 +185,7 @@ class Journal:
         fd = self._opened()
         framed = frame(self._generation + 1, body, self._seed)
         try:
-            self._write(fd, framed, self._end_bytes)
+            write_all(self._ops, fd, framed, self._end_bytes)
             if self._fdatasync:
                 self._ops.fdatasync(fd)
         except OSError:
@@ -207,9 +207,9 @@ class Journal:
                 self._generation += 1
                 pending += framed
                 if len(pending) >= _WRITE_BYTES:
-                    end_bytes += self._write(fd, pending, end_bytes)
+                    end_bytes += write_all(self._ops, fd, pending, end_bytes)
                     pending = bytearray()
-            end_bytes += self._write(fd, pending, end_bytes)
+            end_bytes += write_all(self._ops, fd, pending, end_bytes)
             if self._fdatasync:
                 self._ops.fdatasync(fd)
             self._ops.rename(temp, self._path)
@@ -231,16 +231,6 @@ class Journal:
             self._ops.fdatasync(fd)
         finally:
             self._ops.close(fd)
-
-    def _write(self, fd: int, data: bytes | bytearray, offset: int) -> int:
-        view = memoryview(data)
-        done = 0
-        while done < len(view):
-            written = self._ops.pwrite(fd, view[done:], offset + done)
-            if written <= 0:
-                raise OSError(errno.EIO, "a write made no progress")
-            done += written
-        return done
 
     def _opened(self) -> int:
         if self._fd is None:

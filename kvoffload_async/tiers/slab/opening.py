@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.fs.direct import DirectIo
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.fs.ops import FileOps, write_all
 from kvoffload_async.tiers.sealing import BlockDigester
 from kvoffload_async.tiers.slab.batches import Shelf
 from kvoffload_async.tiers.slab.budget import Budget
@@ -258,12 +258,9 @@ def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
 
 def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
     temp = f"{folder}/{MANIFEST}{TEMP_SUFFIX}"
-    content = memoryview(manifest.encode())
     fd = ops.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        done = 0
-        while done < len(content):
-            done += ops.pwrite(fd, content[done:], done)
+        write_all(ops, fd, manifest.encode(), 0)
         ops.fdatasync(fd)
     finally:
         ops.close(fd)

@@ -6,7 +6,6 @@ leaves what it found.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat as stat_module
 import time
@@ -28,7 +27,7 @@ from kvoffload_async.cli.store.slab.stores import (
 )
 from kvoffload_async.cli.store.slab.verification import BadSlot, Judged, verify_slab
 from kvoffload_async.cli.store.survey import Walker
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.records import SUSPECT, Records, seed_of, snapshot
@@ -248,12 +247,7 @@ def _replace(ops: FileOps, store: SlabStore, name: str, parts: Iterable[bytes]) 
     try:
         offset = 0
         for part in parts:
-            view = memoryview(part)
-            while view:
-                written = ops.pwrite(fd, view, offset)
-                if written <= 0:
-                    raise OSError(errno.EIO, "a write made no progress")
-                offset, view = offset + written, view[written:]
+            offset += write_all(ops, fd, part, offset)
         ops.fdatasync(fd)
     finally:
         ops.close(fd)
