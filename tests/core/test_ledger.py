@@ -1,10 +1,13 @@
+import ast
 import inspect
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 from core.world import job, ks
 
+import kvoffload_async
 from kvoffload_async.abc.events import JobOverdue, JobSettled
 from kvoffload_async.core import ledger as module
 from kvoffload_async.core.ledger import (
@@ -195,3 +198,14 @@ def test_a_refused_job_is_answered_and_never_run():
     ledger.refuse(job(4), TierClosedError("shut down"))
     assert ledger.state_of(4) is None
     assert [r.job_id for r in ledger.take_results()] == [4]
+
+
+def test_nobody_else_makes_a_result():
+    package = Path(kvoffload_async.__file__).parent
+    makers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "JobResult"
+    }
+    assert makers == {"core/ledger.py"}

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 from kvoffload_async.config import reject_unknown
+from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
 from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
@@ -262,7 +263,7 @@ class VllmTier(tiering.SecondaryTierManager):
             (self._tier.submit_load if job.is_promotion else self._tier.submit_store)(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - says it all
-            self._report(JobResult(job.job_id, success=False, error=error))
+            self._report(refused(job, error))
 
     def _collect(self) -> None:
         """Take in what ended: a job that is overdue is kept back until it is released."""

@@ -134,7 +134,7 @@ class SlabTier(AsyncTier):
         """Write the blocks that are not there yet."""
         store = self._opened()
         while busy := self._written_by_others(job.keys):
-            await asyncio.wait(busy)
+            await asyncio.wait(busy)  # ends with the jobs that write them, each of which ends
         found = store.catalog.find(job.keys)
         present = [place for place in found if place is not None]
         absent = [index for index, place in enumerate(found) if place is None]
