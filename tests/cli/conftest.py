@@ -1,14 +1,16 @@
 """How the command's tests run it: in this process, with traces and tiers written on the spot."""
 
 import json
+import signal
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from kvoffload_async.cli.app import app
+from kvoffload_async.cli.workload import NUM_REQUESTS, ChatWorkload
 
 FAULTY_TIERS = """
     import asyncio
@@ -110,9 +112,32 @@ def command(tmp_path: Path) -> Command:
 
 
 @pytest.fixture
-def faulty_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The module with the tiers above, importable while the test runs."""
-    name = f"faulty_tiers_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(textwrap.dedent(FAULTY_TIERS))
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
+def interrupted_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody presses Ctrl-C before the built-in workload's sixth request."""
+
+    def requests(_source: ChatWorkload) -> Iterator[list[int]]:
+        for number in range(NUM_REQUESTS):
+            if number == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield [number]
+
+    monkeypatch.setattr(ChatWorkload, "_requests", requests)
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Make a module of a text; return its name, by which it is imported while the test runs."""
+
+    def make(prefix: str, text: str) -> str:
+        name = f"{prefix}_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    return make
+
+
+@pytest.fixture
+def faulty_tiers(importable: Callable[[str, str], str]) -> str:
+    """The name of the module with the tiers above."""
+    return importable("faulty_tiers", FAULTY_TIERS)

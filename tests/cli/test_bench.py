@@ -1,7 +1,6 @@
 """`kvoffload bench`: its figures, what they stand beside, and what it leaves behind."""
 
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -84,12 +83,9 @@ WITNESSES = """
 
 
 @pytest.fixture
-def witnesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The module with the tiers above, importable while the test runs."""
-    name = f"witnesses_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(textwrap.dedent(WITNESSES))
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
+def witnesses(importable) -> str:
+    """The name of the module with the tiers above."""
+    return importable("witnesses", WITNESSES)
 
 
 @pytest.fixture

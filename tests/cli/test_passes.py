@@ -54,14 +54,8 @@ def test_its_directory_goes_when_the_tier_cannot_be_opened(command, temp_dir, mo
     assert list(temp_dir.iterdir()) == []
 
 
-def test_ctrl_c_ends_the_passes_and_the_directory_goes(command, temp_dir, monkeypatch):
-    def requests(_source):
-        for number in range(NUM_REQUESTS):
-            if number == 5:
-                signal.raise_signal(signal.SIGINT)
-            yield [number]
-
-    monkeypatch.setattr(ChatWorkload, "_requests", requests)
+@pytest.mark.usefixtures("interrupted_workload")
+def test_ctrl_c_ends_the_passes_and_the_directory_goes(command, temp_dir):
     report = command.figures(exit_code=130)
     assert report["interrupted"]
     assert 0 < report["requests"] < 10

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import threading
 
 import pytest
@@ -244,14 +243,8 @@ class TestAsync:
         assert report["stores_refused"] == 1
         assert_sound(report)
 
-    def test_ctrl_c(self, command, monkeypatch):
-        def requests(_source):
-            for number in range(NUM_REQUESTS):
-                if number == 5:
-                    signal.raise_signal(signal.SIGINT)
-                yield [number]
-
-        monkeypatch.setattr(ChatWorkload, "_requests", requests)
+    @pytest.mark.usefixtures("interrupted_workload")
+    def test_ctrl_c(self, command):
         report = command.figures("--engine", "async", "--concurrency", 2, exit_code=130)
         assert report["interrupted"]
         assert 0 < report["requests"] < 10

@@ -142,21 +142,14 @@ def test_loaded_chunks_are_not_stored_again():
 
 
 def test_a_manager_that_wants_whole_requests_is_offered_loaded_chunks_too():
-    offered = []
-
-    class Whole(Scripted):
-        def prepare_store(self, keys, req_context):
-            offered.append(list(keys))
-            return super().prepare_store(keys, req_context)
-
-    desk = Desk(manager=Whole(policy=REQUEST_LEVEL))
+    desk = Desk(manager=Scripted(policy=REQUEST_LEVEL))
     desk.store("ab", [1, 2])
     request = Request("r", "abc")
     _, job_id, _ = desk.load(request, [5, 6, 7, 8])
     desk.report(job_id)
     request.num_computed_tokens = 8
     _, job = only(desk.step({request: 5}).store_jobs)
-    assert offered[-1] == [key("a"), key("ab"), key("abc")]
+    assert desk.manager.offered[-1] == [key("a"), key("ab"), key("abc")]
     assert blocks_of(job) == [7]
 
 

@@ -152,16 +152,9 @@ def test_a_step_that_computes_ahead_of_the_known_tokens_stores_only_known_ones()
 
 
 def test_whole_requests_are_offered_from_the_start_whatever_the_device_had():
-    offered = []
-
-    class Whole(Scripted):
-        def prepare_store(self, keys, req_context):
-            offered.append(list(keys))
-            return super().prepare_store(keys, req_context)
-
-    desk = Desk(manager=Whole(policy=REQUEST_LEVEL))
+    desk = Desk(manager=Scripted(policy=REQUEST_LEVEL))
     desk.prefill(Request("r", "abc"), [1, 2, 3, 4], computed=8)
-    assert offered == [keys("abc")]
+    assert desk.manager.offered == [keys("abc")]
 
 
 # -- chunks that are not whole ------------------------------------------------------------------

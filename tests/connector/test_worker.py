@@ -2,26 +2,12 @@
 
 import numpy as np
 import pytest
-from connector.workers import MOMENT_S, Broken, Computing, ended, job, meta
-from transport.worlds import DEADLINE_S, LOAD, STORE
+from connector.workers import Broken, Computing, ended, job, meta
+from transport.worlds import DEADLINE_S, LOAD, MOMENT_S, STORE
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.connector.protocol import (
-    ConnectorOutput,
-)
+from kvoffload_async.facade.connector.protocol import ConnectorOutput
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
-
-
-@pytest.fixture
-def world():
-    world = Computing(flush_timeout_s=DEADLINE_S)
-    yield world
-    world.finish()
-    for direction in (STORE, LOAD):
-        world.transport.faults[direction].before_copy = None
-    assert world.worker.shutdown(DEADLINE_S)
-    assert not world.transport.violations
-
 
 # -- single jobs --------------------------------------------------------------------------------
 

@@ -6,28 +6,14 @@ import threading
 import numpy as np
 import pytest
 import torch
-from connector.workers import MOMENT_S, Broken, Computing, ended, job, meta
-from transport.worlds import DEADLINE_S, LOAD, STORE
+from connector.workers import Broken, Computing, ended, job, meta
+from transport.worlds import DEADLINE_S, MOMENT_S, STORE
 
 from kvoffload_async.abc.transport import Transfer, TransferOutcome
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.connector.protocol import (
-    ConnectorOutput,
-)
+from kvoffload_async.facade.connector.protocol import ConnectorOutput
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
 from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
-
-
-@pytest.fixture
-def world():
-    world = Computing(flush_timeout_s=DEADLINE_S)
-    yield world
-    world.finish()
-    for direction in (STORE, LOAD):
-        world.transport.faults[direction].before_copy = None
-    assert world.worker.shutdown(DEADLINE_S)
-    assert not world.transport.violations
-
 
 # -- the end ------------------------------------------------------------------------------------
 

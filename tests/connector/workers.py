@@ -1,18 +1,12 @@
 """A worker before a device whose compute stream is under the test's control."""
 
-from transport.worlds import STORE, Device, Geometry, Shape, Wanted
+from transport.worlds import FLAT, STORE, Device, Wanted
 
 from kvoffload_async.abc.transport import Transfer, Transport
-from kvoffload_async.facade.connector.protocol import (
-    OffloadingConnectorMetadata,
-    TransferJobSpec,
-)
+from kvoffload_async.facade.connector.protocol import OffloadingConnectorMetadata, TransferJobSpec
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.transport.host import HostEvent
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
-
-MOMENT_S = 0.02
-FLAT = Geometry(((Shape(8), Shape(8)),))
 
 
 def job(blocks, slots, req_id="r"):

@@ -94,6 +94,7 @@ class Scripted(CPUPrimaryTierOffloadingManager):
         super().__init__(num_blocks)
         self.answers = dict(answers or {})
         self.asked = []
+        self.offered = []
         self.policy = policy
         self.pending_work = False
         self.reset_flushes = 0
@@ -105,6 +106,10 @@ class Scripted(CPUPrimaryTierOffloadingManager):
     def lookup(self, key, req_context):
         self.asked.append(key)
         return self.answers.get(key) or super().lookup(key, req_context)
+
+    def prepare_store(self, keys, req_context):
+        self.offered.append(list(keys))
+        return super().prepare_store(keys, req_context)
 
     def has_pending_work(self):
         return self.pending_work

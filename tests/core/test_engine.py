@@ -1,14 +1,12 @@
 """The engine's requests, jobs and resets."""
 
 import pytest
-from core.world import HIT, MISS, NO_LIMITS, PENDING, World, k, ks, stored_below
+from core.terms import HIT, MISS, PENDING, k, ks
+from core.world import NO_LIMITS, World, stored_below
 
 from kvoffload_async.core.effects import FinishRequest, SubmitJob
 from kvoffload_async.core.events import CacheReset, JobReleased, JobReported, StepEnded
-from kvoffload_async.errors import (
-    StateError,
-    TierTimeoutError,
-)
+from kvoffload_async.errors import StateError, TierTimeoutError
 from kvoffload_async.types import JobResult, ReqContext
 
 # -- requests -----------------------------------------------------------------------------------

@@ -3,16 +3,13 @@
 import itertools
 
 import pytest
-from core.world import HIT, MISS, PENDING, RETRY, THOROUGH, World, Write, k
+from core.machines import THOROUGH
+from core.memory import Write
+from core.terms import HIT, MISS, PENDING, RETRY, k
+from core.world import World
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.engine import EngineLimits

@@ -1,13 +1,12 @@
 """The engine's promotions, and how long a request waits for one."""
 
 import pytest
-from core.world import HIT, MISS, PENDING, RETRY, World, k, ks, stored_below
+from core.terms import HIT, MISS, PENDING, RETRY, k, ks
+from core.world import World, stored_below
 
 from kvoffload_async.core.engine import EngineLimits
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.errors import (
-    CorruptBlockError,
-)
+from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.types import Locality, LookupResult, TierMatcher
 
 # -- promotions ---------------------------------------------------------------------------------

@@ -1,15 +1,12 @@
 """The engine's stores, and what they cascade."""
 
-from core.world import HIT, MISS, PENDING, World, k, ks, stored_below
+from core.terms import HIT, MISS, PENDING, k, ks
+from core.world import World, stored_below
 
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.engine import EngineLimits
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.errors import (
-    CorruptBlockError,
-    TierFullError,
-    TierUnavailableError,
-)
+from kvoffload_async.errors import CorruptBlockError, TierFullError, TierUnavailableError
 
 # -- storing ------------------------------------------------------------------------------------
 

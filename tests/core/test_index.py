@@ -1,5 +1,5 @@
 import pytest
-from core.world import HIT, MISS, RETRY, k, ks
+from core.terms import HIT, MISS, RETRY, k, ks
 
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from core.world import job, ks
+from core.terms import job, ks
 
 import kvoffload_async
 from kvoffload_async.abc.events import JobOverdue, JobSettled

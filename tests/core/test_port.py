@@ -1,5 +1,5 @@
 import pytest
-from core.world import HIT, MISS, RETRY, job, k, ks
+from core.terms import HIT, MISS, RETRY, job, k, ks
 
 from kvoffload_async.abc.events import (
     BlocksAppeared,

@@ -3,7 +3,8 @@
 from collections import Counter
 
 import pytest
-from core.world import HIT, MISS, RETRY, THOROUGH, job, k
+from core.machines import THOROUGH
+from core.terms import HIT, MISS, RETRY, job, k
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 

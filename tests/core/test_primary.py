@@ -1,5 +1,6 @@
 import pytest
-from core.world import HIT, MISS, PENDING, k, ks, whole_state
+from core.states import whole_state
+from core.terms import HIT, MISS, PENDING, k, ks
 
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import BlockState, Primary

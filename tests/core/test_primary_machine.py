@@ -1,7 +1,9 @@
 """The primary tier alone against a model that knows only sets and numbers."""
 
 import pytest
-from core.world import HIT, MISS, PENDING, POLICIES, THOROUGH, k, whole_state
+from core.machines import THOROUGH
+from core.states import POLICIES, whole_state
+from core.terms import HIT, MISS, PENDING, k
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 

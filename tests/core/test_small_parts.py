@@ -1,7 +1,7 @@
 """Recency, admission, event log, promotions and the requests' state."""
 
 import pytest
-from core.world import k, ks
+from core.terms import k, ks
 
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog

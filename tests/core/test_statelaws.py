@@ -1,7 +1,8 @@
 """Every law of a state notices its damage."""
 
 import pytest
-from core.world import World, k, ks
+from core.terms import k, ks
+from core.world import World
 
 from kvoffload_async.core.laws import LAWS, check_quiescent, check_state
 from kvoffload_async.core.restlaws import Rest

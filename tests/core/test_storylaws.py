@@ -1,7 +1,9 @@
 """Every law of a story notices its breach."""
 
 import pytest
-from core.world import World, k, ks, whole_state
+from core.states import whole_state
+from core.terms import k, ks
+from core.world import World
 
 from kvoffload_async.core.events import CacheReset, ResetFlushed, StepBegan, StepEnded
 from kvoffload_async.core.laws import check_story

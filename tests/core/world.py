@@ -1,14 +1,15 @@
 """A world around the bare engine: memory that can be wrong, tiers that do as they are told.
 
-Bytes are modelled as strings. A copy reads and writes only when it is settled, so that a slot
-handed out too early shows up as the wrong string on some later hit. Every copy waits, parked, until
-somebody says how it ends.
+A copy reads and writes only when it is settled, so that a slot handed out too early shows up as the
+wrong string on some later hit. Every copy waits, parked, until somebody says how it ends.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 
-from hypothesis import Phase, settings
+from core.memory import Memory, Read, Write, content
+from core.states import POLICIES, whole_state
+from core.terms import k, ks
+from core.tiers import ScriptedTier
 
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
@@ -27,7 +28,6 @@ from kvoffload_async.core.ledger import refused
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.story import (
     AllQuiet,
-    ContentRead,
     ContentWritten,
     EventsEmitted,
     RequestOpened,
@@ -36,100 +36,14 @@ from kvoffload_async.core.story import (
     StaleCompletionSeen,
     Story,
     fact_of,
-    fingerprint,
 )
 from kvoffload_async.core.tierslot import TierSlot
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.policies.arc import ArcPolicy
-from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.types import (
-    JobMetadata,
-    JobResult,
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    as_block_ids,
-    make_offload_key,
-)
+from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, ReqContext
 
-HIT, MISS = LookupResult.HIT, LookupResult.MISS
-PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
 NO_LIMITS = EngineLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
 NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
 MIB = 1 << 20
-# Explaining a failure retraces every line of every attempt: minutes, and a test that times out.
-THOROUGH = settings(
-    max_examples=max(250, settings().max_examples),
-    phases=[phase for phase in Phase if phase is not Phase.explain],
-)
-
-
-def k(name: int | str) -> OffloadKey:
-    return make_offload_key(str(name).encode())
-
-
-def ks(names: Iterable[int | str]) -> list[OffloadKey]:
-    return [k(name) for name in names]
-
-
-def content(key: OffloadKey) -> str:
-    return f"bytes of {key.hex()}"
-
-
-def job(job_id=0, names="a", *, promotion=False, slots=None, ctx=None):
-    keys = tuple(ks(names))
-    slots = range(len(keys)) if slots is None else slots
-    return JobMetadata(job_id, keys, as_block_ids(slots), promotion, ctx or ReqContext("r"))
-
-
-POLICIES = {"lru": LruPolicy, "arc": ArcPolicy}
-
-
-def policy_state(policy):
-    if isinstance(policy, ArcPolicy):
-        return (*(tuple(x) for x in (policy.t1, policy.t2, policy.b1, policy.b2)), policy.p)
-    return tuple(policy.resident())
-
-
-def whole_state(primary):
-    return fingerprint(primary), policy_state(primary.policy)
-
-
-class ScriptedTier:
-    """Knows its blocks exactly, or answers RETRY while `is_probing`."""
-
-    def __init__(self):
-        self.contents: dict[OffloadKey, str] = {}
-        self.is_probing = False
-        self.stray: LookupResult | None = None
-
-    def lookup(self, key, req_context):
-        if self.stray is not None:
-            return self.stray
-        if self.is_probing:
-            return RETRY
-        return HIT if key in self.contents else MISS
-
-
-@dataclass
-class Write:
-    """A copy from the device into slots, which ends with `complete_store`."""
-
-    ctx: ReqContext
-    keys: list[OffloadKey]
-    slots: list[int]
-    stale: bool = False
-    landed: bool = False
-
-
-@dataclass
-class Read:
-    """A copy from slots to the device, which ends with `complete_load`."""
-
-    ctx: ReqContext
-    keys: list[OffloadKey]
-    slots: list[int]
-    stale: bool = False
 
 
 class World:
@@ -162,7 +76,6 @@ class World:
         ]
         self.engine = Engine(self.primary, slots, limits)
         self.request_level = tuple(request_level)
-        self.memory = ["never written"] * num_slots
         self.running: dict[int, tuple[int, JobMetadata]] = {}
         self.late: dict[int, tuple[int, JobMetadata]] = {}
         self.writes: list[Write] = []
@@ -172,8 +85,8 @@ class World:
         self.kept: set[OffloadKey] = set()
         self.refusing: set[int] = set()
         self.story = Story()
+        self.memory = Memory(num_slots, self.story)
         self.now_s = 0.0
-        self.garbage = 0
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
@@ -209,7 +122,7 @@ class World:
             slots = output.store_spec.block_ids.tolist()
             self._expect_untouched(slots)
             self.writes.append(Write(ctx, list(output.keys_to_store), slots))
-            self._soil(slots)
+            self.memory.soil(slots)
         self._absorb()
         return output
 
@@ -219,9 +132,7 @@ class World:
         self.writes.remove(write)
         if success:
             self.land_stale_writes()
-            for key, slot in zip(write.keys, write.slots, strict=True):
-                self.memory[slot] = content(key)
-                self.story.tell(ContentWritten(key, content(key)))
+            self.memory.write(write.keys, write.slots)
             self.kept.update(write.keys)
         self.engine.complete_store(write.keys, write.ctx, success=success)
         cascaded = self._absorb()
@@ -243,7 +154,7 @@ class World:
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
         slots = self.engine.prepare_load(keys, ctx)
         self.reads.append(Read(ctx, keys, slots))
-        self._read(keys, slots)
+        self.memory.read(keys, slots)
         self._absorb()
         return slots
 
@@ -251,7 +162,7 @@ class World:
         """complete_load of a waiting copy, which read until now."""
         read = self.reads[0] if read is None else read
         self.reads.remove(read)
-        self._read(read.keys, read.slots)
+        self.memory.read(read.keys, read.slots)
         self.engine.complete_load(read.keys, read.ctx)
         self._absorb()
 
@@ -278,7 +189,7 @@ class World:
         """End a parked copy; blocks in `failed` (indices) did not make it, nor missing ones."""
         job_id = min(self.running) if job_id is None else job_id
         tier, job = self.running.pop(job_id)
-        failed = self._copy(tier, job, failed)
+        failed = self.tiers[tier].copy(job, self.memory, failed)
         error = error or (BlockMissingError("scripted") if failed else None)
         landed = frozenset(key for i, key in enumerate(job.keys) if i not in failed)
         self._note_failures(job, failed)
@@ -311,7 +222,7 @@ class World:
         """End a disowned copy; its bytes moved until now."""
         job_id = min(self.late) if job_id is None else job_id
         tier, job = self.late.pop(job_id)
-        self._copy(tier, job, ())
+        self.tiers[tier].copy(job, self.memory, ())
         self._handle(JobReleased(tier, job_id))
 
     def fill(self, tier, keys):
@@ -340,7 +251,7 @@ class World:
         for write in self.writes:
             if write.stale and not write.landed:
                 write.landed = True
-                self._soil(write.slots)
+                self.memory.soil(write.slots)
 
     def flush_reset(self):
         """All copies from before the reset have landed."""
@@ -427,7 +338,7 @@ class World:
                 tier, job = effect.tier, effect.job
                 if job.is_promotion:
                     self._expect_untouched(job.block_ids.tolist())
-                    self._soil(job.block_ids.tolist())
+                    self.memory.soil(job.block_ids.tolist())
                 else:
                     cascades.append((tier, job))
                 if tier in self.refusing:
@@ -442,33 +353,9 @@ class World:
     def _report(self, tier, result):
         self._handle(JobReported(tier, result))
 
-    def _copy(self, tier, job, failed):
-        contents = self.tiers[tier].contents
-        failed = set(failed)
-        for i, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True)):
-            if not job.is_promotion:
-                if i not in failed:
-                    contents[key] = self.memory[slot]
-            elif i in failed or key not in contents:
-                failed.add(i)
-                self._soil([slot])
-            else:
-                self.memory[slot] = contents[key]
-        return failed
-
     def _note_failures(self, job, failed):
         if not job.is_promotion:
             self.kept.difference_update(job.keys[i] for i in failed)
-
-    def _read(self, keys: Sequence[OffloadKey], slots: Sequence[int]):
-        for key, slot in zip(keys, slots, strict=True):
-            self.story.tell(ContentRead(key, self.memory[slot]))
-            assert self.memory[slot] == content(key), f"slot {slot} does not hold {key.hex()}"
-
-    def _soil(self, slots):
-        for slot in slots:
-            self.garbage += 1
-            self.memory[slot] = f"garbage {self.garbage}"
 
 
 def stored_below(num_slots=4, tiers=1, names="ab", **options):

@@ -9,34 +9,17 @@ import contextlib
 import logging
 
 import pytest
-from facade.worlds import (
-    EXCLUSIVE,
-    HIT,
-    PROBED,
-    REQUEST_LEVEL,
-    SLOT_BYTES,
-    Counting,
-    DeviceCopy,
-    PooledScriptedIo,
-    World,
-    k,
-    ks,
-)
+from facade.full_world import LOOSE_SLOTS, FullWorld
+from facade.worlds import HIT, SLOT_BYTES, DeviceCopy, k, ks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.core.laws import check_quiescent, check_state
 from kvoffload_async.errors import CorruptBlockError, OffloadError, TierUnavailableError
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import content_of, make_job
-from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.types import ALL_TIERS, ReqContext
+from kvoffload_async.types import ALL_TIERS
 
-NUM_SLOTS = 6
-BOUNDS = TierBounds(concurrent_loads=1, concurrent_stores=1, queued_jobs=2)
-LOOSE_SLOTS = 4
 NUMBERS = st.integers(0, 8)
 BATCHES = st.lists(NUMBERS, min_size=1, max_size=4)
 ERRORS = st.sampled_from(
@@ -55,35 +38,9 @@ def quiet():
 class Facade(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.example = ExampleTier()
-        self.probed = ScriptedTier(PROBED, BOUNDS)
-        self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
-        self.world = World(
-            self.example,
-            self.probed,
-            self.whole,
-            num_slots=NUM_SLOTS,
-            manager_class=Counting,
-            io_timeout_s=2.0,
-            pool=PooledScriptedIo,
-            drain_timeout_s=1.0,
-            deferral_timeout_s=20.0,
-            promotion_fraction=0.5,
-        )
+        self.world = FullWorld()
         self.manager = self.world.manager
         self.runner = self.world.runner
-        self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
-        self.loose = Counting(
-            None,
-            memoryview(bytearray(LOOSE_SLOTS * 8)).cast("B", (LOOSE_SLOTS, 8)),
-            "loose",
-            self.loose_tier,
-            runtime=self.world.bridge,
-            io_timeout_s=2.0,
-        )
-        self.requests = {}
-        self.stores = []
-        self.loads = []
         self.born = 0
         self.closed = False
 
@@ -93,31 +50,25 @@ class Facade(RuleBasedStateMachine):
         for _ in range(num_requests):
             self.begin(ALL_TIERS)
         if is_warm:
-            for tier, numbers in ((self.example, range(5)), (self.whole, range(4, 8))):
-                blocks = self.example._blocks if tier is self.example else tier.blocks
-                blocks.update((key, content_of(key, SLOT_BYTES)) for key in ks(*numbers))
-                tier._env.blocks_appeared(ks(*numbers))
-            self.probed.blocks.update((key, content_of(key, SLOT_BYTES)) for key in ks(7, 8))
+            self.world.warm()
 
     # -- the scheduler ----------------------------------------------------------------------
 
     is_open = precondition(lambda self: not self.closed)
-    has_request = precondition(lambda self: not self.closed and self.requests)
+    has_request = precondition(lambda self: not self.closed and self.world.contexts)
 
-    @precondition(lambda self: not self.closed and len(self.requests) < 4)
+    @precondition(lambda self: not self.closed and len(self.world.contexts) < 4)
     @rule(filters=st.sampled_from([ALL_TIERS] * 4 + [frozenset()]))
     def begin(self, filters):
         self.born += 1
-        ctx = ReqContext(f"r{self.born}", load_tier_filter=filters)
-        self.requests[ctx.req_id] = ctx
-        self.manager.on_new_request(ctx)
+        self.world.begin(f"r{self.born}", load_tier_filter=filters)
 
     @has_request
     @rule(data=st.data(), touched=st.lists(NUMBERS, max_size=2))
     def finish(self, data, touched):
-        ctx = self.requests.pop(self._request(data).req_id)
+        ctx = self._request(data)
         self.manager.touch(ks(*touched), ctx)
-        self.manager.on_request_finished(ctx)
+        self.world.finish(ctx.req_id)
 
     @has_request
     @rule(data=st.data(), numbers=BATCHES, steps=st.booleans())
@@ -126,20 +77,21 @@ class Facade(RuleBasedStateMachine):
         hits = []
         for key in ks(*dict.fromkeys(numbers)):
             if self.manager.lookup(key, ctx) is HIT:
-                self._check_bytes(key, self.world.primary.core.slot_of(key))
+                self.world.check_bytes(key, self.world.primary.core.slot_of(key))
                 hits.append(key)
         if hits and data.draw(st.booleans(), "load them"):
             slots = self.manager.prepare_load(hits, ctx).block_ids.tolist()
-            self.loads.append(DeviceCopy(ctx, dict(zip(hits, slots, strict=True))))
+            self.world.loads.append(DeviceCopy(ctx, dict(zip(hits, slots, strict=True))))
         if steps:
             self.step(turns=True, observes=False)
 
-    @precondition(lambda self: self.loads)
+    @precondition(lambda self: self.world.loads)
     @rule(data=st.data())
     def end_load(self, data):
-        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1), "load"))
+        loads = self.world.loads
+        load = loads.pop(data.draw(st.integers(0, len(loads) - 1), "load"))
         for key, slot in load.slots.items():
-            self._check_bytes(key, slot)
+            self.world.check_bytes(key, slot)
         self.manager.complete_load(list(load.slots), load.ctx)
 
     @has_request
@@ -153,14 +105,15 @@ class Facade(RuleBasedStateMachine):
             if ends:
                 self._end_store(copy, success=True)
             else:
-                self.stores.append(copy)
+                self.world.stores.append(copy)
         if steps:
             self.step(turns=True, observes=False)
 
-    @precondition(lambda self: self.stores)
+    @precondition(lambda self: self.world.stores)
     @rule(data=st.data(), success=st.sampled_from([True, True, True, False]))
     def end_store(self, data, success):
-        store = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1), "store"))
+        stores = self.world.stores
+        store = stores.pop(data.draw(st.integers(0, len(stores) - 1), "store"))
         self._end_store(store, success=success)
 
     @rule(turns=st.booleans(), observes=st.booleans())
@@ -181,8 +134,8 @@ class Facade(RuleBasedStateMachine):
     def reset(self):
         self.manager.reset_cache()
         # The device's copies from before are fenced by the scheduler, which reports none of them.
-        self.stores.clear()
-        self.loads.clear()
+        self.world.stores.clear()
+        self.world.loads.clear()
 
     @is_open
     @rule()
@@ -220,28 +173,28 @@ class Facade(RuleBasedStateMachine):
         if sure != 0:
             return
         self.step(turns=True, observes=False)
-        self._settle_everything()
+        self.world.settle_everything()
         self.world.poll()
 
-    @precondition(lambda self: self._parked())
+    @precondition(lambda self: self.world.operations())
     @rule(data=st.data(), turns=st.booleans())
     def settle_well(self, data, turns):
-        tier, parked = data.draw(st.sampled_from(self._parked()), "operation")
+        tier, parked = data.draw(st.sampled_from(self.world.operations()), "operation")
         tier.settle(parked)
         if turns:
             self.runner.run_ready()
 
-    @precondition(lambda self: self._parked())
+    @precondition(lambda self: self.world.operations())
     @rule(data=st.data(), error=ERRORS)
     def settle_badly(self, data, error):
-        tier, parked = data.draw(st.sampled_from(self._parked()), "operation")
+        tier, parked = data.draw(st.sampled_from(self.world.operations()), "operation")
         if data.draw(st.booleans(), "some blocks only") and parked.job and parked.keys:
             failed = data.draw(st.sets(st.integers(0, len(parked.keys) - 1), min_size=1))
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
         else:
             tier.settle(parked, error=error)
 
-    @precondition(lambda self: self._calls())
+    @precondition(lambda self: self.world.calls())
     @rule(
         data=st.data(),
         error=st.sampled_from([None, None, OSError(5, "io")]),
@@ -249,15 +202,15 @@ class Facade(RuleBasedStateMachine):
         turns=st.booleans(),
     )
     def settle_call(self, data, error, after_run, turns):
-        pool, call = data.draw(st.sampled_from(self._calls()), "call")
+        pool, call = data.draw(st.sampled_from(self.world.calls()), "call")
         pool.settle(call, error, after_run=after_run)
         if turns:
             self.runner.run_ready()
 
-    @precondition(lambda self: self._job_tasks())
+    @precondition(lambda self: self.world.job_tasks())
     @rule(data=st.data())
     def cancel(self, data):
-        tasks = self._job_tasks()
+        tasks = self.world.job_tasks()
         tasks[data.draw(st.sampled_from(sorted(tasks)), "task")].cancel()
 
     # -- a tier alone: duplicate ids, empty jobs, jobs after its shutdown ---------------------
@@ -270,15 +223,16 @@ class Facade(RuleBasedStateMachine):
     )
     def submit_loose(self, job_id, numbers, is_promotion, polls):
         job = make_job(job_id, ks(*numbers), range(len(numbers)), is_promotion=is_promotion)
-        (self.loose.submit_load if is_promotion else self.loose.submit_store)(job)
+        loose = self.world.loose
+        (loose.submit_load if is_promotion else loose.submit_store)(job)
         if polls:
-            self.loose.get_finished_jobs()
-            self.loose.get_released_jobs()
+            loose.get_finished_jobs()
+            loose.get_released_jobs()
 
     @rule(sure=st.integers(0, 9))
     def shut_down_loose(self, sure):
         if sure == 0:
-            self.loose.shutdown(0.5)
+            self.world.loose.shutdown(0.5)
 
     # -- what always holds ------------------------------------------------------------------
 
@@ -288,19 +242,19 @@ class Facade(RuleBasedStateMachine):
 
     @invariant()
     def tiers_have_the_bytes_of_their_keys(self):
-        for blocks in (self.example._blocks, self.probed.blocks, self.whole.blocks):
+        for blocks in self.world.blocks_of_tiers:
             for key, block in blocks.items():
                 assert bytes(block) == bytes(content_of(key, SLOT_BYTES))
 
     def teardown(self):
         if not self.closed:
-            self._come_to_rest()
+            self.world.come_to_rest()
             check_quiescent(self.manager.engine)
             self.world.rows = None
             self.manager.shutdown(1.0)
-        self.loose.shutdown(1.0)
-        self._settle_everything()
-        managers = [*self.world.secondaries, self.loose]
+        self.world.loose.shutdown(1.0)
+        self.world.settle_everything()
+        managers = [*self.world.secondaries, self.world.loose]
         for manager in managers:
             manager.get_finished_jobs()
             assert manager.reported == manager.accepted
@@ -309,7 +263,7 @@ class Facade(RuleBasedStateMachine):
         counters = self.manager.engine.counters
         assert counters.jobs_submitted == counters.job_results
         # Still there only if a copy was left behind by the shutdown.
-        self.example._rows = self.world.rows = None
+        self.world.example._rows = self.world.rows = None
         for secondary in self.world.secondaries:
             secondary._view.release()
         self.runner.close()  # raises if a task is left
@@ -318,56 +272,12 @@ class Facade(RuleBasedStateMachine):
     # -- inside -----------------------------------------------------------------------------
 
     def _request(self, data):
-        return self.requests[data.draw(st.sampled_from(sorted(self.requests)), "request")]
+        contexts = self.world.contexts
+        return contexts[data.draw(st.sampled_from(sorted(contexts)), "request")]
 
     def _end_store(self, store, *, success):
-        for key, slot in store.slots.items():
-            self.world.rows[slot] = content_of(key, SLOT_BYTES)
+        self.world.write(store)
         self.manager.complete_store(list(store.slots), store.ctx, success)
-
-    def _check_bytes(self, key, slot):
-        assert bytes(self.world.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
-
-    def _parked(self):
-        tiers = (self.probed, self.whole, self.loose_tier)
-        return [(tier, parked) for tier in tiers for parked in tier.parked]
-
-    def _calls(self):
-        return [(pool, call) for pool in self.world.host.pools for call in pool.parked]
-
-    def _job_tasks(self):
-        tasks = asyncio.all_tasks(self.runner.loop)
-        names = {task.get_name(): task for task in tasks}
-        return {name: task for name, task in names.items() if ":store:" in name or ":load:" in name}
-
-    def _settle_everything(self):
-        self.runner.run_ready()
-        while self._parked() or self._calls():
-            for tier, parked in self._parked():
-                tier.settle(parked)
-            for pool, call in self._calls():
-                pool.settle(call)
-            self.runner.run_ready()
-
-    def _come_to_rest(self):
-        for secondary in self.world.secondaries:
-            secondary.refuses = False
-        for copies, complete in (
-            (self.stores, self.manager.complete_store),
-            (self.loads, self.manager.complete_load),
-        ):
-            for copy in copies:
-                for key, slot in copy.slots.items():
-                    self.world.rows[slot] = content_of(key, SLOT_BYTES)
-                complete(list(copy.slots), copy.ctx)
-        for ctx in self.requests.values():
-            self.manager.on_request_finished(ctx)
-        for _ in range(20):
-            self.manager.on_schedule_end()
-            self.runner.run_ready()
-            self._settle_everything()
-        self.manager.on_schedule_end()
-        assert not self.manager.has_pending_work()
 
 
 TestFacade = pytest.mark.stateful(Facade.TestCase)
@@ -381,22 +291,22 @@ def test_the_machine_reaches_a_promotion_with_bytes():
     """A path that the rules must be able to take; else the machine would prove little."""
     machine = Facade()
     machine.begin(ALL_TIERS)
-    ctx = machine.requests["r1"]
+    ctx = machine.world.contexts["r1"]
     (slot,) = machine.manager.prepare_store(ks(1), ctx).store_spec.block_ids.tolist()
-    machine.stores.append(DeviceCopy(ctx, {k(1): slot}))
+    machine.world.stores.append(DeviceCopy(ctx, {k(1): slot}))
     machine.world.rows[slot] = content_of(k(1), SLOT_BYTES)
     machine.manager.complete_store(ks(1), ctx)
-    machine.stores.clear()
+    machine.world.stores.clear()
     for _ in range(3):
         machine.step(turns=True, observes=False)
-        machine._settle_everything()
+        machine.world.settle_everything()
     machine.reset()
     machine.flushed()
     machine.world.rows[:] = 0
     machine.manager.lookup(k(1), ctx)
     for _ in range(3):
         machine.step(turns=True, observes=False)
-        machine._settle_everything()
+        machine.world.settle_everything()
     assert machine.manager.lookup(k(1), ctx) is HIT
-    machine._check_bytes(k(1), machine.world.primary.core.slot_of(k(1)))
+    machine.world.check_bytes(k(1), machine.world.primary.core.slot_of(k(1)))
     machine.teardown()

@@ -1,33 +1,22 @@
-"""Runs workloads on an `fs` directory in forked children, and kills them. Its own script.
-
-Requests come as JSON lines on stdin, answers go as JSON lines to stdout. One process that has
-imported everything forks a child for each workload, which takes a few milliseconds.
-"""
+"""Workloads on an `fs` directory, and the server that runs them. Its own script."""
 
 import json
 import os
 import random
-import signal
 import sys
-import threading
-import time
-import traceback
 from pathlib import Path
 
+from crashes import answer, load, serve
 from fs.places import Place
 
 from kvoffload_async.errors import BlockMissingError, TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE
 
 K = [key_of(number) for number in range(60)]
 BAD = K[5]
 CAPACITY = 16 * 1024 + 5 * 12 * 1024
-
-
-class WrongBytesError(Exception):
-    pass
 
 
 def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
@@ -43,14 +32,7 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
         os.setxattr(place.path(BAD), ATTRIBUTE, b"wrong")
         load(harness, [K[4], BAD])
         harness.store(K[6:7])
-    return {"calls": len(ops.calls), "names": [call.name for call in ops.calls]}
-
-
-def load(harness: TierHarness, keys) -> None:
-    failures = harness.load(keys)
-    for slot, key in enumerate(keys):
-        if slot not in failures and not harness.holds(key, slot):
-            raise WrongBytesError(key.hex())
+    return {"calls": [call.name for call in ops.calls]}
 
 
 def traffic(root: str, seed: int, rounds: int, capacity_bytes: int | None) -> dict:
@@ -66,13 +48,9 @@ def traffic(root: str, seed: int, rounds: int, capacity_bytes: int | None) -> di
                 full += sum(isinstance(e, TierFullError) for e in failures.values())
                 unexpected = [e for e in failures.values() if not isinstance(e, TierFullError)]
             else:
-                failures = harness.load(keys)
+                failures = load(harness, keys)
                 missing += len(failures)
-                for slot, key in enumerate(keys):
-                    if slot not in failures:
-                        served += 1
-                        if not harness.holds(key, slot):
-                            raise WrongBytesError(key.hex())
+                served += len(keys) - len(failures)
                 unexpected = [e for e in failures.values() if not isinstance(e, BlockMissingError)]
             if unexpected:
                 raise unexpected[0]
@@ -90,45 +68,8 @@ def traffic(root: str, seed: int, rounds: int, capacity_bytes: int | None) -> di
     return done
 
 
-def answer(value: dict) -> None:
-    os.write(1, (json.dumps(value) + "\n").encode())
-
-
-def forked(call) -> int:
-    """Run a call in a child; return its process id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        answer(call())
-        os._exit(0)
-    except Exception:  # noqa: BLE001 - the child ends here, whatever it was
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def serve() -> None:
-    pause = threading.Event()
-    for line in sys.stdin:
-        request = json.loads(line)
-        kind = request.pop("kind")
-        if kind == "scripted":
-            child = forked(lambda request=request: scripted(**request))
-            _, status = os.waitpid(child, 0)
-            answer({"killed": os.WIFSIGNALED(status), "status": status})
-        elif kind == "killed_traffic":
-            delay_s = request.pop("delay_s")
-            begun_s = time.monotonic()
-            child = forked(lambda request=request: traffic(**request))
-            pause.wait(delay_s)
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-            answer({"killed": os.WIFSIGNALED(status), "took_s": time.monotonic() - begun_s})
-
-
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         answer(traffic(**json.loads(sys.argv[1])))
     else:
-        serve()
+        serve(scripted=scripted, traffic=traffic)

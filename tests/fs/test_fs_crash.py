@@ -1,67 +1,22 @@
 """Processes that are killed, and processes that work side by side, on one directory."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from crashes import DEADLINE_S, RANDOM_KILLS, Process
 from fs.crash_server import BAD, CAPACITY, K
 from fs.places import KIB, Place
 
 from kvoffload_async.tiers.fs.ops import disk_bytes
 
-TESTS = Path(__file__).parents[1]
 SERVER = Path(__file__).with_name("crash_server.py")
-RANDOM_KILLS = int(os.environ.get("KVOFFLOAD_RANDOM_KILLS", "40"))
-DEADLINE_S = 60
-
-
-class Process:
-    """A child that speaks JSON lines."""
-
-    def __init__(self, argument: dict | None = None) -> None:
-        arguments = [] if argument is None else [json.dumps(argument)]
-        self._process = subprocess.Popen(
-            [sys.executable, str(SERVER), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-        )
-        self._watchdog = threading.Timer(10 * DEADLINE_S, self._process.kill)
-        self._watchdog.daemon = True
-        self._watchdog.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_error) -> None:
-        self._process.stdin.close()
-        try:
-            self._process.wait(DEADLINE_S)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            self._process.stdout.close()
-            self._watchdog.cancel()
-
-    def tell(self, request: dict | None = None) -> None:
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> dict:
-        line = self._process.stdout.readline()
-        assert line, "the child has ended"
-        return json.loads(line)
 
 
 @pytest.fixture(scope="module")
 def server():
-    with Process() as process:
+    with Process(SERVER) as process:
         yield process
 
 
@@ -85,10 +40,10 @@ def check_after_crash(place: Place) -> None:
 @pytest.fixture(scope="module")
 def calls(server, tmp_path_factory) -> list[str]:
     """What the scripted workload calls when nobody kills it."""
-    server.tell({"kind": "scripted", "root": str(tmp_path_factory.mktemp("dry")), "kill_at": None})
-    names = server.hear()["names"]
-    assert server.hear() == {"killed": False, "status": 0}
-    return names
+    root = str(tmp_path_factory.mktemp("dry"))
+    said = server.run("scripted", root=root, kill_at=None)
+    assert said[-1] == {"killed": False, "status": 0}
+    return said[0]["calls"]
 
 
 def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
@@ -99,9 +54,8 @@ def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
     assert {"publish", "rename", "truncate", "set_xattr", "unlink", "rmdir"} <= set(calls)
     for number, torn in points:
         place = Place(tmp_path / f"{number}-{torn}")
-        request = {"kind": "scripted", "root": str(place.root), "kill_at": number, "torn": torn}
-        server.tell(request)
-        assert server.hear()["killed"], f"call {number} was not reached"
+        said = server.run("scripted", root=str(place.root), kill_at=number, torn=torn)
+        assert said[-1]["killed"], f"call {number} was not reached"
         try:
             check_after_crash(place)
         except BaseException as error:
@@ -114,10 +68,15 @@ def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, 
     draw = random.Random(7)
     place = Place(tmp_path)
     for number in range(RANDOM_KILLS):
-        request = {"root": str(tmp_path), "seed": number, "rounds": 10**6}
-        request |= {"delay_s": draw.uniform(0.005, 0.15), "capacity_bytes": CAPACITY}
-        server.tell({"kind": "killed_traffic"} | request)
-        assert server.hear()["killed"]
+        said = server.run(
+            "traffic",
+            root=str(tmp_path),
+            seed=number,
+            rounds=10**6,
+            capacity_bytes=CAPACITY,
+            delay_s=draw.uniform(0.005, 0.15),
+        )
+        assert said[-1]["killed"]
         check_after_crash(place)
 
 
@@ -131,7 +90,8 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
     capacity_bytes = 4 * KIB * (3 + processes) + len(K) // 5 * unit
     children = [
         Process(
-            {"root": str(tmp_path), "seed": seed, "rounds": 150, "capacity_bytes": capacity_bytes}
+            SERVER,
+            {"root": str(tmp_path), "seed": seed, "rounds": 150, "capacity_bytes": capacity_bytes},
         )
         for seed in range(processes)
     ]
@@ -155,7 +115,7 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
             child.hear()
     finally:
         for child in children:
-            child.__exit__()
+            child.close()
     assert not place.temps()
     assert place.every_block_is_whole()
 

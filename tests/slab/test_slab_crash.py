@@ -1,65 +1,20 @@
 """Processes that are killed while they work on a `slab` store."""
 
-import json
-import os
 import random
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
-from slab.crash_child import BAD, CAPACITY, OPTIONS, K, UnsyncedFileOps
+from crashes import RANDOM_KILLS, Process
+from slab.crash_server import BAD, CAPACITY, OPTIONS, K, UnsyncedFileOps
 from slab.shelves import Shelves, sound
 
-TESTS = Path(__file__).parents[1]
-SERVER = Path(__file__).with_name("crash_child.py")
-RANDOM_KILLS = int(os.environ.get("KVOFFLOAD_RANDOM_KILLS", "40"))
-DEADLINE_S = 60
-
-
-class Server:
-    """A process that forks children, told and heard in JSON lines."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(SERVER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-        )
-        self._watchdog = threading.Timer(DEADLINE_S + RANDOM_KILLS, self._process.kill)
-        self._watchdog.daemon = True
-        self._watchdog.start()
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        try:
-            self._process.wait(DEADLINE_S)
-        finally:
-            self._process.kill()
-            self._process.wait()
-            self._process.stdout.close()
-            self._watchdog.cancel()
-
-    def run(self, kind: str, **request) -> list[dict]:
-        """Have a child do something; return what it and the server said."""
-        self._process.stdin.write(json.dumps({"kind": kind} | request) + "\n")
-        self._process.stdin.flush()
-        said = []
-        while not said or "killed" not in said[-1]:
-            line = self._process.stdout.readline()
-            assert line, "the server has ended"
-            said.append(json.loads(line))
-        return said
+SERVER = Path(__file__).with_name("crash_server.py")
 
 
 @pytest.fixture(scope="module")
 def server():
-    process = Server()
-    yield process
-    process.close()
+    with Process(SERVER) as process:
+        yield process
 
 
 def check_after_crash(shelves: Shelves, *, verify: bool = True) -> None:

@@ -1,6 +1,7 @@
 """Tensors that play a device, slots beside them, and a model of every copy in plain arrays."""
 
 import asyncio
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_i
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 DEADLINE_S = 10.0
+MOMENT_S = 0.02
 GUARD = 0xEE
 
 
@@ -144,6 +146,7 @@ class Device:
         )
 
 
+FLAT = Geometry(((Shape(8), Shape(8)),))
 DTYPES = [torch.uint8, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.float32]
 
 
@@ -183,3 +186,23 @@ def outcome_of(transfer):
             return await transfer.outcome()
 
     return asyncio.run(wait())
+
+
+class Gate:
+    """Holds every copy of a direction until it is opened; notes what has arrived."""
+
+    def __init__(self):
+        self.opened = threading.Event()
+        self.arrived = threading.Event()
+        self.copies = []
+
+    def __call__(self, copies):
+        self.copies.append(copies)
+        self.arrived.set()
+        assert self.opened.wait(DEADLINE_S)
+
+
+def gate(transport, direction):
+    hook = Gate()
+    transport.faults[direction].before_copy = hook
+    return hook

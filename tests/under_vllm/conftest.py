@@ -40,6 +40,23 @@ def serving():
 
 
 @pytest.fixture
+def pair(request):
+    """Return what makes a `Pair`; all of them are closed at the end, and leave nothing behind."""
+    from engine_world import Pair, shared_files
+
+    made = []
+
+    def make(tiers=(), **options):
+        made.append(Pair(f"kvoffload-test-{id(request)}-{len(made)}", tiers, **options))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
+    assert shared_files() == []
+
+
+@pytest.fixture
 def fs(tmp_path):
     """The JSON of our tier."""
     return {

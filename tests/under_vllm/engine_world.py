@@ -7,6 +7,7 @@ from the primary, or does not.
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from kvoffload_async.integrations.vllm.spec import KVOffloadSpec
 
 DEVICE_BLOCKS = 12
 PAGE_BYTES = 512
+EXAMPLE = ({"type": "example"},)
 
 
 class Pair:
@@ -184,3 +186,18 @@ def canonical(tensors, groups):
         [base.CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
         [[base.CanonicalKVCacheRef(index, PAGE_BYTES) for index in group] for group in groups],
     )
+
+
+def shared_files():
+    return [path.name for path in Path("/dev/shm").glob("kvoffload-*")]
+
+
+def faults(pair, direction):
+    return [worker._copies.transport.faults[direction] for worker in pair.workers]
+
+
+def failing(pair, direction, rank=0):
+    def fail(_copies):
+        raise OSError("drawn")
+
+    faults(pair, direction)[rank].before_copy = fail

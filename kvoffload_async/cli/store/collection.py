@@ -20,29 +20,12 @@ from kvoffload_async.cli.store.inspection import Writers, judge_writers, sort_te
 from kvoffload_async.cli.store.namespaces import FoundNamespace
 from kvoffload_async.cli.store.survey import FoundFile, Survey, Walker, take_survey
 from kvoffload_async.cli.store.verification import verify_blocks
+from kvoffload_async.cli.store.wishes import Wishes
 from kvoffload_async.tiers.fs.inventory import take_inventory, writer_of
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
 from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What is to be removed besides temporary files and entries of dead writers, empty folders.
-
-    Attributes:
-        older_than_s: Seconds since the last change after which temporary files of unknown
-            writers, and strangers, may go.
-        corrupt: Remove blocks that do not verify.
-        strangers: Remove files that are no blocks.
-        dry_run: Change nothing, and tell what would be removed.
-    """
-
-    older_than_s: float = 3600.0
-    corrupt: bool = False
-    strangers: bool = False
-    dry_run: bool = False
 
 
 @dataclass(slots=True)
@@ -124,7 +107,7 @@ async def _remove_corrupt(
             broom.note(broom.collected.corrupt, bad.path, sizes[bad.path])
     stays = [*found.unreadable, *(bad for bad in found.corrupt if not bad.is_removed)]
     if not broom.wishes.dry_run:
-        broom.collected.failures += [f"{bad.path}: {bad.reason}" for bad in stays]
+        broom.collected.failures += [str(bad) for bad in stays]
 
 
 class Broom:

@@ -25,12 +25,12 @@ from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.store.collection import Wishes, collect
+from kvoffload_async.cli.store.collection import collect
 from kvoffload_async.cli.store.inspection import inspect_store
 from kvoffload_async.cli.store.namespaces import FoundNamespace, find_namespaces
 from kvoffload_async.cli.store.slab.inspection import inspect_slab
 from kvoffload_async.cli.store.slab.manifests import read_given
-from kvoffload_async.cli.store.slab.mending import SlabWishes, collect_slab, repair_slab
+from kvoffload_async.cli.store.slab.mending import collect_slab, repair_slab
 from kvoffload_async.cli.store.slab.stores import SlabStore, find_slab_stores
 from kvoffload_async.cli.store.slab.tables import (
     mended_table,
@@ -46,6 +46,7 @@ from kvoffload_async.cli.store.tables import (
     verification_table,
 )
 from kvoffload_async.cli.store.verification import verify_blocks
+from kvoffload_async.cli.store.wishes import Wishes
 from kvoffload_async.tiers.fs.ops import FileOps
 
 IO_THREADS: Final = 4
@@ -180,14 +181,11 @@ def gc(
     is right afterwards.
     """
     wishes = Wishes(older_than_s=older_than, corrupt=corrupt, strangers=strangers, dry_run=dry_run)
-    slab_wishes = SlabWishes(
-        older_than_s=older_than, corrupt=corrupt, strangers=strangers, dry_run=dry_run
-    )
 
     async def work(walker: Walker, stores: Stores) -> Findings:
         findings = await _collected(walker, stores, wishes)
         mended = [
-            await collect_slab(walker, slab, slab_wishes)
+            await collect_slab(walker, slab, wishes)
             for slab in stores.slabs
             if not walker.should_stop()
         ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import stat as stat_module
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -17,6 +17,9 @@ from kvoffload_async.cli.store.namespaces import FoundNamespace
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.types import OffloadKey
+
+Batch = TypeVar("Batch")
+Checked = TypeVar("Checked")
 
 _BLOCK_FOLDER: Final = re.compile(r"[0-9a-f]{1,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
 _Entries = list[tuple[str, os.stat_result]]
@@ -37,6 +40,30 @@ class Walker:
     limiter: anyio.CapacityLimiter
     gauge: Gauge
     should_stop: Callable[[], bool] = lambda: False
+
+    async def share_out(
+        self,
+        batches: Iterator[Batch],
+        check: Callable[[Batch], Checked],
+        take_in: Callable[[Batch, Checked], None],
+    ) -> None:
+        """Go through all batches, or until stopped.
+
+        Args:
+            batches: Each is checked once.
+            check: Called in threads, several side by side.
+            take_in: Called on the loop with each batch and what its check has returned.
+        """
+
+        async def work() -> None:
+            for batch in batches:  # shared by all: each batch goes to one
+                if self.should_stop():
+                    return
+                take_in(batch, await anyio.to_thread.run_sync(check, batch, limiter=self.limiter))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(int(self.limiter.total_tokens)):
+                group.start_soon(work)
 
 
 @dataclass(frozen=True, slots=True)

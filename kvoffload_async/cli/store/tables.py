@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +13,7 @@ from rich.text import Text
 from kvoffload_async.cli.store.collection import Collected
 from kvoffload_async.cli.store.inspection import Inspection
 from kvoffload_async.cli.store.verification import Verification
+from kvoffload_async.cli.store.verified import Verified
 
 Rows = list[tuple[str, str]]
 """What a figure is called, and what it is."""
@@ -24,7 +26,7 @@ def inspection_table(inspections: Sequence[Inspection]) -> Table:
 
 def verification_table(results: Sequence[tuple[str, Verification]]) -> Table:
     """Return how many blocks of each namespace are as they should be."""
-    return columns_table("Blocks", [(name, _verification_rows(found)) for name, found in results])
+    return columns_table("Blocks", [(name, verification_rows(found)) for name, found in results])
 
 
 def collection_table(results: Sequence[Collected]) -> Table:
@@ -69,7 +71,8 @@ def _inspection_rows(found: Inspection) -> Rows:
     ]
 
 
-def _verification_rows(found: Verification) -> Rows:
+def verification_rows(found: Verified[Any]) -> Rows:
+    """Return how many blocks of one store are as they should be."""
     return [
         ("blocks read", f"{found.checked:,}"),
         ("sealed, and right", f"{found.sealed:,}"),

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import Enum, auto
-from typing import Any
-
-import anyio
-import anyio.to_thread
+from dataclasses import dataclass
 
 from kvoffload_async.cli.store.namespaces import FoundNamespace
 from kvoffload_async.cli.store.survey import FoundBlock, Walker
+from kvoffload_async.cli.store.verified import Verdict, Verified
 from kvoffload_async.tiers.fs.ops import FileOps
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 
@@ -21,19 +17,6 @@ BATCH_BYTES = 4 << 20
 """What a thread reads before it looks whether to go on."""
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # it was a plain file a moment ago
-
-
-class Verdict(Enum):
-    """What is found about one block."""
-
-    SEALED = auto()
-    """Its bytes are those that its seal is of."""
-    UNSEALED = auto()
-    """It has the right length, and no seal."""
-    CORRUPT = auto()
-    UNREADABLE = auto()
-    GONE = auto()
-    """It was removed or replaced meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +27,15 @@ class BadBlock:
     reason: str
     is_removed: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
 
 @dataclass(slots=True)
-class Verification:
-    """What reading the blocks has shown.
+class Verification(Verified[BadBlock]):
+    """What reading the blocks has shown; `gone` have vanished meanwhile."""
 
-    Attributes:
-        checked: Blocks that were read.
-        sealed: Those whose seal is right.
-        unsealed: Those of the right length that have none.
-        corrupt: Those of a wrong length or with a wrong seal.
-        unreadable: Those that could not be read.
-        gone: Blocks that vanished meanwhile.
-    """
-
-    checked: int = 0
-    sealed: int = 0
-    unsealed: int = 0
-    corrupt: list[BadBlock] = field(default_factory=list)
-    unreadable: list[BadBlock] = field(default_factory=list)
     gone: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
-    @property
-    def problems(self) -> list[str]:
-        """What is wrong, a line each."""
-        return [
-            *(f"corrupt: {bad.path}: {bad.reason}" for bad in self.corrupt),
-            *(f"unreadable: {bad.path}: {bad.reason}" for bad in self.unreadable),
-        ]
 
 
 async def verify_blocks(
@@ -88,22 +48,14 @@ async def verify_blocks(
     """Read and judge blocks, several side by side; optionally remove the corrupt ones."""
     found = Verification()
     checker = BlockChecker(walker.ops, namespace, blocks, remove_corrupt=remove_corrupt)
-    batches = _batches(blocks)
     walker.gauge.expect(sum(block.length_bytes for block in blocks))
 
-    async def work() -> None:
-        for batch in batches:  # shared by all: each batch goes to one
-            if walker.should_stop():
-                return
-            for outcome in await anyio.to_thread.run_sync(
-                checker.check, batch, limiter=walker.limiter
-            ):
-                _take_in(found, outcome)
-            walker.gauge.advance(sum(block.length_bytes for block in batch))
+    def take_in(batch: Sequence[FoundBlock], outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            _take_in(found, outcome)
+        walker.gauge.advance(sum(block.length_bytes for block in batch))
 
-    async with anyio.create_task_group() as group:
-        for _ in range(int(walker.limiter.total_tokens)):
-            group.start_soon(work)
+    await walker.share_out(_batches(blocks), checker.check, take_in)
     return found
 
 
@@ -215,13 +167,4 @@ def _take_in(found: Verification, outcome: Outcome) -> None:
         found.gone += 1
         return
     bad = BadBlock(outcome.block.path, outcome.reason, outcome.is_removed)
-    if outcome.verdict is Verdict.UNREADABLE:
-        found.unreadable.append(bad)
-        return
-    found.checked += 1
-    if outcome.verdict is Verdict.CORRUPT:
-        found.corrupt.append(bad)
-    elif outcome.verdict is Verdict.SEALED:
-        found.sealed += 1
-    else:
-        found.unsealed += 1
+    found.count(outcome.verdict, bad)

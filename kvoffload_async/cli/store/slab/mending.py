@@ -27,6 +27,7 @@ from kvoffload_async.cli.store.slab.stores import (
 )
 from kvoffload_async.cli.store.slab.verification import BadSlot, Judged, verify_slab
 from kvoffload_async.cli.store.survey import Walker
+from kvoffload_async.cli.store.wishes import Wishes
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.manifest import Manifest
@@ -76,24 +77,7 @@ class Mended:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlabWishes:
-    """What `gc` is to remove besides what killed writers have left.
-
-    Attributes:
-        older_than_s: Seconds since the last change after which strangers may go.
-        corrupt: Drop blocks that do not verify.
-        strangers: Remove files that are no part of a store.
-        dry_run: Change nothing, and tell what would be removed.
-    """
-
-    older_than_s: float
-    corrupt: bool
-    strangers: bool
-    dry_run: bool
-
-
-async def collect_slab(walker: Walker, store: SlabStore, wishes: SlabWishes) -> Mended:
+async def collect_slab(walker: Walker, store: SlabStore, wishes: Wishes) -> Mended:
     """Clean up a store; once stopped, what is left to do is left out.
 
     Raises:
@@ -141,7 +125,7 @@ async def repair_slab(walker: Walker, store: SlabStore, given: Manifest | None) 
     return mended
 
 
-async def _collect(walker: Walker, store: SlabStore, wishes: SlabWishes, mended: Mended) -> None:
+async def _collect(walker: Walker, store: SlabStore, wishes: Wishes, mended: Mended) -> None:
     run = partial(anyio.to_thread.run_sync, limiter=walker.limiter)
     contents = await run(read_contents, walker.ops, store)
     if contents.manifest_problem:
@@ -204,7 +188,7 @@ def _drop_corrupt(
 
 
 def _remove_files(
-    ops: FileOps, store: SlabStore, contents: Contents, wishes: SlabWishes, mended: Mended
+    ops: FileOps, store: SlabStore, contents: Contents, wishes: Wishes, mended: Mended
 ) -> None:
     for name in contents.found.temps:
         _remove(ops, store, name, mended.temps, mended)

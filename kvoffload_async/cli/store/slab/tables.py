@@ -9,7 +9,7 @@ from rich.table import Table
 from kvoffload_async.cli.store.slab.inspection import SlabInspection
 from kvoffload_async.cli.store.slab.mending import Mended
 from kvoffload_async.cli.store.slab.verification import SlabVerification
-from kvoffload_async.cli.store.tables import Rows, columns_table, shown
+from kvoffload_async.cli.store.tables import Rows, columns_table, shown, verification_rows
 
 
 def slab_inspection_table(inspections: Sequence[SlabInspection]) -> Table:
@@ -49,14 +49,7 @@ def _inspection_rows(found: SlabInspection) -> Rows:
 
 
 def _verification_rows(found: SlabVerification) -> Rows:
-    return [
-        ("blocks read", f"{found.checked:,}"),
-        ("sealed, and right", f"{found.sealed:,}"),
-        ("unsealed", f"{found.unsealed:,}"),
-        ("corrupt", f"{len(found.corrupt):,}"),
-        ("unreadable", f"{len(found.unreadable):,}"),
-        ("changed meanwhile", f"{found.changed:,}"),
-    ]
+    return [*verification_rows(found), ("changed meanwhile", f"{found.changed:,}")]
 
 
 def _mended_rows(found: Mended) -> Rows:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-import anyio
 import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.cli.store.slab.stores import Contents, SlabStore, read_contents
 from kvoffload_async.cli.store.survey import Walker
+from kvoffload_async.cli.store.verified import Verdict, Verified
 from kvoffload_async.tiers.fs.ops import FileOps
 from kvoffload_async.tiers.sealing import BlockDigester
 from kvoffload_async.tiers.slab.layout import segment_name
@@ -33,6 +33,11 @@ _LOOKS: Final = 3
 """How often a block of a store at work is read before it is called wrong."""
 
 Rows = npt.NDArray[np.int64]
+Judgement = tuple[Verdict, str]
+"""A verdict and, of a bad block, the reason."""
+
+_DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
+"""What may be only that a block was replaced meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +54,10 @@ class BadSlot:
 
 
 @dataclass(slots=True)
-class SlabVerification:
-    """What reading the blocks has shown.
+class SlabVerification(Verified[BadSlot]):
+    """What reading the blocks has shown; `changed` were removed or replaced meanwhile."""
 
-    Attributes:
-        checked: Blocks that were read.
-        sealed: Those whose checksum is right.
-        unsealed: Those that have none.
-        corrupt: Those with a wrong checksum, or beyond the end of their file.
-        unreadable: Those that could not be read.
-        changed: Blocks that were removed or replaced meanwhile.
-    """
-
-    checked: int = 0
-    sealed: int = 0
-    unsealed: int = 0
-    corrupt: list[BadSlot] = field(default_factory=list)
-    unreadable: list[BadSlot] = field(default_factory=list)
     changed: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
-    @property
-    def problems(self) -> list[str]:
-        """What is wrong, a line each."""
-        return [
-            *(f"corrupt: {bad}" for bad in self.corrupt),
-            *(f"unreadable: {bad}" for bad in self.unreadable),
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +88,9 @@ async def verify_slab(walker: Walker, store: SlabStore, contents: Contents) -> J
         return judged
     checker = SlotChecker(walker.ops, store, contents.manifest, live)
     walker.gauge.expect(len(live))
-    verdicts = await _check(walker, checker, np.argsort(live["place"], kind="stable"))
+    judgements = await _check(walker, checker, np.argsort(live["place"], kind="stable"))
     for _ in range(_LOOKS - 1):
-        doubtful = [row for row, verdict in verdicts.items() if verdict.is_doubtful]
+        doubtful = [row for row, (verdict, _) in judgements.items() if verdict in _DOUBTFUL]
         if not doubtful or walker.should_stop():
             break
         now = await anyio.to_thread.run_sync(
@@ -119,32 +98,17 @@ async def verify_slab(walker: Walker, store: SlabStore, contents: Contents) -> J
         )
         here = {bytes(record) for record in _identities(now.live)}
         gone = [row for row in doubtful if bytes(_identities(live[row : row + 1])[0]) not in here]
-        verdicts |= dict.fromkeys(gone, CHANGED)
+        judgements |= dict.fromkeys(gone, (Verdict.GONE, ""))
         still = np.array(sorted(set(doubtful) - set(gone)), dtype=np.int64)
-        verdicts |= await _check(walker, checker, still)
-    for row, verdict in sorted(verdicts.items()):
-        _take_in(found, checker.named(row, verdict.reason), verdict)
-        judged.is_good[row] = verdict in {SEALED, UNSEALED}
-        judged.is_unreadable[row] = verdict.kind == "unreadable"
+        judgements |= await _check(walker, checker, still)
+    for row, (verdict, reason) in sorted(judgements.items()):
+        if verdict is Verdict.GONE:
+            found.changed += 1
+        else:
+            found.count(verdict, checker.named(row, reason))
+        judged.is_good[row] = verdict in {Verdict.SEALED, Verdict.UNSEALED}
+        judged.is_unreadable[row] = verdict is Verdict.UNREADABLE
     return judged
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is found about one block."""
-
-    kind: str
-    reason: str = ""
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether it may be only that the block was replaced meanwhile."""
-        return self.kind in {"corrupt", "unreadable"}
-
-
-SEALED: Final = Verdict("sealed")
-UNSEALED: Final = Verdict("unsealed")
-CHANGED: Final = Verdict("changed")
 
 
 class SlotChecker:
@@ -178,7 +142,7 @@ class SlotChecker:
         if batch:
             yield batch
 
-    def check(self, batch: Sequence[int]) -> dict[int, Verdict]:
+    def check(self, batch: Sequence[int]) -> dict[int, Judgement]:
         """Judge blocks of one segment, each on its own."""
         path = f"{self._folder}/{segment_name(segment_of(self._places[batch[0]]))}"
         try:
@@ -191,43 +155,35 @@ class SlotChecker:
         finally:
             self._ops.close(fd)
 
-    def _judge(self, fd: int, row: int, buffer: memoryview) -> Verdict:
+    def _judge(self, fd: int, row: int, buffer: memoryview) -> Judgement:
         offset = slot_of(self._places[row]) * self._manifest.slot_bytes
         done = 0
         try:
             while done < len(buffer):
                 count = self._ops.pread_into(fd, buffer[done:], offset + done)
                 if count == 0:
-                    return Verdict("corrupt", f"ends after {done} bytes")
+                    return Verdict.CORRUPT, f"ends after {done} bytes"
                 done += count
         except OSError as error:
             return _unreadable(error)
         if not self._flags[row] & HAS_DIGEST:
             if self._flags[row] & SUSPECT:
-                return Verdict("corrupt", "recorded before damage, and without a checksum")
-            return UNSEALED
+                return Verdict.CORRUPT, "recorded before damage, and without a checksum"
+            return Verdict.UNSEALED, ""
         if self._digester.digest(self._keys[row], buffer) != self._digests[row].tobytes():
-            return Verdict("corrupt", "wrong checksum")
-        return SEALED
+            return Verdict.CORRUPT, "wrong checksum"
+        return Verdict.SEALED, ""
 
 
-async def _check(walker: Walker, checker: SlotChecker, rows: Rows) -> dict[int, Verdict]:
-    verdicts: dict[int, Verdict] = {}
-    batches = checker.batches(rows)
+async def _check(walker: Walker, checker: SlotChecker, rows: Rows) -> dict[int, Judgement]:
+    judgements: dict[int, Judgement] = {}
 
-    async def work() -> None:
-        for batch in batches:  # shared by all: each batch goes to one
-            if walker.should_stop():
-                return
-            verdicts.update(
-                await anyio.to_thread.run_sync(checker.check, batch, limiter=walker.limiter)
-            )
-            walker.gauge.advance(len(batch))
+    def take_in(batch: Sequence[int], judged: dict[int, Judgement]) -> None:
+        judgements.update(judged)
+        walker.gauge.advance(len(batch))
 
-    async with anyio.create_task_group() as group:
-        for _ in range(int(walker.limiter.total_tokens)):
-            group.start_soon(work)
-    return verdicts
+    await walker.share_out(checker.batches(rows), checker.check, take_in)
+    return judgements
 
 
 def _identities(live: Records) -> Records:
@@ -238,20 +194,5 @@ def _identities(live: Records) -> Records:
     return same
 
 
-def _unreadable(error: OSError) -> Verdict:
-    return Verdict("unreadable", error.strerror or str(error))
-
-
-def _take_in(found: SlabVerification, block: BadSlot, verdict: Verdict) -> None:
-    if verdict == CHANGED:
-        found.changed += 1
-    elif verdict.kind == "unreadable":
-        found.unreadable.append(block)
-    else:
-        found.checked += 1
-        if verdict.kind == "corrupt":
-            found.corrupt.append(block)
-        elif verdict == SEALED:
-            found.sealed += 1
-        else:
-            found.unsealed += 1
+def _unreadable(error: OSError) -> Judgement:
+    return Verdict.UNREADABLE, error.strerror or str(error)

@@ -1,18 +1,9 @@
-"""Runs workloads on a `slab` store in forked children, and kills them. Its own script.
+"""Workloads on a `slab` store, and the server that runs them. Its own script."""
 
-Requests come as JSON lines on stdin, answers go as JSON lines to stdout. One process that has
-imported everything forks a child for each workload, which takes a few milliseconds.
-"""
-
-import json
-import os
 import random
-import signal
-import sys
-import threading
-import traceback
 from pathlib import Path
 
+from crashes import load, serve
 from slab.shelves import BLOCK, FIXED, KIB, Shelves
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierFullError
@@ -23,10 +14,6 @@ K = [key_of(number) for number in range(60)]
 BAD = K[1]
 CAPACITY = FIXED + 14 * BLOCK
 OPTIONS = {"capacity_bytes": CAPACITY, "segment_bytes": 24 * KIB, "io_threads": 2}
-
-
-class WrongBytesError(Exception):
-    pass
 
 
 class UnsyncedFileOps(FaultyFileOps):
@@ -45,27 +32,23 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False, verify: bool
     with shelves.open(ops, verify=verify, **OPTIONS) as harness:
         for first in range(0, 12, 3):
             harness.store(K[first : first + 3])
-        load(harness, K[:3])
+        load_or_miss(harness, K[:3])
         if verify:
             shelves.damage(BAD)
-        load(harness, [K[0], BAD])
+        load_or_miss(harness, [K[0], BAD])
         for first in range(12, 36, 4):
             harness.store(K[first : first + 4])
     with shelves.open(ops, verify=verify, **OPTIONS) as harness:
         harness.store(K[36:38])
-        load(harness, K[30:38])
+        load_or_miss(harness, K[30:38])
     return {"calls": [call.name for call in ops.calls]}
 
 
-def load(harness: TierHarness, keys) -> int:
-    failures = harness.load(keys)
-    for slot, key in enumerate(keys):
-        if slot not in failures and not harness.holds(key, slot):
-            raise WrongBytesError(key.hex())
-    for error in failures.values():
+def load_or_miss(harness: TierHarness, keys) -> None:
+    """Load blocks, some of which may be missing or bad."""
+    for error in load(harness, keys).values():
         if not isinstance(error, BlockMissingError | CorruptBlockError):
             raise error
-    return len(keys) - len(failures)
 
 
 def traffic(root: str, seed: int, *, verify: bool = True) -> dict:
@@ -80,42 +63,8 @@ def traffic(root: str, seed: int, *, verify: bool = True) -> dict:
                     if not isinstance(error, TierFullError):
                         raise error
             else:
-                load(harness, keys)
-
-
-def answer(value: dict) -> None:
-    os.write(1, (json.dumps(value) + "\n").encode())
-
-
-def forked(call) -> int:
-    """Run a call in a child; return its process id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        answer(call())
-        os._exit(0)
-    except BaseException:  # noqa: BLE001 - the child ends here, whatever it was
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def serve() -> None:
-    pause = threading.Event()
-    for line in sys.stdin:
-        request = json.loads(line)
-        kind = request.pop("kind")
-        if kind == "scripted":
-            child = forked(lambda request=request: scripted(**request))
-        else:
-            delay_s = request.pop("delay_s")
-            child = forked(lambda request=request: traffic(**request))
-            pause.wait(delay_s)
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        answer({"killed": os.WIFSIGNALED(status), "status": status})
+                load_or_miss(harness, keys)
 
 
 if __name__ == "__main__":
-    serve()
+    serve(scripted=scripted, traffic=traffic)

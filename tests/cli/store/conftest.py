@@ -1,0 +1,15 @@
+"""Stores of the fs tier."""
+
+import pytest
+from cli.store.stores import Store
+
+
+@pytest.fixture
+def store(command):
+    return Store(command)
+
+
+@pytest.fixture
+def bounded(command):
+    """One with a capacity that it never reaches, and so with a shared count."""
+    return Store(command, "capacity_bytes=64MiB")

@@ -1,0 +1,29 @@
+"""Keys, jobs and answers, by short names."""
+
+from collections.abc import Iterable
+
+from kvoffload_async.types import (
+    JobMetadata,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    as_block_ids,
+    make_offload_key,
+)
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
+
+
+def k(name: int | str) -> OffloadKey:
+    return make_offload_key(str(name).encode())
+
+
+def ks(names: Iterable[int | str]) -> list[OffloadKey]:
+    return [k(name) for name in names]
+
+
+def job(job_id=0, names="a", *, promotion=False, slots=None, ctx=None):
+    keys = tuple(ks(names))
+    slots = range(len(keys)) if slots is None else slots
+    return JobMetadata(job_id, keys, as_block_ids(slots), promotion, ctx or ReqContext("r"))

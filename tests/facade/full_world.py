@@ -1,0 +1,125 @@
+"""A world with a tier of every kind, for whoever draws what happens next."""
+
+import asyncio
+
+from facade.worlds import (
+    EXCLUSIVE,
+    PROBED,
+    REQUEST_LEVEL,
+    SLOT_BYTES,
+    Counting,
+    PooledScriptedIo,
+    World,
+    ks,
+)
+
+from kvoffload_async.abc.tier import TierBounds
+from kvoffload_async.testing import ScriptedTier
+from kvoffload_async.testing.harness import content_of
+from kvoffload_async.tiers.example import ExampleTier
+
+NUM_SLOTS = 6
+BOUNDS = TierBounds(concurrent_loads=1, concurrent_stores=1, queued_jobs=2)
+LOOSE_SLOTS = 4
+
+
+class FullWorld(World):
+    """Three tiers below a manager, and one alone beside it; every copy is parked.
+
+    Attributes:
+        stores: Copies from the device that the scheduler waits for.
+        loads: Copies to the device that it waits for.
+        loose: The manager of the tier alone.
+    """
+
+    def __init__(self):
+        self.example = ExampleTier()
+        self.probed = ScriptedTier(PROBED, BOUNDS)
+        self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
+        super().__init__(
+            self.example,
+            self.probed,
+            self.whole,
+            num_slots=NUM_SLOTS,
+            manager_class=Counting,
+            io_timeout_s=2.0,
+            pool=PooledScriptedIo,
+            drain_timeout_s=1.0,
+            deferral_timeout_s=20.0,
+            promotion_fraction=0.5,
+        )
+        self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
+        self.loose = Counting(
+            None,
+            memoryview(bytearray(LOOSE_SLOTS * 8)).cast("B", (LOOSE_SLOTS, 8)),
+            "loose",
+            self.loose_tier,
+            runtime=self.bridge,
+            io_timeout_s=2.0,
+        )
+        self.stores = []
+        self.loads = []
+
+    # -- bytes ------------------------------------------------------------------------------
+
+    @property
+    def blocks_of_tiers(self):
+        return self.example._blocks, self.probed.blocks, self.whole.blocks
+
+    def warm(self):
+        """Put blocks into the tiers, so that much can happen."""
+        example, probed, whole = ks(*range(5)), ks(7, 8), ks(*range(4, 8))
+        for blocks, keys in zip(self.blocks_of_tiers, (example, probed, whole), strict=True):
+            blocks.update((key, content_of(key, SLOT_BYTES)) for key in keys)
+        self.example._env.blocks_appeared(example)
+        self.whole._env.blocks_appeared(whole)
+
+    def write(self, copy):
+        """Put into the slots what the device has for these keys."""
+        for key, slot in copy.slots.items():
+            self.rows[slot] = content_of(key, SLOT_BYTES)
+
+    def check_bytes(self, key, slot):
+        assert bytes(self.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
+
+    # -- what is under way ------------------------------------------------------------------
+
+    def operations(self):
+        tiers = (self.probed, self.whole, self.loose_tier)
+        return [(tier, parked) for tier in tiers for parked in tier.parked]
+
+    def calls(self):
+        return [(pool, call) for pool in self.host.pools for call in pool.parked]
+
+    def job_tasks(self):
+        tasks = asyncio.all_tasks(self.runner.loop)
+        names = {task.get_name(): task for task in tasks}
+        return {name: task for name, task in names.items() if ":store:" in name or ":load:" in name}
+
+    def settle_everything(self):
+        self.runner.run_ready()
+        while self.operations() or self.calls():
+            for tier, parked in self.operations():
+                tier.settle(parked)
+            for pool, call in self.calls():
+                pool.settle(call)
+            self.runner.run_ready()
+
+    def come_to_rest(self):
+        for secondary in self.secondaries:
+            secondary.refuses = False
+        for copies, complete in (
+            (self.stores, self.manager.complete_store),
+            (self.loads, self.manager.complete_load),
+        ):
+            for copy in copies:
+                self.write(copy)
+                complete(list(copy.slots), copy.ctx)
+        for ctx in self.contexts.values():
+            self.manager.on_request_finished(ctx)
+        for _ in range(20):
+            self.manager.on_schedule_end()
+            self.runner.run_ready()
+            self.settle_everything()
+        self.manager.on_schedule_end()
+        assert not self.manager.has_pending_work()

@@ -1,0 +1,115 @@
+"""Copies of `KVOffloadSpec`'s workers that fail or hang, resets, and the end."""
+
+import threading
+
+import pytest
+from engine_world import EXAMPLE, failing, faults
+from vllm.v1.kv_offload import base
+from vllm_world import keys_of
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.errors import TransportError
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_fails_in_one_rank_is_forgotten(pair, rank):
+    here = pair(EXAMPLE, ranks=2)
+    here.fill(1)
+    failing(here, Direction.STORE, rank)
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.settle()
+    assert here.final(keys_of(0, 1)) == ["MISS", "MISS"]
+    names = here.manager.get_stats().reduce()
+    assert names["vllm:kvoffload_async_failed_stores"] == 2
+    faults(here, Direction.STORE)[rank].before_copy = None
+    before = here.copies()
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.load(keys_of(0, 1), [[6, 7]])
+    assert here.tensors[rank][0][6].equal(before[rank][0][3])
+
+
+def test_a_failed_store_does_not_mark_its_slots_for_good(pair):
+    here = pair(slots=1)
+    here.fill(1)
+    failing(here, Direction.STORE)
+    here.store(keys_of(0), [[3]])
+    faults(here, Direction.STORE)[0].before_copy = None
+    for number in (1, 2):
+        here.store(keys_of(number), [[4]])
+        assert here.final(keys_of(number)) == ["HIT"]
+
+
+def test_a_load_that_fails_ends_the_engine_of_vllms_connector_with_the_remedy(pair):
+    here = pair()
+    here.fill(1)
+    here.store(keys_of(0), [[3]])
+    failing(here, Direction.LOAD)
+    with pytest.raises(TransportError, match="KVOffloadConnector"):
+        here.load(keys_of(0), [[4]])
+
+
+def test_a_load_that_fails_is_told_to_who_asks(pair):
+    here = pair()
+    here.fill(1)
+    here.store(keys_of(0), [[3]])
+    failing(here, Direction.LOAD)
+    here.workers[0].reports_failed_loads = True
+    here.load(keys_of(0), [[4]])
+    assert here.workers[0].take_failed_loads() == {2}
+    assert here.workers[0].take_failed_loads() == set()
+
+
+def test_an_expedited_load_that_fails_is_an_error_before_the_forward_pass(pair):
+    here = pair()
+    here.fill(1)
+    here.store(keys_of(0), [[3]])
+    failing(here, Direction.LOAD)
+    worker = here.workers[0]
+    worker.reports_failed_loads = True
+    spec = here.manager.prepare_load(keys_of(0), here_request(here))
+    assert worker.submit_load(9, spec, here.device([[4]]), expedited=True)
+    with pytest.raises(TransportError, match="load job 9 has failed"):
+        worker.wait({9})
+
+
+def here_request(here):
+    request = here.request()
+    assert here.lookups(keys_of(0), request) == ["HIT"]
+    return request
+
+
+def test_waiting_for_a_copy_that_hangs_ends_with_an_error(pair):
+    here = pair(extra={"drain_timeout_s": 0.05})
+    gate = threading.Event()
+    faults(here, Direction.STORE)[0].before_copy = lambda _copies: gate.wait(20)
+    output = here.manager.prepare_store(keys_of(0), here.request())
+    worker = here.workers[0]
+    worker.submit_store(1, here.device([[3]]), output.store_spec)
+    with pytest.raises(TransportError, match=r"jobs \[1\] have not ended within 0.05 s"):
+        worker.wait({1})
+    worker.wait({77})  # unknown: nothing to wait for
+    gate.set()
+
+
+def test_after_a_reset_promotions_wait_until_no_old_copy_can_touch_the_primary(pair):
+    here = pair(EXAMPLE)
+    here.fill(1)
+    here.store(keys_of(0), [[3]])
+    here.settle()
+    request = here.request()
+    here.manager.prepare_store(keys_of(1), request)  # under way when the reset comes
+    here.manager.reset_cache()
+    assert here.final(keys_of(0)) == ["MISS"]
+    here.store(keys_of(2), [[5]])  # its workers have ended everything older
+    if hasattr(base.OffloadingManager, "on_reset_flushed"):
+        here.manager.on_reset_flushed()
+    assert here.final(keys_of(0)) == ["HIT"]
+
+
+def test_shutdown_is_idempotent_and_later_ends_are_ignored(pair):
+    here = pair(EXAMPLE)
+    request = here.request()
+    output = here.manager.prepare_store(keys_of(0), request)
+    here.close()
+    here.close()
+    here.manager.complete_store(output.keys_to_store, request)

@@ -1,0 +1,40 @@
+"""What requests may ask of `KVOffloadSpec`'s manager."""
+
+from engine_world import EXAMPLE
+from vllm.v1.kv_offload import base
+from vllm_world import keys_of
+
+
+def test_a_request_may_shut_tiers_out(pair):
+    here = pair(EXAMPLE)
+    here.fill(1)
+    here.store(keys_of(0), [[3]])
+    here.settle()
+    here.manager.reset_cache()
+    here.manager.on_reset_flushed()
+    none = here.request(load_tier_filter=base.TierFilter(()))
+    storage = here.request(
+        load_tier_filter=base.TierFilter((base.TierMatcher(base.Medium.STORAGE, None),))
+    )
+    assert here.lookups(keys_of(0), none) == ["MISS"]
+    assert here.lookups(keys_of(0), storage) == ["MISS"]
+    assert here.lookups(keys_of(0)) != ["MISS"]
+
+
+def test_eviction_follows_the_positions_that_vllm_gives(pair):
+    here = pair(slots=4)
+    here.fill(1)
+    request = here.request()
+    keys = keys_of(3, 2, 1, 0)  # offered tail first
+    for position, key in enumerate(reversed(keys)):
+        request.set_offload_key_position(key, 16 * (position + 1))
+    here.store(keys, [[1, 2, 3, 4]], request)
+    here.manager.on_request_finished(request)
+    output = here.store(keys_of(9), [[5]])
+    assert output.evicted_keys == keys_of(3)
+
+
+def test_a_batch_that_does_not_fit_changes_nothing(pair):
+    here = pair(slots=2)
+    assert here.store(keys_of(0, 1, 2), [[1, 2, 3]]) is None
+    assert here.lookups(keys_of(0, 1, 2)) == ["MISS"] * 3
