@@ -54,12 +54,15 @@ class TierBounds:
     Attributes:
         concurrent_loads: Load jobs running at once.
         concurrent_stores: Store jobs running at once.
+        concurrent_blocks: More jobs than that run at once in a direction as long as all of them
+            together have no more blocks than this: many small ones, few large ones.
         queued_jobs: Jobs waiting in each direction; one more is refused with a failed result.
         concurrent_probes: Existence probes running at once; more wait for the next step.
     """
 
     concurrent_loads: int = 4
     concurrent_stores: int = 4
+    concurrent_blocks: int = 0
     queued_jobs: int = 1024
     concurrent_probes: int = 2
 
@@ -144,6 +147,7 @@ class AsyncTier(ABC):
 
     capabilities: TierCapabilities
     bounds: TierBounds = TierBounds()
+    """May depend on the primary's geometry, and so be set in `open`."""
 
     @abstractmethod
     async def open(self, env: TierEnvironment) -> None:

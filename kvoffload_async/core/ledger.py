@@ -160,8 +160,8 @@ class Ledger:
         failures = event.failures
         error: Exception | None = event.job_error
         landed: Iterable[OffloadKey] = ()
-        if error is None:
-            error = next((failures[i] for i in sorted(failures)), None)
+        if error is None and failures:
+            error = failures[min(failures)]
             landed = (key for i, key in enumerate(job.keys) if i not in failures)
         self._report(
             JobResult(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
@@ -50,7 +51,7 @@ class SlabTierManager(SecondaryTierManager):
         verify: bool = True,
         direct_io: bool = False,
         fdatasync: bool = False,
-        io_threads: int = 3,
+        io_threads: int | None = None,
         piece_bytes: int | str = "1MiB",
         locality: str = "LOCAL",
         ops: FileOps | None = None,
@@ -76,8 +77,9 @@ class SlabTierManager(SecondaryTierManager):
             verify: Compute a checksum of every block, and serve none whose bytes do not match.
             direct_io: Bypass the page cache where the filesystem can.
             fdatasync: Wait for the device before blocks count as stored.
-            io_threads: Threads that move blocks; all but one prefer loads. For `n_read_threads`
-                and `n_write_threads`, which this tier does not take.
+            io_threads: Threads that move blocks; all but one prefer loads. By default one a CPU
+                that this process may use, 2 to 4: what is in the page cache moves fastest so.
+                For `n_read_threads` and `n_write_threads`, which this tier does not take.
             piece_bytes: About what one system call moves; with `io_threads`, how much of one job
                 the device works on at a time.
             locality: "LOCAL" or "REMOTE".
@@ -107,7 +109,9 @@ class SlabTierManager(SecondaryTierManager):
             on_mismatch=OnMismatch(parse_choice(on_mismatch, OnMismatch, "on_mismatch")),
             direct_io=parse_bool(direct_io, "direct_io"),
             fdatasync=parse_bool(fdatasync, "fdatasync"),
-            io_threads=at_least(2)(io_threads, "io_threads"),
+            io_threads=_default_threads()
+            if io_threads is None
+            else at_least(2)(io_threads, "io_threads"),
             piece_bytes=parse_size_bytes(piece_bytes, "piece_bytes"),
             locality=Locality(parse_choice(locality, Locality, "locality")),
         )
@@ -115,3 +119,7 @@ class SlabTierManager(SecondaryTierManager):
         options["n_read_threads"] = settings.io_threads - 1
         options["n_write_threads"] = 1
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+
+def _default_threads() -> int:
+    return max(2, min(4, len(os.sched_getaffinity(0))))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -24,15 +25,21 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_Bell = queue.SimpleQueue[None]
+"""Rung once for a call, and once for each helper that it wants; a thread takes one ring a turn."""
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
     call: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    is_shared: bool
+    """Whether more threads than one may be in it."""
     helpers: int
+    """How many more threads may join."""
     threads: int = 0
-    """How many are in it."""
+    """How many are in it, where others may join."""
     has_ended: bool = False
     result: Any = None
     error: BaseException | None = None
@@ -65,21 +72,22 @@ class IoPool:
         self._queues: dict[Direction, deque[_Call]] = {d: deque() for d in Direction}
         self._queued_calls = queued_calls
         self._wanting: dict[_Call, None] = {}
-        """Transfers under way that one more thread may help with."""
+        """Calls under way that one more thread may help with."""
         self._mutex = threading.Lock()
-        # One call wakes one thread: those that wait for the same calls can each take any of them.
-        transfers = threading.Condition(self._mutex)
-        self._waiting: dict[Direction, threading.Condition] = {
+        """Guards the queues and who is in which call; never held for longer than that takes."""
+        transfers: _Bell = queue.SimpleQueue()
+        self._bells: dict[Direction, _Bell] = {
             Direction.LOAD: transfers,
             Direction.STORE: transfers,
-            Direction.NONE: threading.Condition(self._mutex),
+            Direction.NONE: queue.SimpleQueue(),
         }
         self._stopping = False
         self._done: deque[_Call] = deque()
         self._wake_pending = False
+        orders: list[tuple[Direction, ...]]
         orders = [(Direction.LOAD, Direction.STORE)] * load_preferring_threads
         orders += [(Direction.STORE, Direction.LOAD)] * store_preferring_threads
-        orders += [(Direction.NONE, Direction.NONE)] * payload_free_threads
+        orders += [(Direction.NONE,)] * payload_free_threads
         self._threads = [
             threading.Thread(target=self._work, args=(order,), name=f"{name}-{i}", daemon=True)
             for i, order in enumerate(orders)
@@ -97,14 +105,16 @@ class IoPool:
         Thread: loop.
         """
         loop = asyncio.get_running_loop()
-        work = _Call(call, loop, loop.create_future(), helpers)
+        work = _Call(call, loop, loop.create_future(), helpers > 0, helpers)
         with self._mutex:
             if self._stopping:
                 raise TierClosedError("the I/O pool is closed")
             if len(self._queues[direction]) >= self._queued_calls:
                 raise BusyError(f"{self._queued_calls} calls are queued")
             self._queues[direction].append(work)
-            self._waiting[direction].notify(1 + helpers)
+        bell = self._bells[direction]
+        for _ in range(1 + helpers):
+            bell.put(None)
         cancelled: asyncio.CancelledError | None = None
         while not work.has_ended:
             try:
@@ -134,11 +144,12 @@ class IoPool:
         """
         with self._mutex:
             self._stopping = True
-            queued = [work for queue in self._queues.values() for work in queue]
-            for queue in self._queues.values():
-                queue.clear()
-            for waiting in self._waiting.values():
-                waiting.notify_all()
+            queued = [work for calls in self._queues.values() for work in calls]
+            for calls in self._queues.values():
+                calls.clear()
+        for bell in set(self._bells.values()):
+            for _ in self._threads:
+                bell.put(None)
         for work in queued:
             work.error = TierClosedError("the I/O pool was closed before the call had begun")
             self._finish(work)
@@ -147,45 +158,50 @@ class IoPool:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
-    def _work(self, order: tuple[Direction, Direction]) -> None:
+    def _work(self, order: tuple[Direction, ...]) -> None:
+        bell = self._bells[order[0]]
         while True:
+            bell.get()
             with self._mutex:
+                if self._stopping:
+                    return
                 work = self._next(order)
             if work is None:
-                return
+                continue  # whoever came before has left nothing to do
             try:
                 work.result = work.call()
             except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
                 work.error = _as_failure(error)
-            with self._mutex:
-                self._wanting.pop(work, None)  # it has no more work to share
-                work.threads -= 1
-                is_last = not work.threads
-            if is_last:
+            if not work.is_shared or self._is_last_in(work):
                 # Whoever learns that the call has ended may release what it captured.
                 work.call = _spent
                 self._finish(work)
             del work
 
-    def _next(self, order: tuple[Direction, Direction]) -> _Call | None:
-        """Take a call, or a part in one, as soon as there is any; None to end. Under the mutex."""
-        first, second = (self._queues[direction] for direction in order)
-        wanting = self._wanting if Direction.NONE not in order else {}
-        while not (first or second or wanting or self._stopping):
-            self._waiting[order[0]].wait()
-        if first or second:
-            work = first.popleft() if first else second.popleft()
-            if work.helpers:
-                self._wanting[work] = None
-        elif wanting and not self._stopping:
-            work = next(iter(wanting))
-            work.helpers -= 1
-            if not work.helpers:
-                del wanting[work]
-        else:
+    def _next(self, order: tuple[Direction, ...]) -> _Call | None:
+        """Take a call, or a part in one if none is queued. Under the mutex."""
+        for direction in order:
+            if self._queues[direction]:
+                work = self._queues[direction].popleft()
+                if work.is_shared:
+                    work.threads = 1
+                    self._wanting[work] = None
+                return work
+        if Direction.NONE in order or not self._wanting:
             return None
+        work = next(iter(self._wanting))
         work.threads += 1
+        work.helpers -= 1
+        if not work.helpers:
+            del self._wanting[work]
         return work
+
+    def _is_last_in(self, work: _Call) -> bool:
+        """Note that a thread has returned from a call that others may be in."""
+        with self._mutex:
+            self._wanting.pop(work, None)  # it has no more work to share
+            work.threads -= 1
+            return not work.threads
 
     def _finish(self, work: _Call) -> None:
         self._done.append(work)

@@ -42,6 +42,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 0.2
+_TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
 
 
@@ -64,12 +65,12 @@ class ActorEnvironment:
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """The jobs of one direction; at most `limit` run."""
+    """The jobs of one direction; see `TierBounds` for how many run."""
 
     name: str
-    limit: int
     waiting: dict[JobId, _Run] = field(default_factory=dict)
     running: dict[JobId, _Run] = field(default_factory=dict)
+    running_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -79,13 +80,7 @@ class _Run:
     job: JobMetadata
     side: _Side
     accepted_s: float
-    timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[BlockFailures] | None = None
-
-    def stop_timer(self) -> None:
-        """Forget the deadline, if one was set."""
-        if self.timer is not None:
-            self.timer.cancel()
 
 
 class TierActor:
@@ -122,8 +117,11 @@ class TierActor:
         self._post = env.post
         self._io_timeout_s = io_timeout_s
         self._probe_timeout_s = probe_timeout_s
-        self._loads = _Side(f"{name}:load", tier.bounds.concurrent_loads)
-        self._stores = _Side(f"{name}:store", tier.bounds.concurrent_stores)
+        self._loads = _Side(f"{name}:load")
+        self._stores = _Side(f"{name}:store")
+        self._due: dict[JobId, _Run] = {}
+        """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
+        self._next_deadline: asyncio.TimerHandle | None = None
         self._probes: set[asyncio.Task[frozenset[OffloadKey]]] = set()
         self._unanswered: dict[int, asyncio.TimerHandle] = {}
         self._closing = False
@@ -146,8 +144,9 @@ class TierActor:
         elif len(side.waiting) >= self._tier.bounds.queued_jobs:
             self._settle_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
         else:
-            run.timer = loop.call_later(self._io_timeout_s, self._deadline_passed, run)
-            side.waiting[job.job_id] = run
+            side.waiting[job.job_id] = self._due[job.job_id] = run
+            if self._next_deadline is None:
+                self._await_deadline(run)
             self._start_ready(side)
 
     def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
@@ -226,10 +225,16 @@ class TierActor:
         return None
 
     def _start_ready(self, side: _Side) -> None:
-        waiting, running = side.waiting, side.running
-        while waiting and len(running) < side.limit:
-            job_id = next(iter(waiting))
-            run = running[job_id] = waiting.pop(job_id)
+        waiting, running, bounds = side.waiting, side.running, self._tier.bounds
+        limit = bounds.concurrent_loads if side is self._loads else bounds.concurrent_stores
+        while waiting:
+            job_id, run = next(iter(waiting.items()))
+            blocks = side.running_blocks + len(run.job.keys)
+            if len(running) >= limit and blocks > bounds.concurrent_blocks:
+                break
+            del waiting[job_id]
+            running[job_id] = run
+            side.running_blocks = blocks
             run.task = asyncio.get_running_loop().create_task(
                 self._perform(run), name=f"{side.name}:{job_id}"
             )
@@ -239,11 +244,15 @@ class TierActor:
         if not run.job.keys:
             return {}
         operation = self._tier.load if run.side is self._loads else self._tier.store
-        return await _contained(operation, run.job)
+        try:
+            return await operation(run.job)
+        except SystemExit as error:
+            raise _as_contained(error) from error
 
     def _job_ended(self, run: _Run, task: asyncio.Task[BlockFailures]) -> None:
-        run.stop_timer()
+        self._forget_deadline(run)
         del run.side.running[run.job.job_id]
+        run.side.running_blocks -= len(run.job.keys)
         run.task = None  # a failed task holds its frames, and they hold the run
         failures, error = _outcome(task, len(run.job.keys))
         first = error or next(iter(failures.values()), None)
@@ -252,20 +261,43 @@ class TierActor:
             logger.log(level, "Job %s block I/O failed: %s", run.job.job_id, first)
             if logger.isEnabledFor(logging.DEBUG) and first.__cause__ is not None:
                 logger.debug("%s", "".join(traceback.format_exception(first)))
-        for raised in (error, *failures.values()):
-            _drop_tracebacks(raised)
+            for raised in (error, *failures.values()):
+                _drop_tracebacks(raised)
         self._post(self._settled(run, failures, error))
         if not self._closing:
             self._start_ready(run.side)
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
-        run.stop_timer()
+        self._forget_deadline(run)
         self._post(self._settled(run, {}, error))
 
     def _settled(self, run: _Run, failures: BlockFailures, error: TierError | None) -> JobSettled:
         seconds = asyncio.get_running_loop().time() - run.accepted_s
         return JobSettled(run.job.job_id, failures, error, seconds)
+
+    def _await_deadline(self, run: _Run) -> None:
+        """Set the one timer to the deadline that is the next."""
+        loop = asyncio.get_running_loop()
+        due_s = run.accepted_s + self._io_timeout_s
+        self._next_deadline = loop.call_at(due_s, self._pass_deadlines)
+
+    def _forget_deadline(self, run: _Run) -> None:
+        self._due.pop(run.job.job_id, None)
+        if not self._due and self._next_deadline is not None:
+            self._next_deadline.cancel()
+            self._next_deadline = None
+
+    def _pass_deadlines(self) -> None:
+        now_s = asyncio.get_running_loop().time() + _TIMER_RESOLUTION_S
+        self._next_deadline = None
+        while self._due:
+            job_id, run = next(iter(self._due.items()))
+            if run.accepted_s + self._io_timeout_s > now_s:
+                self._await_deadline(run)
+                return
+            del self._due[job_id]
+            self._deadline_passed(run)
 
     def _deadline_passed(self, run: _Run) -> None:
         error = TierTimeoutError(
@@ -304,7 +336,11 @@ async def _contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwar
     try:
         return await operation(*args, **kwargs)
     except SystemExit as error:
-        raise TierUnavailableError(f"a tier raised {error!r}") from error
+        raise _as_contained(error) from error
+
+
+def _as_contained(error: SystemExit) -> TierUnavailableError:
+    return TierUnavailableError(f"a tier raised {error!r}")
 
 
 def _drop_tracebacks(error: BaseException | None) -> None:

@@ -62,6 +62,23 @@ def test_a_job_over_the_mailbox_bound_fails_as_busy_at_once(worlds):
     assert list(world.settled()) == [3, 0]
 
 
+def test_many_small_jobs_run_where_few_large_ones_do(worlds):
+    world = worlds(concurrent_stores=1, concurrent_blocks=4)
+    for job_id, numbers in enumerate([(1, 2), (3,), (4,), (5,)]):
+        world.start(job_id, numbers)
+    assert world.running() == [0, 1, 2], "four blocks; the next job would be the fifth"
+    world.settle()
+    assert world.running() == [1, 2, 3]
+    world.start(4, range(10, 15))
+    world.start(5, [20])
+    assert world.running() == [1, 2, 3], "nobody overtakes a large job"
+    for _ in range(3):
+        world.settle()
+    assert world.running() == [4], "a large job runs, alone"
+    world.settle()
+    assert world.running() == [5]
+
+
 # -- outcomes -----------------------------------------------------------------------------------
 
 

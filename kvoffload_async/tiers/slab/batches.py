@@ -1,20 +1,18 @@
-"""A job's blocks, moved by a few threads: each takes a piece of about 1 MiB after the other.
+"""A job's blocks on their way, cut into pieces of about 1 MiB that several threads can move.
 
-A batch is handed to the pool as one call a thread, not as one a piece. A call ends when no piece
-is left, or when it has moved so much that loads should have their turn; whoever ends the last
-piece finishes the batch. Thread: an I/O thread, but for the construction and the outcome.
+Who moves which piece, and when a batch has ended, is the business of its `Lane`. Thread: an I/O
+thread, but for the construction and the outcome.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
-from kvoffload_async.errors import CorruptBlockError, TierError
+from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
 from kvoffload_async.tiers.fs.outcome import mapped
 from kvoffload_async.tiers.sealing import BlockDigester
 from kvoffload_async.tiers.slab.journal import Journal, PackedRun
@@ -27,9 +25,6 @@ from kvoffload_async.tiers.slab.table import RecordTable, split_digests
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
-
-_TURN_BYTES = 8 << 20
-"""What one call moves before the thread may turn to something more urgent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,9 @@ class Batch(ABC):
     """Blocks of one job, in the order of their places.
 
     Attributes:
+        indices: Of its blocks.
         failures: Index in the batch -> why that block failed.
+        error: Why the batch failed as a whole, if it did.
     """
 
     def __init__(
@@ -67,43 +64,37 @@ class Batch(ABC):
         places: Sequence[Place],
         rows: Sequence[int],
     ) -> None:
-        """Cut blocks into pieces; the three sequences are parallel, the places ascend."""
+        """Take blocks on; the three sequences are parallel, the places ascend."""
         self._shelf = shelf
         self._keys = keys
         self._places = places
         self._rows = rows
+        self.indices = range(len(keys))
         self.failures: dict[int, TierError] = {}
-        size = max(1, shelf.piece_bytes // shelf.rows.slot_bytes)
-        self._pieces = deque(range(0, len(keys), size))
-        self._piece_blocks = size
-        self._unfinished = len(self._pieces)
-        self._mutex = threading.Lock()
+        self.error: TierError | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        """How many pieces nobody has begun."""
-        return len(self._pieces)
+    def pieces(self) -> Sequence[range]:
+        """Return the pieces, as ranges of indices in the batch."""
+        size = max(1, self._shelf.piece_bytes // self._shelf.rows.slot_bytes)
+        return [self.indices[start : start + size] for start in self.indices[::size]]
 
-    def work(self) -> None:
-        """Move pieces until none is left, or it is somebody else's turn."""
-        piece_bytes = self._piece_blocks * self._shelf.rows.slot_bytes
-        for _ in range(max(1, _TURN_BYTES // piece_bytes)):
-            try:
-                start = self._pieces.popleft()
-            except IndexError:
-                return
-            stop = min(start + self._piece_blocks, len(self._keys))
-            try:
-                self._begin()
-                for run in joined(self._places, start, stop):
-                    self._move(run)
-            except OSError as error:
-                self._fail(range(start, stop), mapped(error))
-            with self._mutex:
-                self._unfinished -= 1
-                is_last = not self._unfinished
-            if is_last:
-                self._finish()
+    def move(self, piece: range) -> None:
+        """Move a piece; what goes wrong is in `failures` and `error` afterwards."""
+        if self.error is not None:
+            return
+        try:
+            self._begin()
+            for run in joined(self._places, piece.start, piece.stop):
+                self._move(run)
+        except OSError as error:
+            self._fail(piece, mapped(error))
+        except BaseException as error:  # noqa: BLE001 - a defect fails its job, and no other
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail as a whole; only the first reason counts."""
+        if self.error is None:
+            self.error = error if isinstance(error, TierError) else _as_defect(error)
 
     def _fail(self, indices: Sequence[int], error: TierError) -> None:
         self.failures.update(dict.fromkeys(indices, error))
@@ -126,15 +117,17 @@ class Batch(ABC):
     def _move_joined(self, run: Run) -> None:
         """Move a run in one call; raises OSError."""
 
+    @classmethod
     @abstractmethod
-    def _finish(self) -> None:
-        """End the batch; nothing moves any more."""
+    def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
+        """End batches that have no piece left to move; what goes wrong is in them afterwards."""
 
 
 class StoreBatch(Batch):
     """Blocks to write into claimed places; there as soon as they are journalled, all at once.
 
     Attributes:
+        written: What was written so far, with its records.
         is_journalled: Whether those that did not fail are.
     """
 
@@ -146,7 +139,7 @@ class StoreBatch(Batch):
         rows: Sequence[int],
     ) -> None:
         super().__init__(shelf, keys, places, rows)
-        self._written: list[PackedRun] = []
+        self.written: list[PackedRun] = []
         self.is_journalled = False
 
     def _begin(self) -> None:
@@ -157,7 +150,7 @@ class StoreBatch(Batch):
         # The checksums first: they bring the bytes into the cache, from which they are written.
         packed = self._packed(run)
         self._shelf.segments.write(run, self._rows)
-        self._written.append((run.place, packed))
+        self.written.append((run.place, packed))
 
     def _packed(self, run: Run) -> bytes:
         """Return the records of a run."""
@@ -170,17 +163,23 @@ class StoreBatch(Batch):
             digests = [digest(key, row(number)) for key, number in zip(keys, rows, strict=True)]
         return put_records(keys, run.place, digests)
 
-    def _finish(self) -> None:
-        shelf = self._shelf
-        if not self._written:
+    @classmethod
+    def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
+        """Journal what was written, all of it in one append."""
+        batches = [batch for batch in batches if batch.error is None]
+        written = [run for batch in batches for run in batch.written]
+        if not written:
             return
         try:
             if shelf.fdatasync:
-                shelf.segments.sync({segment_of(place) for place, _ in self._written})
-            shelf.journal.commit(self._written)
-            self.is_journalled = True
+                shelf.segments.sync({segment_of(place) for place, _ in written})
+            shelf.journal.commit(written)
         except OSError as error:
-            self._fail(range(len(self._keys)), mapped(error))
+            for batch in batches:
+                batch.failures = dict.fromkeys(batch.indices, mapped(error))
+        else:
+            for batch in batches:
+                batch.is_journalled = True
 
 
 class LoadBatch(Batch):
@@ -240,10 +239,17 @@ class LoadBatch(Batch):
         self._shelf.journal.note_removed((run.place + offset,))
         self.corrupt.append(index)
 
-    def _finish(self) -> None:
-        """Journal that the bad blocks are gone; failing that, it is done with the next append."""
-        if self.corrupt:
+    @classmethod
+    def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
+        """Journal that bad blocks are gone; failing that, it is done with the next append."""
+        if any(batch.corrupt for batch in batches):
             try:
-                self._shelf.journal.flush()
+                shelf.journal.flush()
             except OSError as error:
                 logger.warning("a bad block's removal is not journalled yet: %s", str(error))
+
+
+def _as_defect(error: BaseException) -> TierUnavailableError:
+    failure = TierUnavailableError(f"moving blocks raised {error!r}")
+    failure.__cause__ = error
+    return failure

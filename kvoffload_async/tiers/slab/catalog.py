@@ -111,30 +111,36 @@ class Catalog:
                 self._doomed.discard(place)
                 self._free.free(place)
 
-    def evict(
-        self, incoming: Sequence[OffloadKey], count: int
-    ) -> tuple[list[OffloadKey], list[Place]]:
-        """Make room for keys that are absent: let `count` blocks go, at most `num_evictable`.
+    def claim(
+        self, incoming: Sequence[OffloadKey]
+    ) -> tuple[list[Place], list[OffloadKey], list[Place]]:
+        """Take places for keys that are absent: free ones, then those of blocks that may go.
 
         Returns:
-            Their keys, and the places that are free now, parallel.
+            The places, ascending, neighbours where possible, fewer than the keys if there are no
+            more; the keys of the blocks that had to go, and where these were, parallel.
         """
-        places, pins = self._places, self._pins
-        victims = self._policy.make_room(incoming, count, lambda key: places[key] not in pins) or []
-        freed = [places.pop(key) for key in victims]
-        self._free_all(freed)
-        return victims, freed
-
-    def claim(self, count: int) -> list[Place]:
-        """Take free places, ascending and neighbours where possible; at most `num_free`."""
-        taken = self._free.take(count)
+        victims: list[OffloadKey] = []
+        freed: list[Place] = []
+        missing = min(len(incoming) - self.num_free, self.num_evictable)
+        if missing > 0:
+            places, pins = self._places, self._pins
+            count = self.num_free + missing
+            may_go = (lambda key: places[key] not in pins) if pins else _always
+            victims = self._policy.make_room(incoming[:count], missing, may_go) or []
+            freed = [places.pop(key) for key in victims]
+            taken = sorted(self._free.take(self.num_free) + freed)
+        else:
+            taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
-        return taken
+        return taken, victims, freed
 
     def release(self, places: Sequence[Place]) -> None:
         """Give back claimed places that were not used."""
         self._claimed.difference_update(places)
-        self._free_all(places)
+        ascending = sorted(places)
+        for run in joined(ascending, 0, len(ascending)):
+            self._free.free(run.place, run.count)
 
     def admit(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         """Note blocks that were written to claimed places, head to tail."""
@@ -151,12 +157,7 @@ class Catalog:
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Note that a request used blocks, head to tail; absent ones are ignored."""
-        self._policy.access(keys, lambda _key: True)
-
-    def _free_all(self, places: Sequence[Place]) -> None:
-        ascending = sorted(places)
-        for run in joined(ascending, 0, len(ascending)):
-            self._free.free(run.place, run.count)
+        self._policy.access(keys, _always)
 
     def violations(self) -> Iterable[str]:
         """Return which laws do not hold, in words."""
@@ -171,6 +172,10 @@ class Catalog:
             yield "a slot is neither free, claimed, doomed nor a block's, or two of them"
         if not self._pins.keys() <= {*places, *self._doomed}:
             yield "a place is pinned that has no block"
+
+
+def _always(_key: OffloadKey) -> bool:
+    return True
 
 
 def _gaps(slots: Mapping[int, int], places: Sequence[Place]) -> Iterator[tuple[Place, int]]:

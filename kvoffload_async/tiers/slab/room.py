@@ -51,12 +51,11 @@ class Room:
         store, catalog = self._store, self._store.catalog
         while catalog.num_free < len(keys) and not self._is_grown and await self._grow(len(keys)):
             pass
-        count = min(len(keys), catalog.num_free + catalog.num_evictable)
-        victims, places = catalog.evict(keys[:count], max(0, count - catalog.num_free))
+        places, victims, freed = catalog.claim(keys)
         if victims:
-            store.shelf.journal.note_removed(places)
+            store.shelf.journal.note_removed(freed)
             self._env.blocks_evicted(victims)
-        return catalog.claim(min(count, catalog.num_free))
+        return places
 
     async def shrink(self) -> bool:
         """Give a segment back to a disk that is full; False if none can be given."""

@@ -26,8 +26,9 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.fs.ops import FileOps
-from kvoffload_async.tiers.slab.batches import Batch, LoadBatch, StoreBatch
+from kvoffload_async.tiers.slab.batches import LoadBatch, StoreBatch
 from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.slab.lane import Lane
 from kvoffload_async.tiers.slab.layout import StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
 from kvoffload_async.tiers.slab.places import Place
@@ -35,6 +36,9 @@ from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
 from kvoffload_async.tiers.slab.room import Room
 from kvoffload_async.tiers.slab.rows import Rows
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+
+_SMALL_JOBS_BYTES = 64 << 20
+"""What the small jobs that run at once in one direction move together, at most."""
 
 _SHRINKS = 8
 """How many segments one job gives up at most, to a disk that is full."""
@@ -123,6 +127,11 @@ class SlabTier(AsyncTier):
                 "give a directory that this process may write"
             ) from error
         self._room = Room(self._store, budget, env)
+        small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
+        self.bounds = TierBounds(concurrent_blocks=small)
+        shelf, threads = self._store.shelf, settings.io_threads
+        self._loads = Lane(Direction.LOAD, LoadBatch.finish, shelf, env.io, threads)
+        self._stores = Lane(Direction.STORE, StoreBatch.finish, shelf, env.io, threads)
         env.blocks_appeared(self._store.catalog.keys())
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -170,7 +179,7 @@ class SlabTier(AsyncTier):
         batch = LoadBatch(store.shelf, keys, places, [rows[index] for _, index in order])
         store.catalog.pin(places)
         try:
-            await self._spread(Direction.LOAD, batch)
+            await self._loads.move(batch)
             for index in batch.corrupt:
                 store.catalog.drop(keys[index], places[index])
             failures |= {order[index][1]: error for index, error in batch.failures.items()}
@@ -191,6 +200,8 @@ class SlabTier(AsyncTier):
         rows, self._rows = self._rows, None
         try:
             if store is not None and env is not None:
+                await self._loads.close()
+                await self._stores.close()
                 await env.io.run(Direction.NONE, store.close)
         finally:
             if rows is not None:
@@ -259,7 +270,7 @@ class SlabTier(AsyncTier):
         mine = [keys[index] for index in indices]
         batch = StoreBatch(store.shelf, mine, places, [rows[index] for index in indices])
         try:
-            await self._spread(Direction.STORE, batch)
+            await self._stores.move(batch)
         except BaseException:
             # The job fails as a whole, but what is in the journal is in the store.
             if batch.is_journalled:
@@ -283,21 +294,6 @@ class SlabTier(AsyncTier):
         return keys
 
     # -- the rest -------------------------------------------------------------------------------
-
-    async def _spread(self, direction: Direction, batch: Batch) -> None:
-        """Have a batch moved by as many threads as it has pieces for."""
-        calls = min(self._settings.io_threads, batch.num_waiting)
-        if calls <= 1:
-            await self._drain(direction, batch)
-            return
-        async with asyncio.TaskGroup() as group:
-            for _ in range(calls):
-                group.create_task(self._drain(direction, batch))
-
-    async def _drain(self, direction: Direction, batch: Batch) -> None:
-        io = self._environment().io
-        while batch.num_waiting:
-            await io.run(direction, batch.work)
 
     def _budget(self, block_bytes: int) -> Budget:
         settings = self._settings

@@ -1,0 +1,220 @@
+"""The way between primary and segments: who moves which piece, and when a batch has ended."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.errors import BusyError, TierUnavailableError
+from kvoffload_async.tiers.slab.lane import Lane
+
+MIB = 1 << 20
+THREADS = 2
+SHELF = SimpleNamespace(piece_bytes=MIB, rows=SimpleNamespace(slot_bytes=MIB))
+
+
+class SteppedIo:
+    """An `IoRunner` whose calls run when the test says so, in the order that it says."""
+
+    def __init__(self):
+        self.queued = []
+        self.is_full = False
+
+    async def run(self, direction, call, *, helpers=0):
+        assert direction is Direction.STORE
+        if self.is_full:
+            raise BusyError("full")
+        future = asyncio.get_running_loop().create_future()
+        self.queued.append((call, future))
+        return await future
+
+    def step(self, index=0):
+        call, future = self.queued.pop(index % len(self.queued))
+        future.set_result(call())
+
+
+class Batch:
+    """A batch that moves nothing, and counts it."""
+
+    def __init__(self, num_pieces, defect=None):
+        self._pieces = [range(i, i + 1) for i in range(num_pieces)]
+        self._defect = defect
+        self.moved = []
+        self.times_finished = 0
+        self.error = None
+
+    def pieces(self):
+        return self._pieces
+
+    def move(self, piece):
+        assert not self.times_finished
+        self.moved.append(piece)
+        if self._defect is not None:
+            self.fail(self._defect)
+
+    def fail(self, error):
+        self.error = self.error or error
+
+
+class World:
+    """A lane, the batches in it, and how they were ended."""
+
+    def __init__(self):
+        self.io = SteppedIo()
+        self.lane = Lane(Direction.STORE, self.finish, SHELF, self.io, THREADS)
+        self.finished = []
+        self.tasks = []
+
+    def finish(self, shelf, batches):
+        assert shelf is SHELF
+        self.finished.append(batches)
+        for batch in batches:
+            batch.times_finished += 1
+
+    def submit(self, *args):
+        batch = Batch(*args)
+        self.tasks.append((batch, asyncio.create_task(self.lane.move(batch))))
+        return batch
+
+    def apply(self, step, argument):
+        """Take one of the steps that hypothesis draws."""
+        if step == "submit":
+            self.submit(argument)
+        elif step == "step" and self.io.queued:
+            self.io.step(argument)
+        elif step == "cancel" and argument < len(self.tasks):
+            self.tasks[argument][1].cancel()
+        elif step == "refuse":
+            self.io.is_full = argument
+
+    async def settle(self):
+        for _ in range(6):
+            await asyncio.sleep(0)
+
+    async def drain(self):
+        await self.settle()
+        while self.io.queued:
+            self.io.step()
+            await self.settle()
+        await self.lane.close()
+
+
+def run(scenario):
+    async def perform():
+        world = World()
+        await scenario(world)
+        await world.drain()
+        return world
+
+    return asyncio.run(perform())
+
+
+def test_small_jobs_that_wait_together_are_ended_together():
+    async def scenario(world):
+        for _ in range(4):
+            world.submit(1)
+        await world.settle()
+        world.io.step()
+
+    world = run(scenario)
+    assert [len(batches) for batches in world.finished] == [4]
+
+
+def test_a_turn_leaves_the_rest_to_the_next_one():
+    async def scenario(world):
+        batch = world.submit(10)
+        await world.settle()
+        world.io.step()
+        assert len(batch.moved) == 4
+        assert not batch.times_finished
+
+    world = run(scenario)
+    ((batch, task),) = world.tasks
+    assert (len(batch.moved), batch.times_finished, task.done()) == (10, 1, True)
+
+
+def test_no_more_threads_are_called_than_there_are_and_one_turn_behind_them():
+    async def scenario(world):
+        world.submit(1)
+        await world.settle()
+        assert len(world.io.queued) == 1
+        world.submit(1)
+        await world.settle()
+        assert len(world.io.queued) == 2
+        for _ in range(50):
+            world.submit(1)
+        await world.settle()
+        assert len(world.io.queued) == THREADS + 1
+
+    run(scenario)
+
+
+def test_a_defect_fails_its_job_and_no_other():
+    async def scenario(world):
+        world.submit(2, TierUnavailableError("broken"))
+        world.submit(2)
+
+    (_, bad), (good, fine) = run(scenario).tasks
+    with pytest.raises(TierUnavailableError, match="broken"):
+        bad.result()
+    assert fine.result() is None
+    assert len(good.moved) == 2
+
+
+def test_what_cannot_be_ended_fails():
+    async def scenario(world):
+        world.lane._finish = lambda shelf, batches: 1 / 0
+        world.submit(1)
+
+    ((_, task),) = run(scenario).tasks
+    assert isinstance(task.exception(), ZeroDivisionError)
+
+
+def test_what_waits_for_a_pool_that_takes_no_more_fails():
+    async def scenario(world):
+        world.io.is_full = True
+        world.submit(3)
+
+    ((batch, task),) = run(scenario).tasks
+    assert isinstance(task.exception(), BusyError)
+    assert not batch.moved
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 9)),
+        st.tuples(st.just("step"), st.integers(0, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 9)),
+        st.tuples(st.just("refuse"), st.booleans()),
+        st.tuples(st.just("settle"), st.none()),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_every_batch_ends_once_when_all_of_it_that_was_begun_has_been_moved(steps):
+    async def scenario(world):
+        for step, argument in steps:
+            world.apply(step, argument)
+            if step == "settle":
+                await world.settle()
+        world.io.is_full = False
+
+    world = run(scenario)
+    cancelled = {argument for step, argument in steps if step == "cancel"}
+    is_refusing = ("refuse", True) in steps
+    for index, (batch, task) in enumerate(world.tasks):
+        assert task.done()
+        assert len(set(map(str, batch.moved))) == len(batch.moved), "a piece was moved twice"
+        assert batch.times_finished <= 1
+        if not task.cancelled() and task.exception() is None:
+            assert batch.moved == list(batch.pieces())
+            assert batch.times_finished == 1
+        else:
+            assert index in cancelled or is_refusing
+    assert not world.lane._waiting
+    assert not world.lane._calls
