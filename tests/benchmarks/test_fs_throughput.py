@@ -36,7 +36,8 @@ from kvoffload_async.tiers.fs.layout import Namespace
 
 KIB = 1024
 FIELDS = {"model_name": "bench"}
-THREADS = 3
+THREADS = min(3, max(2, len(os.sched_getaffinity(0))))
+"""Of both sides: where there are two processors, a third thread makes either slower."""
 SIZES = [(256, 64, 8), (1024, 32, 4), (4096, 16, 4)]
 """KiB a block, blocks a job, jobs."""
 LOADS = 5

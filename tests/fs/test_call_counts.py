@@ -9,7 +9,7 @@ from kvoffload_async.testing.harness import key_of
 K = [key_of(number) for number in range(8)]
 ROOMY = 64 * BLOCK
 
-READ = {"open": 1, "get_xattr": 1, "preadv": 1, "close": 1}
+READ = {"open": 1, "preadv": 1, "close": 1}
 WRITTEN = {"stat": 1, "open": 1, "pwrite": 1, "set_xattr": 1, "close": 1, "publish": 1}
 COUNTED = WRITTEN | {"stat": 4}
 """The folder before and after, and the file: what the block did to the disk."""
@@ -34,17 +34,24 @@ def times(count: int, calls: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": ROOMY}])
 @pytest.mark.parametrize("count", [1, 8])
-def test_a_load_takes_four_calls_a_block_and_none_a_job(place: Place, ops, count, options):
+def test_a_load_takes_three_calls_a_block_and_none_a_job(place: Place, ops, count, options):
     with place.open(ops, **options) as harness:
         assert harness.store(K) == {}
         assert calls_of(ops, harness.load, K[:count]) == times(count, READ)
 
 
-def test_a_load_that_verifies_nothing_takes_three(place: Place, ops):
-    with place.open(ops, verify="off") as harness:
-        assert harness.store(K) == {}
-        unverified = {name: 1 for name in READ if name != "get_xattr"}
-        assert calls_of(ops, harness.load, K) == times(8, unverified)
+@pytest.mark.parametrize("verify", ["when_present", "required"])
+def test_a_checksum_is_asked_for_once(place: Place, ops, verify):
+    with place.open() as other, place.open(ops, verify=verify) as harness:
+        assert other.store(K) == {}
+        assert calls_of(ops, harness.load, K) == times(8, READ | {"get_xattr": 1})
+        assert calls_of(ops, harness.load, K) == times(8, READ)
+
+
+def test_a_load_that_verifies_nothing_asks_for_no_checksum(place: Place, ops):
+    with place.open() as other, place.open(ops, verify="off") as harness:
+        assert other.store(K) == {}
+        assert calls_of(ops, harness.load, K) == times(8, READ)
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
 from kvoffload_async.tiers.fs.direct import DirectIo
@@ -17,14 +16,14 @@ from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify, mapped
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, sealed
+from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, SealMemory
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 256 << 10
-"""What is read and hashed at a time: little enough to be in the processor's cache for the hash."""
+_SPARE = memoryview(bytearray(1))
+"""Where what lies behind the end of a block goes: nobody reads it."""
 
 
 class BlockFiles:
@@ -69,12 +68,14 @@ class BlockFiles:
         self._folders = LeafFolders(ops, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
         self._sealer = Sealer(namespace.layout_of(block_bytes))
+        self._memory = SealMemory()
         self.writer = BlockWriter(
             ops,
             namespace,
             self._folders,
             self._direct,
             writer_id,
+            memory=self._memory,
             block_bytes=block_bytes,
             verify=verify,
             fsync=fsync,
@@ -88,36 +89,54 @@ class BlockFiles:
         self, items: Iterable[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
         """Load blocks one after the other; each is judged on its own, its failure appended."""
-        for index, key, row in items:
+        path_of, recall = self._namespace.get_file_name, self._memory.recall
+        # All that needs no file comes first: the less there is to do between two system calls,
+        # the less the threads wait for the interpreter's lock.
+        for index, key, row, path, seal in [
+            (index, key, row, path_of(key), recall(key)) for index, key, row in items
+        ]:
             direct = self._direct.flag
             try:
                 try:
-                    failure = self._load_one(index, key, row, direct)
+                    bad = self._load_one(key, row, path, seal, direct)
                 except OSError as error:
                     if not self._direct.refused(direct, error):
                         raise
-                    failure = self._load_one(index, key, row, 0)
+                    bad = self._load_one(key, row, path, seal, 0)
             except OSError as error:
-                failure = LoadFailure(index, mapped(error))
-            if failure is not None:
-                failures.append(failure)
+                bad = mapped(error), None
+            if bad is not None:
+                failures.append(LoadFailure(index, *bad))
 
     def _load_one(
-        self, index: int, key: OffloadKey, row: memoryview, direct: int
-    ) -> LoadFailure | None:
-        path = self._namespace.get_file_name(key)
+        self, key: OffloadKey, row: memoryview, path: str, remembered: bytes | None, direct: int
+    ) -> tuple[TierError, int | None] | None:
+        """Load a block; return why it must not be served, and what deleting it has freed."""
         try:
             fd = self._ops.open(path, os.O_RDONLY | direct)
         except (FileNotFoundError, NotADirectoryError):
-            return LoadFailure(index, BlockMissingError(f"block {key.hex()} is not stored"), 0)
+            return BlockMissingError(f"block {key.hex()} is not stored"), 0
         try:
+            if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
+                return None
             bad = self._read(fd, key, row, direct)
             if bad is None:
                 return None
-            is_corrupt = isinstance(bad, CorruptBlockError)
-            return LoadFailure(index, bad, self._remove_bad(fd, path) if is_corrupt else None)
+            return bad, self._remove_bad(fd, path) if isinstance(bad, CorruptBlockError) else None
         finally:
             self._ops.close(fd)
+
+    def _reads_as(
+        self, fd: int, key: OffloadKey, row: memoryview, seal: bytes, direct: int
+    ) -> bool:
+        """Read a block into the row; tell whether its bytes have this seal.
+
+        If so, they are right, whatever the file's attribute says, and whoever wrote it. If not,
+        that proves nothing: another process may have stored other bytes for the same key.
+        """
+        buffers = (row,) if direct else (row, _SPARE)
+        count = self._ops.preadv(fd, buffers, 0)
+        return count == self._block_bytes and self._sealer.seal(key, row) == seal
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
         """Read a block into the row; return why it must not be served, or None."""
@@ -131,50 +150,32 @@ class BlockFiles:
                 return CorruptBlockError(
                     f"block {key.hex()} has {size_bytes} bytes instead of {self._block_bytes}"
                 )
-        if seal is None or direct or self._block_bytes <= _PIECE_BYTES:
-            bad = self._fill(fd, key, row, beyond=not direct)
-            found = seal if bad or seal is None else self._sealer.seal(key, row)
-        else:
-            running = self._sealer.begin(key)
-            bad = self._fill(fd, key, row, piece_bytes=_PIECE_BYTES, take_in=running.update)
-            found = sealed(running)
-        if bad is None and found != seal:
-            return CorruptBlockError(f"block {key.hex()} has a wrong checksum")
-        return bad
-
-    def _fill(
-        self,
-        fd: int,
-        key: OffloadKey,
-        row: memoryview,
-        *,
-        beyond: bool = True,
-        piece_bytes: int = sys.maxsize,
-        take_in: Callable[[memoryview], object] | None = None,
-    ) -> TierError | None:
-        """Read a file into the row, and hand on each piece while it is in the processor's cache.
-
-        With `beyond`, one byte more is asked for at the end, so that a file that is too long is
-        found out: that costs nothing, where a stat is a system call.
-        """
-        done = more = 0
-        while done < self._block_bytes:
-            piece = row[done : done + piece_bytes]
-            buffers = [piece]
-            if beyond and done + len(piece) == self._block_bytes:
-                buffers.append(memoryview(bytearray(1)))
-            count = self._ops.preadv(fd, buffers, done)
-            if not count:
-                return CorruptBlockError(f"block {key.hex()} ends after {done} bytes")
-            more = count - len(piece)
-            if more < 0:
-                piece = piece[:count]
-            if take_in is not None:
-                take_in(piece)
-            done += len(piece)
-        if more > 0:
-            return CorruptBlockError(f"block {key.hex()} goes on after {done} bytes")
+        done = self._fill(fd, row, beyond=not direct)
+        if done != self._block_bytes:
+            how = "ends" if done < self._block_bytes else "goes on"
+            return CorruptBlockError(
+                f"block {key.hex()} {how} after {min(done, self._block_bytes)} bytes"
+            )
+        if seal is not None:
+            if self._sealer.seal(key, row) != seal:
+                return CorruptBlockError(f"block {key.hex()} has a wrong checksum")
+            self._memory.remember(key, seal)
         return None
+
+    def _fill(self, fd: int, row: memoryview, *, beyond: bool) -> int:
+        """Read a file into the row; return how many bytes it has, at most one more than that.
+
+        With `beyond`, one byte more is asked for, so that a file that is too long is found out:
+        that costs nothing, where a stat is a system call.
+        """
+        spare = (_SPARE,) if beyond else ()
+        done = self._ops.preadv(fd, (row, *spare), 0)
+        while 0 < done < len(row):
+            count = self._ops.preadv(fd, (row[done:], *spare), done)
+            if not count:
+                break
+            done += count
+        return done
 
     def _remove_bad(self, fd: int, path: str) -> int | None:
         """Delete a bad file, unless its path names another by now; see `LoadFailure`."""

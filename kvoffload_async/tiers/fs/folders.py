@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
+_UNMEASURED = contextlib.nullcontext()
+
 
 class LeafFolders:
     """The folders in which blocks lie, each with a parent that holds nothing else."""
@@ -47,13 +49,16 @@ class LeafFolders:
         self._ops.make_folders(_parent_of(parent))
         self.ensure(leaf, change)
 
-    @contextlib.contextmanager
-    def growing(self, folder: str, change: DiskChange) -> Iterator[None]:
+    def growing(self, folder: str, change: DiskChange) -> contextlib.AbstractContextManager[None]:
         """Count by how much a folder grows meanwhile: none of its entries pays for that.
 
         What another thread has counted is left out; of another process that cannot be known,
         and the next walk corrects it.
         """
+        return self._measured(folder, change) if self._counts_bytes else _UNMEASURED
+
+    @contextlib.contextmanager
+    def _measured(self, folder: str, change: DiskChange) -> Iterator[None]:
         before_bytes = self._size_of(folder)
         try:
             yield

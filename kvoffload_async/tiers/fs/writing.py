@@ -18,7 +18,7 @@ from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify, mapped
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
+from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, SealMemory
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class BlockWriter:
         direct: DirectIo,
         writer_id: str,
         *,
+        memory: SealMemory,
         block_bytes: int,
         verify: Verify,
         fsync: bool,
@@ -59,6 +60,7 @@ class BlockWriter:
         self._namespace = namespace
         self._folders = folders
         self._direct = direct
+        self._memory = memory
         self._writer_id = writer_id
         self._block_bytes = block_bytes
         self._verify = verify
@@ -102,7 +104,7 @@ class BlockWriter:
         if not item.may_write:
             return StoreStatus.ABSENT
         temp = f"{path}.{self._writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
-        leaf = self._namespace.leaf_of(item.key)
+        leaf = path.rpartition("/")[0]
         self._folders.ensure(leaf, outcome.change)
         with self._folders.growing(leaf, outcome.change):
             return self._store_by_way_of(temp, path, item, outcome)
@@ -116,7 +118,7 @@ class BlockWriter:
                 if not self._take_victim(item.key, item.victim, temp, outcome):
                     return StoreStatus.VICTIM_GONE
                 recycled = self._may_overwrite(temp)
-            self._fill(temp, item, outcome, recycled=recycled)
+            seal = self._fill(temp, item, outcome, recycled=recycled)
             file_bytes = disk_bytes(self._ops.stat(temp)) if self._counts_bytes else 0
             is_published = self._publish(temp, path)
         except OSError:
@@ -126,6 +128,8 @@ class BlockWriter:
             self.discard(temp)
             return StoreStatus.PRESENT
         outcome.change.added_bytes += file_bytes
+        if seal is not None:
+            self._memory.remember(item.key, seal)
         return StoreStatus.WRITTEN
 
     def _publish(self, temp: str, path: str) -> bool:
@@ -192,49 +196,58 @@ class BlockWriter:
 
     # -- the bytes ------------------------------------------------------------------------------
 
-    def _fill(self, temp: str, item: StoreItem, outcome: StoreOutcome, *, recycled: bool) -> None:
+    def _fill(
+        self, temp: str, item: StoreItem, outcome: StoreOutcome, *, recycled: bool
+    ) -> bytes | None:
+        """Write a block's bytes and its seal into a new or recycled file; return the seal."""
         flags = os.O_WRONLY | os.O_CREAT
         direct = self._direct.flag
         try:
             exclusive = 0 if recycled else os.O_EXCL
             fd = self._open_temp(temp, flags | exclusive | direct, outcome)
-            self._fill_opened(fd, item, recycled=recycled)
+            return self._fill_opened(fd, item, recycled=recycled)
         except OSError as error:
             if not self._direct.refused(direct, error):
                 raise
             fd = self._open_temp(temp, flags, outcome)  # the refused call may have made it
-            self._fill_opened(fd, item, recycled=recycled)
+            return self._fill_opened(fd, item, recycled=recycled)
 
     def _open_temp(self, temp: str, flags: int, outcome: StoreOutcome) -> int:
         for _ in range(_TRIES):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 return self._ops.open(temp, flags)
-            self._folders.make_again(temp.rpartition("/")[0], outcome.change)
+            except FileNotFoundError:
+                self._folders.make_again(temp.rpartition("/")[0], outcome.change)
         return self._ops.open(temp, flags)
 
-    def _fill_opened(self, fd: int, item: StoreItem, *, recycled: bool) -> None:
+    def _fill_opened(self, fd: int, item: StoreItem, *, recycled: bool) -> bytes | None:
         try:
+            seal = None
+            if self._verify is not Verify.OFF or recycled:  # else the victim's would stay
+                # Before the write, which then finds the row in the processor's cache.
+                seal = self._sealer.seal(item.key, item.row)
             self._write_row(fd, item.row)
             if recycled:
                 self._ops.truncate(fd, self._block_bytes)
-            if self._verify is not Verify.OFF or recycled:
-                self._set_seal(fd, item, is_vital=recycled)  # else the victim's would stay
+            if seal is not None:
+                self._set_seal(fd, seal, is_vital=recycled)
             if self._fsync:
                 self._ops.fdatasync(fd)
+            return seal
         finally:
             self._ops.close(fd)
 
     def _write_row(self, fd: int, row: memoryview) -> None:
         done = 0
         while done < len(row):
-            written = self._ops.pwrite(fd, row[done:], done)
+            written = self._ops.pwrite(fd, row[done:] if done else row, done)
             if written <= 0:
                 raise OSError(errno.EIO, "a write made no progress")
             done += written
 
-    def _set_seal(self, fd: int, item: StoreItem, *, is_vital: bool) -> None:
+    def _set_seal(self, fd: int, seal: bytes, *, is_vital: bool) -> None:
         try:
-            self._ops.set_xattr(fd, ATTRIBUTE, self._sealer.seal(item.key, item.row))
+            self._ops.set_xattr(fd, ATTRIBUTE, seal)
         except OSError as error:
             if is_vital or error.errno not in _NO_XATTR or self._verify is Verify.REQUIRED:
                 raise
