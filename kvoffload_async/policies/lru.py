@@ -51,9 +51,9 @@ class LruPolicy(CachePolicy):
         keys: Sequence[OffloadKey],
         reused: Callable[[OffloadKey], bool],
     ) -> None:
-        for key in reversed(keys):
-            if key in self._oldest_first:
-                self._oldest_first.move_to_end(key)
+        present, move_to_end = self._oldest_first.__contains__, self._oldest_first.move_to_end
+        for key in filter(present, reversed(keys)):
+            move_to_end(key)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:

@@ -32,7 +32,6 @@ _Bell = queue.SimpleQueue[None]
 @dataclass(slots=True, eq=False)
 class _Call:
     call: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     is_shared: bool
     """Whether more threads than one may be in it."""
@@ -46,7 +45,7 @@ class _Call:
 
 
 class IoPool:
-    """Threads that run blocking calls for coroutines; an `IoRunner`.
+    """Threads that run blocking calls for the coroutines of one loop; an `IoRunner`.
 
     The threads are daemons: one that hangs in a system call cannot keep the process alive.
     """
@@ -81,6 +80,8 @@ class IoPool:
             Direction.STORE: transfers,
             Direction.NONE: queue.SimpleQueue(),
         }
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Whose coroutines call; asked for once, as every answer costs a system call."""
         self._stopping = False
         self._done: deque[_Call] = deque()
         self._wake_pending = False
@@ -104,17 +105,7 @@ class IoPool:
 
         Thread: loop.
         """
-        loop = asyncio.get_running_loop()
-        work = _Call(call, loop, loop.create_future(), helpers > 0, helpers)
-        with self._mutex:
-            if self._stopping:
-                raise TierClosedError("the I/O pool is closed")
-            if len(self._queues[direction]) >= self._queued_calls:
-                raise BusyError(f"{self._queued_calls} calls are queued")
-            self._queues[direction].append(work)
-        bell = self._bells[direction]
-        for _ in range(1 + helpers):
-            bell.put(None)
+        work = self._submit(direction, call, helpers)
         cancelled: asyncio.CancelledError | None = None
         while not work.has_ended:
             try:
@@ -122,7 +113,7 @@ class IoPool:
             except asyncio.CancelledError as error:
                 cancelled = error
                 if not work.has_ended:  # the call still touches memory: wait on
-                    work.future = loop.create_future()
+                    work.future = work.future.get_loop().create_future()
             except Exception:  # noqa: BLE001 - the call's own error, raised below
                 break
         if cancelled is not None:
@@ -157,6 +148,22 @@ class IoPool:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
+
+    def _submit(self, direction: Direction, call: Callable[[], Any], helpers: int) -> _Call:
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+        work = _Call(call, loop.create_future(), helpers > 0, helpers)
+        with self._mutex:
+            if self._stopping:
+                raise TierClosedError("the I/O pool is closed")
+            if len(self._queues[direction]) >= self._queued_calls:
+                raise BusyError(f"{self._queued_calls} calls are queued")
+            self._queues[direction].append(work)
+        bell = self._bells[direction]
+        for _ in range(1 + helpers):
+            bell.put(None)
+        return work
 
     def _work(self, order: tuple[Direction, ...]) -> None:
         bell = self._bells[order[0]]
@@ -211,7 +218,7 @@ class IoPool:
             return
         self._wake_pending = True
         try:
-            work.loop.call_soon_threadsafe(self._deliver)
+            work.future.get_loop().call_soon_threadsafe(self._deliver)
         except RuntimeError:
             # A call that hung until after the loop was closed: nobody awaits it any more.
             self._wake_pending = False

@@ -125,9 +125,12 @@ class TierActor:
         self._probes: set[asyncio.Task[frozenset[OffloadKey]]] = set()
         self._unanswered: dict[int, asyncio.TimerHandle] = {}
         self._closing = False
+        # Asked for once: the interpreter makes a system call for every answer.
+        self._loop: asyncio.AbstractEventLoop
 
     async def open(self) -> None:
         """Open the tier; on failure it is closed again, and the error goes on."""
+        self._loop = asyncio.get_running_loop()
         try:
             await self._tier.open(self._env)
         except BaseException:
@@ -137,8 +140,7 @@ class TierActor:
     def start_job(self, job: JobMetadata) -> None:
         """Accept a job: from now on it settles exactly once."""
         side = self._loads if job.is_promotion else self._stores
-        loop = asyncio.get_running_loop()
-        run = _Run(job, side, loop.time())
+        run = _Run(job, side, self._loop.time())
         if self._closing:
             self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
         elif len(side.waiting) >= self._tier.bounds.queued_jobs:
@@ -154,7 +156,7 @@ class TierActor:
         if self._closing:
             self._post(ProbeAnswered(generation, frozenset()))
             return
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         task = loop.create_task(
             _contained(self._tier.contains, keys), name=f"{self.name}:probe:{generation}"
         )
@@ -182,7 +184,7 @@ class TierActor:
             What was left behind. The tier itself is closed only if nothing was.
         """
         self._closing = True
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
             for run in list(side.waiting.values()):
@@ -212,7 +214,7 @@ class TierActor:
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
-        task = asyncio.get_running_loop().create_task(
+        task = self._loop.create_task(
             _contained(self._tier.close), name=f"{self.name}:close"
         )
         await asyncio.wait({task}, timeout=timeout_s)
@@ -235,7 +237,7 @@ class TierActor:
             del waiting[job_id]
             running[job_id] = run
             side.running_blocks = blocks
-            run.task = asyncio.get_running_loop().create_task(
+            run.task = self._loop.create_task(
                 self._perform(run), name=f"{side.name}:{job_id}"
             )
             run.task.add_done_callback(partial(self._job_ended, run))
@@ -273,14 +275,13 @@ class TierActor:
         self._post(self._settled(run, {}, error))
 
     def _settled(self, run: _Run, failures: BlockFailures, error: TierError | None) -> JobSettled:
-        seconds = asyncio.get_running_loop().time() - run.accepted_s
+        seconds = self._loop.time() - run.accepted_s
         return JobSettled(run.job.job_id, failures, error, seconds)
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the one timer to the deadline that is the next."""
-        loop = asyncio.get_running_loop()
         due_s = run.accepted_s + self._io_timeout_s
-        self._next_deadline = loop.call_at(due_s, self._pass_deadlines)
+        self._next_deadline = self._loop.call_at(due_s, self._pass_deadlines)
 
     def _forget_deadline(self, run: _Run) -> None:
         self._due.pop(run.job.job_id, None)
@@ -289,7 +290,7 @@ class TierActor:
             self._next_deadline = None
 
     def _pass_deadlines(self) -> None:
-        now_s = asyncio.get_running_loop().time() + _TIMER_RESOLUTION_S
+        now_s = self._loop.time() + _TIMER_RESOLUTION_S
         self._next_deadline = None
         while self._due:
             job_id, run = next(iter(self._due.items()))

@@ -7,6 +7,8 @@ Source: XXH3, 128 bits (xxhash.com), seeded with the 64 bits of XXH3 over layout
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from kvoffload_async.types import OffloadKey
@@ -23,6 +25,11 @@ class BlockDigester:
     def digest(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the checksum of a block's bytes, `DIGEST_BYTES` long."""
         return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(self._prefix + key))
+
+    def digests(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bytes]:
+        """Return the checksums of several blocks."""
+        seed, digest, prefix = xxhash.xxh3_64_intdigest, xxhash.xxh3_128_digest, self._prefix
+        return [digest(data, seed(prefix + key)) for key, data in zip(keys, blocks, strict=True)]
 
     def begin(self, key: OffloadKey) -> xxhash.xxh3_128:
         """Return a checksum of no bytes yet, for a block that comes in pieces."""

@@ -159,8 +159,7 @@ class StoreBatch(Batch):
         digests = None
         if shelf.verify:
             rows = self._rows[run.start : run.start + run.count]
-            digest, row = shelf.digester.digest, shelf.rows.row
-            digests = [digest(key, row(number)) for key, number in zip(keys, rows, strict=True)]
+            digests = shelf.digester.digests(keys, shelf.rows.each(rows))
         return put_records(keys, run.place, digests)
 
     @classmethod
@@ -211,12 +210,17 @@ class LoadBatch(Batch):
         whole = shelf.segments.read(run, self._rows)
         for offset in range(whole, run.count):
             self._drop(run, offset, "ends early")
-        if is_verified:
-            digest, row = shelf.digester.digest, shelf.rows.row
-            digests = split_digests(shelf.table.digests(run.place, run.count))
-            for offset in range(whole):
-                index = run.start + offset
-                if digest(self._keys[index], row(self._rows[index])) != digests[offset]:
+        if is_verified and whole:
+            self._verify(run, whole)
+
+    def _verify(self, run: Run, count: int) -> None:
+        """Drop those of a run's first blocks whose bytes are not those that were stored."""
+        shelf, part = self._shelf, slice(run.start, run.start + count)
+        found = shelf.digester.digests(self._keys[part], shelf.rows.each(self._rows[part]))
+        stored = split_digests(shelf.table.digests(run.place, count))
+        if found != stored:
+            for offset in range(count):
+                if found[offset] != stored[offset]:
                     self._drop(run, offset, "has a wrong checksum")
 
     def _move_large(self, run: Run) -> None:

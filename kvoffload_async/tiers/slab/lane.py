@@ -52,7 +52,7 @@ class Lane(Generic[BatchT]):
         io: IoRunner,
         threads: int,
     ) -> None:
-        """Open the lane.
+        """Open the lane, on the loop that it belongs to.
 
         Args:
             direction: Which of the pool's threads prefer it.
@@ -70,6 +70,7 @@ class Lane(Generic[BatchT]):
         self._waiting: deque[tuple[_Passage[BatchT], range]] = deque()
         self._mutex = threading.Lock()
         """Guards who has which piece; never held for longer than that takes."""
+        self._loop = asyncio.get_running_loop()
         self._calls: set[asyncio.Task[None]] = set()
 
     async def move(self, batch: BatchT) -> None:
@@ -78,11 +79,10 @@ class Lane(Generic[BatchT]):
         Raises:
             TierError: The batch has failed as a whole.
         """
-        loop = asyncio.get_running_loop()
         pieces = batch.pieces()
-        passage = _Passage(batch, len(pieces), loop.create_future())
+        passage = _Passage(batch, len(pieces), self._loop.create_future())
         self._waiting.extend([(passage, piece) for piece in pieces])
-        self._call(loop)
+        self._call()
         cancelled: asyncio.CancelledError | None = None
         while not passage.has_ended:
             try:
@@ -90,7 +90,7 @@ class Lane(Generic[BatchT]):
             except asyncio.CancelledError as error:
                 cancelled = error
                 if not passage.has_ended:  # what is under way still touches memory: wait on
-                    passage.future = loop.create_future()
+                    passage.future = self._loop.create_future()
                     self._withdraw(passage)
         if cancelled is not None:
             try:
@@ -107,7 +107,7 @@ class Lane(Generic[BatchT]):
 
     # -- turns ----------------------------------------------------------------------------------
 
-    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _call(self) -> None:
         """Call a thread a piece that waits; where there is much to do, keep a turn ready behind.
 
         A thread that is here already may be in a call that hangs, so it does not count.
@@ -115,7 +115,7 @@ class Lane(Generic[BatchT]):
         waiting = len(self._waiting)
         most = self._threads + (waiting > self._threads * self._pieces_per_turn)
         for _ in range(min(waiting, most - len(self._calls))):
-            call = loop.create_task(self._take_turns())
+            call = self._loop.create_task(self._take_turns())
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 

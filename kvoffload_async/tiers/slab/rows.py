@@ -34,6 +34,11 @@ class Rows:
         start = number * self.row_bytes
         return self._flat[start : start + self.row_bytes]
 
+    def each(self, numbers: Sequence[int]) -> list[memoryview]:
+        """Return rows one by one."""
+        flat, size = self._flat, self.row_bytes
+        return [flat[number * size : (number + 1) * size] for number in numbers]
+
     def buffers(self, rows: Sequence[int], run: Run) -> list[memoryview]:
         """Return what a run's slots are written from, or read into; `rows` as in the run."""
         size = self.row_bytes

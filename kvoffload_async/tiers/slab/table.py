@@ -123,7 +123,7 @@ class RecordTable:
         return live
 
 
-def split_digests(digests: bytes) -> Sequence[bytes]:
+def split_digests(digests: bytes) -> list[bytes]:
     """Return the single checksums of several, one behind the other."""
     starts: Iterable[int] = range(0, len(digests), DIGEST_BYTES)
     return [digests[start : start + DIGEST_BYTES] for start in starts]

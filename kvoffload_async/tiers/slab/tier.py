@@ -104,6 +104,7 @@ class SlabTier(AsyncTier):
         """
         settings = self._settings
         self._env = env
+        self._loop = asyncio.get_running_loop()
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
         budget = self._budget(block_bytes)
         self._rows = Rows(env.kv_view, budget.slot_bytes)
@@ -148,7 +149,7 @@ class SlabTier(AsyncTier):
         present = [place for place in found if place is not None]
         absent = [index for index, place in enumerate(found) if place is None]
         store.catalog.pin(present)
-        done = asyncio.get_running_loop().create_future()
+        done = self._loop.create_future()
         missing = [job.keys[index] for index in absent]
         self._writing.update(dict.fromkeys(missing, done))
         try:
@@ -183,7 +184,10 @@ class SlabTier(AsyncTier):
             for index in batch.corrupt:
                 store.catalog.drop(keys[index], places[index])
             failures |= {order[index][1]: error for index, error in batch.failures.items()}
-            store.catalog.used([key for i, key in enumerate(job.keys) if i not in failures])
+            loaded: Sequence[OffloadKey] = job.keys
+            if failures:
+                loaded = [key for i, key in enumerate(job.keys) if i not in failures]
+            store.catalog.used(loaded)
         finally:
             store.catalog.unpin(places)
         return failures
