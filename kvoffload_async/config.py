@@ -78,6 +78,11 @@ def at_least(minimum: int) -> Parser:
     return parse
 
 
+def or_none(parse: Parser) -> Parser:
+    """Return a parser that lets None pass: "choose a value for me"."""
+    return lambda value, key: None if value is None else parse(value, key)
+
+
 def parse_seconds(value: object, key: str) -> float:
     """Return a positive number of seconds; raises ConfigError."""
     if (

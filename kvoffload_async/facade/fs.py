@@ -19,6 +19,7 @@ from kvoffload_async.facade.secondary import (
     SecondaryTierManager,
     TierOptions,
     check_tier_options,
+    read_threads,
 )
 from kvoffload_async.facade.storage import (
     default_run_config,
@@ -118,7 +119,8 @@ class FileSystemTierManager(SecondaryTierManager):
             # vLLM's own tier reads files of its namespaces without verifying them.
             reuse_inodes=parse_bool(reuse_inodes, "reuse_inodes") and run_config is None,
             rescan_interval_s=parse_seconds(rescan_interval_s, "rescan_interval_s"),
-            io_threads=options.get("n_read_threads", 2) + options.get("n_write_threads", 1),
+            io_threads=read_threads(options.get("n_read_threads"))
+            + options.get("n_write_threads", 1),
             locality=Locality(parse_choice(locality, Locality, "locality")),
         )
         tier = FsTier(settings, partial(create_policy, eviction_policy), ops)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
-from kvoffload_async.config import Parser, at_least, parse_bool, parse_seconds
+from kvoffload_async.config import Parser, at_least, or_none, parse_bool, parse_seconds
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
@@ -15,6 +15,7 @@ from kvoffload_async.core.port import TierPort
 from kvoffload_async.errors import StateError
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -41,7 +42,7 @@ class TierOptions(TypedDict, total=False):
     probe_timeout_s: float
     open_timeout_s: float
     close_timeout_s: float
-    n_read_threads: int
+    n_read_threads: int | None
     n_write_threads: int
     enable_kv_events: bool
     backpressure_detector: Backpressure | None
@@ -52,7 +53,7 @@ _PARSERS: Final[Mapping[str, Parser]] = {
     "probe_timeout_s": parse_seconds,
     "open_timeout_s": parse_seconds,
     "close_timeout_s": parse_seconds,
-    "n_read_threads": at_least(1),
+    "n_read_threads": or_none(at_least(1)),
     "n_write_threads": at_least(1),
     "enable_kv_events": parse_bool,
 }
@@ -66,6 +67,11 @@ def check_tier_options(options: Mapping[str, Any]) -> None:
     """
     for name in options.keys() & _PARSERS.keys():
         _PARSERS[name](options[name], name)
+
+
+def read_threads(wanted: int | None) -> int:
+    """Return how many I/O threads prefer loads."""
+    return suitable_threads() - 1 if wanted is None else wanted
 
 
 class SecondaryTierManager:
@@ -95,7 +101,7 @@ class SecondaryTierManager:
         probe_timeout_s: float = 2.0,
         open_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
-        n_read_threads: int = 2,
+        n_read_threads: int | None = None,
         n_write_threads: int = 1,
         enable_kv_events: bool = False,
         backpressure_detector: Backpressure | None = None,
@@ -114,7 +120,7 @@ class SecondaryTierManager:
             probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
             open_timeout_s: Seconds for opening.
             close_timeout_s: Seconds for `shutdown`, where the call does not say.
-            n_read_threads: I/O threads that prefer loads.
+            n_read_threads: I/O threads that prefer loads; None: one less than usable CPUs, 1 to 3.
             n_write_threads: I/O threads that prefer stores.
             enable_kv_events: Whether `take_events` tells anything.
             backpressure_detector: See the class.
@@ -173,7 +179,7 @@ class SecondaryTierManager:
             tier,
             kv_view=self._view,
             pool=self._bridge.create_pool(
-                n_read_threads, n_write_threads, tier.bounds.concurrent_probes
+                read_threads(n_read_threads), n_write_threads, tier.bounds.concurrent_probes
             ),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
-from kvoffload_async.config import at_least, parse_bool, parse_name, parse_size_bytes
+from kvoffload_async.config import at_least, or_none, parse_bool, parse_name, parse_size_bytes
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.secondary import (
     SecondaryTierManager,
@@ -21,6 +20,7 @@ from kvoffload_async.facade.storage import (
     parse_run_config,
 )
 from kvoffload_async.factory import check_policy, create_policy
+from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.tiers.fs.ops import FileOps
 from kvoffload_async.tiers.slab.opening import OnMismatch
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
@@ -109,9 +109,7 @@ class SlabTierManager(SecondaryTierManager):
             on_mismatch=OnMismatch(parse_choice(on_mismatch, OnMismatch, "on_mismatch")),
             direct_io=parse_bool(direct_io, "direct_io"),
             fdatasync=parse_bool(fdatasync, "fdatasync"),
-            io_threads=_default_threads()
-            if io_threads is None
-            else at_least(2)(io_threads, "io_threads"),
+            io_threads=or_none(at_least(2))(io_threads, "io_threads") or suitable_threads(),
             piece_bytes=parse_size_bytes(piece_bytes, "piece_bytes"),
             locality=Locality(parse_choice(locality, Locality, "locality")),
         )
@@ -119,7 +117,3 @@ class SlabTierManager(SecondaryTierManager):
         options["n_read_threads"] = settings.io_threads - 1
         options["n_write_threads"] = 1
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
-
-
-def _default_threads() -> int:
-    return max(2, min(4, len(os.sched_getaffinity(0))))

@@ -55,6 +55,7 @@ class TierConformance:
         timeout_s: Deadline of every single wait.
         fault_seeds: Seeds of the test that injects faults.
         short_io_timeout_s: A job's deadline in that test; a hung one is overdue after it.
+        traffic_runs: How often the test that injects none fills the primary with jobs.
     """
 
     num_slots = 64
@@ -62,6 +63,7 @@ class TierConformance:
     timeout_s = 10.0
     fault_seeds = range(5)
     short_io_timeout_s = 0.25
+    traffic_runs = 40
 
     def damage(self, tier: AsyncTier, key: OffloadKey) -> bool:
         """Damage a stored block behind the tier's back; False if that is impossible here."""
@@ -227,6 +229,11 @@ class TierConformance:
             assert harness.manager.drain_jobs(self.timeout_s)
             assert len(harness.collect()) == len(K)
             assert not harness.manager.has_pending_work()
+
+    def test_no_job_of_many_is_forgotten(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            for seed in range(self.traffic_runs):
+                _Traffic(harness, random.Random(seed)).run(self.num_slots)
 
     def test_a_job_id_in_use_fails_and_the_first_job_goes_on(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:

@@ -214,9 +214,7 @@ class TierActor:
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
-        task = self._loop.create_task(
-            _contained(self._tier.close), name=f"{self.name}:close"
-        )
+        task = self._loop.create_task(_contained(self._tier.close), name=f"{self.name}:close")
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
@@ -237,9 +235,7 @@ class TierActor:
             del waiting[job_id]
             running[job_id] = run
             side.running_blocks = blocks
-            run.task = self._loop.create_task(
-                self._perform(run), name=f"{side.name}:{job_id}"
-            )
+            run.task = self._loop.create_task(self._perform(run), name=f"{side.name}:{job_id}")
             run.task.add_done_callback(partial(self._job_ended, run))
 
     async def _perform(self, run: _Run) -> BlockFailures:

@@ -90,8 +90,8 @@ class World:
         elif step == "refuse":
             self.io.is_full = argument
 
-    async def settle(self):
-        for _ in range(6):
+    async def settle(self, iterations=6):
+        for _ in range(iterations):
             await asyncio.sleep(0)
 
     async def drain(self):
@@ -99,6 +99,7 @@ class World:
         while self.io.queued:
             self.io.step()
             await self.settle()
+        assert all(task.done() for _, task in self.tasks), "a job is never ended"
         await self.lane.close()
 
 
@@ -152,6 +153,18 @@ def test_no_more_threads_are_called_than_there_are_and_one_turn_behind_them():
     run(scenario)
 
 
+def test_what_comes_while_the_last_turns_end_is_moved():
+    async def scenario(world):
+        for _ in range(THREADS):
+            world.submit(1)
+        await world.settle()
+        for _ in range(THREADS):
+            world.io.step()
+        world.submit(1)
+
+    assert sum(map(len, run(scenario).finished)) == THREADS + 1
+
+
 def test_a_defect_fails_its_job_and_no_other():
     async def scenario(world):
         world.submit(2, TierUnavailableError("broken"))
@@ -189,7 +202,7 @@ STEPS = st.lists(
         st.tuples(st.just("step"), st.integers(0, 3)),
         st.tuples(st.just("cancel"), st.integers(0, 9)),
         st.tuples(st.just("refuse"), st.booleans()),
-        st.tuples(st.just("settle"), st.none()),
+        st.tuples(st.just("settle"), st.integers(1, 6)),
     ),
     max_size=40,
 )
@@ -201,14 +214,13 @@ def test_every_batch_ends_once_when_all_of_it_that_was_begun_has_been_moved(step
         for step, argument in steps:
             world.apply(step, argument)
             if step == "settle":
-                await world.settle()
+                await world.settle(argument)
         world.io.is_full = False
 
     world = run(scenario)
     cancelled = {argument for step, argument in steps if step == "cancel"}
     is_refusing = ("refuse", True) in steps
     for index, (batch, task) in enumerate(world.tasks):
-        assert task.done()
         assert len(set(map(str, batch.moved))) == len(batch.moved), "a piece was moved twice"
         assert batch.times_finished <= 1
         if not task.cancelled() and task.exception() is None:

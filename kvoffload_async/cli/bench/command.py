@@ -34,6 +34,7 @@ from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, write_figures
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.runtime.buffer import PAGE_BYTES
+from kvoffload_async.runtime.io_pool import suitable_threads
 
 DEFAULT_TIERS: Final = ("slab", "fs")
 """What is measured if nobody asks for anything."""
@@ -83,9 +84,11 @@ def bench(
         int, typer.Option(min=1, metavar="N", help="How often all of it is measured.")
     ] = 5,
     threads: Annotated[
-        int,
-        typer.Option(min=1, max=64, metavar="N", help="Threads of the floor."),
-    ] = 3,
+        int | None,
+        typer.Option(
+            min=1, max=64, metavar="N", help="Threads of the floor; by default as many as a tier's."
+        ),
+    ] = None,
     direct_floor: Annotated[
         bool,
         typer.Option("--direct-floor", help="The floor bypasses the page cache (O_DIRECT)."),
@@ -131,7 +134,7 @@ def bench(
             one_job=one_job,
             in_flight=in_flight,
             rounds=rounds,
-            threads=threads,
+            threads=suitable_threads() if threads is None else threads,
             direct=direct_floor,
             steady=steady,
             warm_up=warm_up,

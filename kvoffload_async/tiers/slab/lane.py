@@ -71,6 +71,8 @@ class Lane(Generic[BatchT]):
         self._mutex = threading.Lock()
         """Guards who has which piece; never held for longer than that takes."""
         self._loop = asyncio.get_running_loop()
+        self._num_calls = 0
+        """Calls that will look for something to move once more."""
         self._calls: set[asyncio.Task[None]] = set()
 
     async def move(self, batch: BatchT) -> None:
@@ -114,7 +116,8 @@ class Lane(Generic[BatchT]):
         """
         waiting = len(self._waiting)
         most = self._threads + (waiting > self._threads * self._pieces_per_turn)
-        for _ in range(min(waiting, most - len(self._calls))):
+        for _ in range(min(waiting, most - self._num_calls)):
+            self._num_calls += 1
             call = self._loop.create_task(self._take_turns())
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
@@ -127,6 +130,8 @@ class Lane(Generic[BatchT]):
                     passage.end()
         except Exception as error:  # noqa: BLE001 - the pool refuses: so do those who wait for it
             self._refuse(error)
+        finally:
+            self._num_calls -= 1
 
     def _turn(self) -> list[_Passage[BatchT]]:
         """Move pieces; return what has ended with them. Thread: an I/O thread."""
