@@ -68,8 +68,10 @@ class PrimaryBuffer:
 
 
 def _map_anonymous(size_bytes: int, *, prefault: bool) -> mmap.mmap:
-    """Map private memory, in huge pages where the system has them: whoever copies or hashes whole
-    rows would wait for the TLB else. Shared anonymous memory never gets any.
+    """Map private memory, in huge pages where the system has them.
+
+    With small ones, whoever copies or hashes whole rows waits for the TLB; shared anonymous memory
+    has no others.
     """
     try:
         mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -29,14 +29,14 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.io_pool import IoPool
+from kvoffload_async.runtime.io_pool import IoPool, suitable_threads
 from kvoffload_async.runtime.loop_thread import LoopThread
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.fs.layout import Namespace
 
 KIB = 1024
 FIELDS = {"model_name": "bench"}
-THREADS = min(3, max(2, len(os.sched_getaffinity(0))))
+THREADS = suitable_threads()
 """Of both sides: where there are two processors, a third thread makes either slower."""
 SIZES = [(256, 64, 8), (1024, 32, 4), (4096, 16, 4)]
 """KiB a block, blocks a job, jobs."""

@@ -23,12 +23,13 @@ import pytest
 
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.factory import create_policy
+from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.testing.harness import TierHarness, key_of, make_job
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 
 KIB = 1024
 MIB = 1024 * KIB
-THREADS = 3
+THREADS = suitable_threads()
 SIZES = [(64, 16, 256), (64, 256, 16), (256, 16, 64), (1024, 16, 16), (1024, 256, 1), (4096, 16, 4)]
 """KiB a block, blocks a job, jobs: 256 MiB in all."""
 LOADS = 5
@@ -100,7 +101,9 @@ class TierSide:
 
     def _run(self, operation, *, is_promotion: bool) -> None:
         async def perform() -> None:
-            bound = asyncio.Semaphore(TierBounds().concurrent_stores)
+            bounds = self._harness.tier.bounds
+            at_once = max(bounds.concurrent_stores, bounds.concurrent_blocks // self._per_job)
+            bound = asyncio.Semaphore(at_once)
 
             async def one(job) -> None:
                 async with bound:
