@@ -57,6 +57,10 @@ class TierBusyError(TierError, BusyError):
     """The tier's mailbox was full when the job arrived."""
 
 
+class RepeatedKeyError(TierError, StateError):
+    """The job names a key twice; nothing of it was moved."""
+
+
 class TierFullError(TierError):
     """No room was left for the block, and none could be made."""
 

@@ -68,8 +68,7 @@ class TierPort:
         id is in use.
 
         Raises:
-            StateError: Lengths differ, a key comes twice, or a slot does not exist; the job was
-                not accepted.
+            StateError: Lengths differ, or a slot does not exist; the job was not accepted.
         """
         self._check(job)
         if self._closed:
@@ -171,8 +170,6 @@ class TierPort:
             raise StateError(
                 f"job {job.job_id} has {count} keys but {len(job.block_ids)} block_ids"
             )
-        if len(set(job.keys)) != count:
-            raise StateError(f"job {job.job_id} names a key twice")
         # As numbers without a sign, what is negative is too large: one pass over them is enough.
         if count and np.maximum.reduce(job.block_ids.view(np.uint32)) >= self._num_slots:
             raise StateError(f"job {job.job_id} names a slot outside of 0..{self._num_slots - 1}")

@@ -217,10 +217,11 @@ class SecondaryTierManager:
         """Accept a cascade: its keys are copied from the primary's slots.
 
         The slots must stay as they are until the job is reported, or, if the result says
-        `disowned`, until `get_released_jobs` names it. Copies nothing on this thread.
+        `disowned`, until `get_released_jobs` names it. Copies nothing on this thread. A job that
+        names a key twice fails with a `RepeatedKeyError`.
 
         Raises:
-            StateError: Lengths differ, a key comes twice, or a slot does not exist.
+            StateError: Lengths differ, or a slot does not exist.
         """
         self._port.submit(job_metadata)
 

@@ -22,6 +22,7 @@ from kvoffload_async.errors import (
     BlockMissingError,
     ConfigError,
     CorruptBlockError,
+    RepeatedKeyError,
     StateError,
     TierClosedError,
     TierError,
@@ -241,6 +242,20 @@ class TierConformance:
             harness.submit(make_job(first.job_id, [K[1]], [1], is_promotion=False))
             harness.wait()
             assert sorted(result.success for result in harness.results) == [False, True]
+
+    def test_a_job_that_names_a_key_twice_fails_and_moves_nothing(self, tier: TierFactory) -> None:
+        with self._manage(tier()) as harness:
+            harness.submit_store(K[:2], [0, 1])
+            harness.wait()
+            store = harness.submit_store([K[2], K[3], K[2]], [2, 3, 4])
+            load = harness.submit_load([K[0], K[0]], [5, 6])
+            harness.wait()
+            for job in (store, load):
+                assert isinstance(harness.result_of(job).error, RepeatedKeyError)
+            assert self._lookup(harness, K[3]) is LookupResult.MISS
+            assert harness.is_untouched(5)
+            assert harness.is_untouched(6)
+            assert self._lookup(harness, K[0]) is LookupResult.HIT
 
     def test_unequal_lengths_are_refused_at_the_call(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:

@@ -27,6 +27,7 @@ from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner
 from kvoffload_async.errors import (
     BlockMissingError,
     JobCancelledError,
+    RepeatedKeyError,
     TierBusyError,
     TierClosedError,
     TierError,
@@ -143,6 +144,9 @@ class TierActor:
         run = _Run(job, side, self._loop.time())
         if self._closing:
             self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
+        elif len(set(job.keys)) < len(job.keys):
+            # Asked here and not of the owner: looking at every key takes longer than all the rest.
+            self._settle_unrun(run, RepeatedKeyError(f"job {job.job_id} names a key twice"))
         elif len(side.waiting) >= self._tier.bounds.queued_jobs:
             self._settle_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
         else:

@@ -60,7 +60,6 @@ def test_a_submitted_job_is_handed_over_once():
     ("bad", "why"),
     [
         (job(0, "ab", slots=[0]), "2 keys but 1"),
-        (job(0, "aa"), "twice"),
         (job(0, "ab", slots=[0, 4]), "outside of 0..3"),
         (job(0, "ab", slots=[-1, 0]), "outside of 0..3"),
     ],

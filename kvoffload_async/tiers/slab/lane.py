@@ -3,6 +3,7 @@
 A thread moves pieces of whatever jobs are waiting, for one turn of a few MiB, and ends the batches
 whose last piece it was together: with one append to the journal, and one wake-up of the loop. So
 the cost of handing over is that of a turn, not of a job; and all threads work on one large job.
+The price is that a call which hangs holds back what has ended in the same turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from kvoffload_async.tiers.slab.batches import Batch, Shelf
 BatchT = TypeVar("BatchT", bound=Batch)
 
 _TURN_BYTES: Final = 4 << 20
-"""What a thread moves before it ends its batches, and may turn to something more urgent."""
+"""What a thread moves before it tells what has ended with it."""
+
+_LONGEST_TURN_BYTES: Final = 16 << 20
+"""What it moves at most if nothing has, before it may turn to something more urgent."""
 
 
 class _Passage(Generic[BatchT]):
@@ -136,15 +140,15 @@ class Lane(Generic[BatchT]):
     def _turn(self) -> list[_Passage[BatchT]]:
         """Move pieces; return what has ended with them. Thread: an I/O thread."""
         ended: list[_Passage[BatchT]] = []
-        left_bytes = _TURN_BYTES
+        moved_bytes = 0
         slot_bytes = self._shelf.rows.slot_bytes
-        while left_bytes > 0:
+        while moved_bytes < (_TURN_BYTES if ended else _LONGEST_TURN_BYTES):
             with self._mutex:
                 if not self._waiting:
                     break
                 passage, piece = self._waiting.popleft()
             passage.batch.move(piece)
-            left_bytes -= len(piece) * slot_bytes
+            moved_bytes += len(piece) * slot_bytes
             with self._mutex:
                 passage.num_unfinished -= 1
                 is_last = not passage.num_unfinished
