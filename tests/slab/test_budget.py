@@ -42,3 +42,14 @@ def test_what_may_be_added_can_be_limited():
 @pytest.mark.parametrize(("block", "slot"), [(1, 4096), (4096, 4096), (4097, 8192)])
 def test_slots_are_whole_pages(block, slot):
     assert slot_bytes_of(block) == slot
+
+
+def test_few_slots_stand_empty_so_that_jobs_find_neighbours_and_none_where_that_gains_nothing():
+    def ahead(capacity, block_bytes):
+        return Budget.of(capacity, block_bytes, 1 << 30).slots_ahead
+
+    assert ahead(64 << 30, 64 << 10) == 256
+    assert ahead(64 << 30, 1 << 20) == 32
+    assert ahead(64 << 30, 4 << 20) == 0, "a block is as long as a call"
+    assert ahead(64 * MIB, 64 << 10) == Budget.of(64 * MIB, 64 << 10, 1 << 30).most_slots // 16
+    assert ahead(8 * MIB, 64 << 10) == 0, "too few for a job's neighbours"

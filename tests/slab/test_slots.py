@@ -54,6 +54,73 @@ def test_who_asks_for_many_gets_neighbours_where_there_are_some():
     assert free.take(4) == [0, 30, 31, 32]
 
 
+def test_jobs_lie_behind_each_other_where_there_is_much_room():
+    free = FreeRuns()
+    free.free(0, 1000)
+    assert [free.take(count)[0] for count in (5, 16, 3)] == [0, 5, 21]
+
+
+def test_what_is_left_of_a_shorter_run_is_no_scrap_between_jobs_of_one_size():
+    free = FreeRuns()
+    free.free(11, 21)
+    assert free.take(16) == list(range(16, 32))
+    assert list(free.runs()) == [(11, 5)]
+    assert not free.has_run(6)
+    free.free(0, 11)
+    assert free.has_run(16), "the rest of its neighbour has come back"
+    assert free.take(16) == list(range(16))
+
+
+def test_the_lowest_run_that_is_long_enough_is_taken():
+    free = FreeRuns()
+    for first, count in [(100, 9), (50, 9), (0, 8), (200, 30), (20, 9)]:
+        free.free(first, count)
+    assert free.take(9) == list(range(20, 29))
+    free.free(20, 9)
+    assert free.take(8) == list(range(8))
+    assert [free.take(9)[0] for _ in range(3)] == [20, 50, 100]
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=20), st.integers(1, 800))
+def test_a_run_that_is_surely_there_is_taken_whole(lengths, count):
+    free, first = FreeRuns(), 0
+    for length in lengths:
+        free.free(first, length)
+        first += length + 1
+    assert not free.has_run(max(lengths) + 1)
+    if count <= 64:
+        assert free.has_run(count) == (max(lengths) >= count)
+    if free.has_run(count):
+        taken = free.take(count)
+        assert taken == list(range(taken[0], taken[0] + count))
+
+
+@given(st.integers(2, 40), st.data())
+def test_jobs_of_one_size_stay_whole_in_whatever_order_they_go(size, data):
+    free, jobs = FreeRuns(), []
+    free.free(0, 20 * size + data.draw(st.integers(0, size - 1)))
+    while free.has_run(size):
+        jobs.append(free.take(size))
+    for _ in range(30):
+        for _ in range(data.draw(st.integers(1, 4))):
+            job = jobs.pop(data.draw(st.integers(0, len(jobs) - 1)))
+            free.free(job[0], size)
+        while free.has_run(size):
+            job = free.take(size)
+            assert job == list(range(job[0], job[0] + size))
+            jobs.append(job)
+        assert len(jobs) == 20, "no place is lost to scraps"
+
+
+def test_runs_that_come_and_go_leave_nothing_behind_in_memory():
+    free = FreeRuns()
+    free.free(0)
+    for _ in range(1000):
+        free.free(1000, 3)
+        free.take(3)
+    assert sum(len(runs._heap) for runs in free._classes.values()) < 200
+
+
 def test_the_slots_of_two_segments_are_no_neighbours():
     free = FreeRuns()
     free.free(place_of(0, 0), 4)

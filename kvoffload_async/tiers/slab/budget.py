@@ -27,6 +27,18 @@ _EXTENT_BYTES = 64
 
 _MIN_TAIL_UNITS = 64
 
+_AHEAD_SHARE = 16
+"""Which part of a store may stand empty, at most, so that jobs find neighbours."""
+
+_MOST_AHEAD = 256
+"""Enough that evicting costs a job next to nothing."""
+
+_MOST_AHEAD_BYTES = 32 << 20
+"""Where blocks are large, neighbours gain nothing."""
+
+_LEAST_AHEAD = 16
+"""Fewer make no neighbours for a job."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -87,6 +99,13 @@ class Budget:
     def tail_units(self) -> int:
         """Units that the journal may have behind its snapshot before the next is due."""
         return max(_MIN_TAIL_UNITS, self.most_slots)
+
+    @property
+    def slots_ahead(self) -> int:
+        """How many slots are made free before they must be, once one must."""
+        most = min(_MOST_AHEAD, _MOST_AHEAD_BYTES // self.slot_bytes)
+        ahead = min(most, self.most_slots // _AHEAD_SHARE)
+        return ahead if ahead >= _LEAST_AHEAD else 0
 
     @property
     def least_bytes(self) -> int:

@@ -112,32 +112,42 @@ class Catalog:
                 self._free.free(place)
 
     def claim(
-        self, incoming: Sequence[OffloadKey]
+        self, incoming: Sequence[OffloadKey], ahead: int = 0
     ) -> tuple[list[Place], list[OffloadKey], list[Place]]:
-        """Take places for keys that are absent: free ones, then those of blocks that may go.
+        """Take places for keys that are absent; where too few are free, blocks have to go.
+
+        Args:
+            incoming: The keys.
+            ahead: How many places to have free beyond these, once blocks go; they go also where
+                enough places are free, but scattered. So neighbours that were stored together
+                come together again, and the next jobs cost less.
 
         Returns:
             The places, ascending, neighbours where possible, fewer than the keys if there are no
             more; the keys of the blocks that had to go, and where these were, parallel.
         """
-        victims: list[OffloadKey] = []
-        freed: list[Place] = []
-        missing = min(len(incoming) - self.num_free, self.num_evictable)
-        if missing > 0:
-            places, pins = self._places, self._pins
-            count = self.num_free + missing
-            may_go = (lambda key: places[key] not in pins) if pins else _always
-            victims = self._policy.make_room(incoming[:count], missing, may_go) or []
-            freed = [places.pop(key) for key in victims]
-            taken = sorted(self._free.take(self.num_free) + freed)
-        else:
-            taken = self._free.take(min(len(incoming), self.num_free))
+        num_free = self.num_free
+        count = 0
+        if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
+            count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
+        incoming = incoming[: num_free + count]
+        # A policy makes room for somebody: also for keys that no block has, and that never come.
+        nobody = [OffloadKey(n.to_bytes(3, "big")) for n in range(count - len(incoming))]
+        places, pins = self._places, self._pins
+        may_go = (lambda key: places[key] not in pins) if pins else _always
+        victims = self._policy.make_room([*incoming, *nobody], count, may_go) or []
+        freed = [places.pop(key) for key in victims]
+        self._give_back(freed)
+        taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
         return taken, victims, freed
 
     def release(self, places: Sequence[Place]) -> None:
         """Give back claimed places that were not used."""
         self._claimed.difference_update(places)
+        self._give_back(places)
+
+    def _give_back(self, places: Sequence[Place]) -> None:
         ascending = sorted(places)
         for run in joined(ascending, 0, len(ascending)):
             self._free.free(run.place, run.count)

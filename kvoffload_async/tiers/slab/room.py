@@ -51,7 +51,8 @@ class Room:
         store, catalog = self._store, self._store.catalog
         while catalog.num_free < len(keys) and not self._is_grown and await self._grow(len(keys)):
             pass
-        places, victims, freed = catalog.claim(keys)
+        ahead = self._budget.slots_ahead if self._is_grown else 0
+        places, victims, freed = catalog.claim(keys, ahead)
         if victims:
             store.shelf.journal.note_removed(freed)
             self._env.blocks_evicted(victims)

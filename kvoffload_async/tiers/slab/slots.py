@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
+from typing import Final
 
 from kvoffload_async.tiers.slab.places import Place, segment_of
+
+_EXACT: Final = 64
+"""Up to this length, runs are told apart exactly; above, by the power of two below it."""
+
+_MUCH_LONGER: Final = 4
+"""How many times as long as wanted a run is of which it does not matter what is left."""
 
 
 class FreeRuns:
     """The free places, in maximal runs of neighbours.
 
-    Runs are kept in classes by the power of two below their length, so that taking and giving
-    back cost the same however many there are.
+    Who takes gets the lowest run that is long enough: in address order, what is left over stays
+    together, where the shortest that fits leaves ever smaller scraps (P. R. Wilson et al.,
+    "Dynamic Storage Allocation: A Survey", 1995, section 3.5). Runs are kept in classes by length,
+    so that taking and giving back cost about the same however many there are.
     """
 
     def __init__(self) -> None:
@@ -19,7 +29,7 @@ class FreeRuns:
         """First place of a run -> its length."""
         self._first_before: dict[Place, Place] = {}
         """Place behind a run -> its first."""
-        self._classes: dict[int, dict[Place, None]] = {}
+        self._classes: dict[int, _Class] = {}
         self._num_free = 0
 
     def __len__(self) -> int:
@@ -43,8 +53,15 @@ class FreeRuns:
             behind += length
         self._add(first, behind - first)
 
+    def has_run(self, count: int) -> bool:
+        """Tell whether there surely is a run of so many."""
+        return max(self._classes, default=0) >= _least_class(count)
+
     def take(self, count: int) -> list[Place]:
         """Take places: one run that is long enough if there is one, else the longest; ascending.
+
+        Of a run that is not much longer, what begins at a multiple of the count: so jobs of one
+        size leave nothing between them.
 
         Raises:
             ValueError: There are not that many.
@@ -56,10 +73,15 @@ class FreeRuns:
             first = self._best_for(count)
             length = self._length_at[first]
             used = min(length, count)
+            start = first
+            if length < _MUCH_LONGER * used and -first % used + used <= length:
+                start += -first % used
             self._remove(first)
-            if used < length:
-                self._add(first + used, length - used)
-            taken += range(first, first + used)
+            if start > first:
+                self._add(first, start - first)
+            if start + used < first + length:
+                self._add(start + used, first + length - start - used)
+            taken += range(start, start + used)
             count -= used
             self._num_free -= used
         taken.sort()
@@ -76,25 +98,65 @@ class FreeRuns:
         return count
 
     def _best_for(self, count: int) -> Place:
-        """Return the first place of a run that is surely long enough, or else of a longest one.
+        """Return the first place of the lowest run that is surely long enough, or of a longest one.
 
         Longest up to its class: within a factor of two.
         """
-        wanted = (count - 1).bit_length()
-        longer = [level for level in self._classes if level >= wanted]
-        level = min(longer) if longer else max(self._classes)
-        return next(iter(self._classes[level]))
+        least = _least_class(count)
+        fitting = [runs.lowest() for number, runs in self._classes.items() if number >= least]
+        return min(fitting) if fitting else self._classes[max(self._classes)].lowest()
 
     def _add(self, first: Place, length: int) -> None:
         self._length_at[first] = length
         self._first_before[first + length] = first
-        self._classes.setdefault(length.bit_length() - 1, {})[first] = None
+        number = _class_of(length)
+        runs = self._classes.get(number)
+        if runs is None:
+            runs = self._classes[number] = _Class()
+        runs.add(first)
 
     def _remove(self, first: Place) -> None:
         length = self._length_at.pop(first)
         del self._first_before[first + length]
-        level = length.bit_length() - 1
-        members = self._classes[level]
-        del members[first]
-        if not members:
-            del self._classes[level]
+        number = _class_of(length)
+        runs = self._classes[number]
+        runs.firsts.discard(first)
+        if not runs.firsts:
+            del self._classes[number]
+
+
+class _Class:
+    """Runs of about one length; the lowest is found fast.
+
+    Attributes:
+        firsts: Their first places.
+    """
+
+    __slots__ = ("_heap", "firsts")
+
+    def __init__(self) -> None:
+        self.firsts: set[Place] = set()
+        self._heap: list[Place] = []
+        """These, and some that have gone."""
+
+    def add(self, first: Place) -> None:
+        """Add a run."""
+        self.firsts.add(first)
+        heapq.heappush(self._heap, first)
+        if len(self._heap) > 2 * len(self.firsts) + _EXACT:
+            self._heap = sorted(self.firsts)
+
+    def lowest(self) -> Place:
+        """Return the lowest first place; there is one."""
+        while self._heap[0] not in self.firsts:
+            heapq.heappop(self._heap)
+        return self._heap[0]
+
+
+def _class_of(length: int) -> int:
+    return length if length <= _EXACT else _EXACT + length.bit_length() - _EXACT.bit_length()
+
+
+def _least_class(count: int) -> int:
+    """Return the lowest class of which every run has so many places."""
+    return count if count <= _EXACT else _class_of(count - 1) + 1
