@@ -35,6 +35,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
     TransportError,
+    UnknownSlotError,
 )
 from kvoffload_async.facade.connector.protocol import (
     ConnectorGeometry,
@@ -156,6 +157,7 @@ __all__ = [
     "TransferResult",
     "Transport",
     "TransportError",
+    "UnknownSlotError",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "make_offload_key",

@@ -61,6 +61,10 @@ class RepeatedKeyError(TierError, StateError):
     """The job names a key twice; nothing of it was moved."""
 
 
+class UnknownSlotError(TierError, StateError):
+    """The job names a slot that the primary tier does not have; nothing of it was moved."""
+
+
 class TierFullError(TierError):
     """No room was left for the block, and none could be made."""
 

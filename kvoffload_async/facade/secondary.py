@@ -163,7 +163,7 @@ class SecondaryTierManager:
             else ProbedIndex(tier.bounds.concurrent_probes)
         )
         events = EventLog(self.medium, self.locality, enabled=enable_kv_events)
-        self._port = TierPort(index, shape[0], shape[1], events)
+        self._port = TierPort(index, shape[1], events)
         shared: Bridge | None = runtime or getattr(offloading_spec, "runtime", None)
         self._host: RuntimeHost | None = None
         if shared is None:
@@ -218,10 +218,11 @@ class SecondaryTierManager:
 
         The slots must stay as they are until the job is reported, or, if the result says
         `disowned`, until `get_released_jobs` names it. Copies nothing on this thread. A job that
-        names a key twice fails with a `RepeatedKeyError`.
+        names a key twice, or a slot that is not there, fails with a `RepeatedKeyError` or an
+        `UnknownSlotError`.
 
         Raises:
-            StateError: Lengths differ, or a slot does not exist.
+            StateError: Lengths differ.
         """
         self._port.submit(job_metadata)
 

@@ -12,6 +12,7 @@ test has a place of its own. The tests need a place for about twenty blocks of `
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from kvoffload_async.errors import (
     StateError,
     TierClosedError,
     TierError,
+    UnknownSlotError,
 )
 from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, key_of, make_job
@@ -255,6 +257,25 @@ class TierConformance:
             assert self._lookup(harness, K[3]) is LookupResult.MISS
             assert harness.is_untouched(5)
             assert harness.is_untouched(6)
+            assert self._lookup(harness, K[0]) is LookupResult.HIT
+
+    def test_a_job_that_names_a_slot_that_is_not_there_fails_and_moves_nothing(
+        self, tier: TierFactory
+    ) -> None:
+        with self._manage(tier()) as harness:
+            harness.submit_store(K[:1], [0])
+            harness.wait()
+            jobs = [
+                harness.submit(make_job(job_id, K[:2], [1, slot], is_promotion=is_promotion))
+                for job_id, (slot, is_promotion) in enumerate(
+                    itertools.product([self.num_slots, -1], [True, False]), 900
+                )
+            ]
+            harness.wait()
+            for job in jobs:
+                assert isinstance(harness.result_of(job).error, UnknownSlotError)
+            assert harness.is_untouched(1)
+            assert self._lookup(harness, K[1]) is LookupResult.MISS
             assert self._lookup(harness, K[0]) is LookupResult.HIT
 
     def test_unequal_lengths_are_refused_at_the_call(self, tier: TierFactory) -> None:

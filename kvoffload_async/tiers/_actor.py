@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+import numpy as np
+
 from kvoffload_async.abc.events import (
     BlockFailures,
     BlocksAppeared,
@@ -33,6 +35,7 @@ from kvoffload_async.errors import (
     TierError,
     TierTimeoutError,
     TierUnavailableError,
+    UnknownSlotError,
 )
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
@@ -144,9 +147,8 @@ class TierActor:
         run = _Run(job, side, self._loop.time())
         if self._closing:
             self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
-        elif len(set(job.keys)) < len(job.keys):
-            # Asked here and not of the owner: looking at every key takes longer than all the rest.
-            self._settle_unrun(run, RepeatedKeyError(f"job {job.job_id} names a key twice"))
+        elif (defect := self._defect_of(job)) is not None:
+            self._settle_unrun(run, defect)
         elif len(side.waiting) >= self._tier.bounds.queued_jobs:
             self._settle_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
         else:
@@ -226,6 +228,16 @@ class TierActor:
         if isinstance(error, Exception):
             logger.warning("%s: closing failed: %s", self.name, error)
             return error
+        return None
+
+    def _defect_of(self, job: JobMetadata) -> TierError | None:
+        """Return why a job can't be run at all."""
+        if len(set(job.keys)) < len(job.keys):
+            return RepeatedKeyError(f"job {job.job_id} names a key twice")
+        # As numbers without a sign, what is negative is too large: one pass over them is enough.
+        slots, num_slots = job.block_ids.view(np.uint32), len(self._env.kv_view)
+        if job.keys and np.maximum.reduce(slots) >= num_slots:
+            return UnknownSlotError(f"job {job.job_id} names a slot outside of 0..{num_slots - 1}")
         return None
 
     def _start_ready(self, side: _Side) -> None:

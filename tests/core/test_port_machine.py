@@ -38,7 +38,7 @@ class PortMachine(RuleBasedStateMachine):
     def build(self, concurrent, batch):
         self.concurrent = concurrent
         self.port = TierPort(
-            ProbedIndex(concurrent, batch), 8, 1, EventLog(Medium.STORAGE, enabled=True)
+            ProbedIndex(concurrent, batch), 1, EventLog(Medium.STORAGE, enabled=True)
         )
         self.accepted = 0
         self.waiting: dict = {}

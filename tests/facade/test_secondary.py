@@ -115,9 +115,7 @@ def test_a_job_id_in_use_gets_a_failed_result_and_the_first_job_its_own(alone):
 
 
 @pytest.mark.parametrize("is_promotion", [False, True])
-@pytest.mark.parametrize(
-    ("numbers", "slots"), [([1, 2], [0]), ([1], [0, 1]), ([1], [8]), ([1], [-1])]
-)
+@pytest.mark.parametrize(("numbers", "slots"), [([1, 2], [0]), ([1], [0, 1])])
 def test_a_malformed_job_is_refused_at_the_call(alone, is_promotion, numbers, slots):
     world = alone()
     with pytest.raises(StateError):

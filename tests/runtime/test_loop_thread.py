@@ -176,7 +176,7 @@ class Links:
         self.links = [self._link(tier) for tier in self.tiers]
 
     def _link(self, tier):
-        port = TierPort(ExactIndex(), 8, 16, EventLog(Medium.CPU, enabled=False))
+        port = TierPort(ExactIndex(), 16, EventLog(Medium.CPU, enabled=False))
         link = TierLink(
             self.bridge,
             port,
