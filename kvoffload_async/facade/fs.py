@@ -28,7 +28,7 @@ from kvoffload_async.facade.storage import (
     parse_run_config,
 )
 from kvoffload_async.factory import check_policy, create_policy
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier

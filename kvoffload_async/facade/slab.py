@@ -21,7 +21,7 @@ from kvoffload_async.facade.storage import (
 )
 from kvoffload_async.factory import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.opening import OnMismatch
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import Locality

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 
 _TEARABLE = {"pwrite", "pwritev", "fallocate"}
 _ABSENT = {errno.ENODATA, errno.EOPNOTSUPP}

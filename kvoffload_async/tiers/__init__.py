@@ -1,1 +1,1 @@
-"""Storage tiers as async actors, one module each."""
+"""Storage tiers as async actors; `files` is what those on disk share."""

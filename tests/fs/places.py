@@ -6,10 +6,10 @@ from pathlib import Path
 
 from kvoffload_async.factory import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import Inventory, take_inventory
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, StoreOutcome, Verify
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 from kvoffload_async.tiers.fs.space import SpaceSettings

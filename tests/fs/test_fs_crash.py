@@ -9,7 +9,7 @@ from crashes import DEADLINE_S, RANDOM_KILLS, Process
 from fs.crash_server import BAD, CAPACITY, K
 from fs.places import KIB, Place
 
-from kvoffload_async.tiers.fs.ops import disk_bytes
+from kvoffload_async.tiers.files.ops import disk_bytes
 
 SERVER = Path(__file__).with_name("crash_server.py")
 

@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 

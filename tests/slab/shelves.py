@@ -8,7 +8,7 @@ from pathlib import Path
 from kvoffload_async.factory import create_policy
 from kvoffload_async.testing.fileops import Hang
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, key_of
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.opening import OnMismatch
 from kvoffload_async.tiers.slab.places import segment_of, slot_of

@@ -49,7 +49,7 @@ def pytest_configure():
 
 def _tier_under_test(manager):
     from kvoffload_async.integrations.vllm import FsTier
-    from kvoffload_async.tiers.fs.ops import FileOps
+    from kvoffload_async.tiers.files.ops import FileOps
 
     class Ops(FileOps):
         def publish(self, source, target):

@@ -21,8 +21,8 @@ from kvoffload_async.cli.store.namespaces import FoundNamespace
 from kvoffload_async.cli.store.survey import FoundFile, Survey, Walker, take_survey
 from kvoffload_async.cli.store.verification import verify_blocks
 from kvoffload_async.cli.store.wishes import Wishes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.inventory import take_inventory, writer_of
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
 from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry

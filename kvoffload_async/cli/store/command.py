@@ -47,7 +47,7 @@ from kvoffload_async.cli.store.tables import (
 )
 from kvoffload_async.cli.store.verification import verify_blocks
 from kvoffload_async.cli.store.wishes import Wishes
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 
 IO_THREADS: Final = 4
 """Threads that are in a system call at once; more lose on a local disk."""

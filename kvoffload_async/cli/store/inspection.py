@@ -14,8 +14,8 @@ import anyio.to_thread
 
 from kvoffload_async.cli.store.namespaces import FoundNamespace
 from kvoffload_async.cli.store.survey import FoundFile, Survey, Walker, take_survey
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.inventory import writer_of
-from kvoffload_async.tiers.fs.ops import FileOps
 from kvoffload_async.tiers.fs.usage import Usage, read_usage
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 

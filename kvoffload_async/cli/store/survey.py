@@ -14,8 +14,8 @@ import anyio.to_thread
 
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.store.namespaces import FoundNamespace
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.types import OffloadKey
 
 Batch = TypeVar("Batch")

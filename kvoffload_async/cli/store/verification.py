@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvoffload_async.cli.store.namespaces import FoundNamespace
 from kvoffload_async.cli.store.survey import FoundBlock, Walker
 from kvoffload_async.cli.store.verified import Verdict, Verified
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 
 BATCH_BYTES = 4 << 20

@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
-from kvoffload_async.tiers.fs.direct import DirectIo
+from kvoffload_async.tiers.files.direct import DirectIo
+from kvoffload_async.tiers.files.failure import mapped
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify, mapped
+from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, SealMemory
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey

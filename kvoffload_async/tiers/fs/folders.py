@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
 _UNMEASURED = contextlib.nullcontext()

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.types import OffloadKey
 
 _TEMP_PARTS = 5

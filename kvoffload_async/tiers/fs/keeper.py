@@ -14,6 +14,7 @@ from typing import TypeVar
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import (
     Inventory,
@@ -22,7 +23,6 @@ from kvoffload_async.tiers.fs.inventory import (
     take_inventory,
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
 from kvoffload_async.tiers.fs.usage import Usage, UsageFile

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from kvoffload_async.tiers.files.naming import safe_name
 from kvoffload_async.types import (
     OffloadKey,
     get_offload_block_hash,
@@ -24,7 +25,6 @@ from kvoffload_async.types import (
 )
 
 _DIGEST_DIGITS = 12
-_MAX_NAME_BYTES = 200
 BLOCK_SUFFIX = ".bin"
 TEMP_SUFFIX = ".tmp"
 
@@ -73,9 +73,3 @@ class Namespace:
     def layout_of(self, block_bytes: int) -> str:
         """Return the name of everything but its key that decides what a block's bytes mean."""
         return f"{self.digest}:{self.rank}:{block_bytes}"
-
-
-def safe_name(model_name: str) -> str:
-    """Return a model's name as one path component, whatever characters it has."""
-    flat = model_name.replace("/", "_").replace("\0", "_")
-    return flat.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import enum
-import errno
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvoffload_async.errors import TierError, TierFullError, TierUnavailableError
+from kvoffload_async.errors import TierError
 from kvoffload_async.types import OffloadKey
-
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Verify(enum.StrEnum):
@@ -103,12 +100,3 @@ class LoadFailure:
     index: int
     error: TierError
     freed_bytes: int | None = None
-
-
-def mapped(error: OSError) -> TierError:
-    """Return a system call's error in the vocabulary of tiers."""
-    kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
-    tier_error = kind(str(error))
-    tier_error.__cause__ = error.with_traceback(None)  # its frames hold the primary's memory
-    error.__context__ = None
-    return tier_error

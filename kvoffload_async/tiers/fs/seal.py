@@ -6,7 +6,7 @@ version byte and the digest.
 
 from __future__ import annotations
 
-from kvoffload_async.tiers.sealing import BlockDigester
+from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.types import OffloadKey
 
 ATTRIBUTE = "user.kvoffload.xxh3"

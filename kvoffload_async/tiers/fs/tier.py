@@ -22,10 +22,10 @@ from kvoffload_async.errors import (
     TierError,
     TierFullError,
 )
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.keeper import Keeper
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import (
     DiskChange,
     LoadFailure,

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
 FILE_NAME = ".usage"

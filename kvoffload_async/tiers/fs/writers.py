@@ -22,7 +22,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 
 HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0

@@ -13,11 +13,12 @@ import os
 import stat as stat_module
 from collections.abc import Sequence
 
-from kvoffload_async.tiers.fs.direct import DirectIo
+from kvoffload_async.tiers.files.direct import DirectIo
+from kvoffload_async.tiers.files.failure import mapped
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify, mapped
+from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, SealMemory
 from kvoffload_async.types import OffloadKey
 

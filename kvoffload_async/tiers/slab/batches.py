@@ -10,11 +10,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
-from kvoffload_async.tiers.fs.outcome import mapped
-from kvoffload_async.tiers.sealing import BlockDigester
+from kvoffload_async.tiers.files.failure import mapped
+from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.journal import Journal, PackedRun
 from kvoffload_async.tiers.slab.places import Place, segment_of
 from kvoffload_async.tiers.slab.records import put_records
@@ -48,8 +48,22 @@ class Shelf:
     piece_bytes: int
 
 
+class Blocks(NamedTuple):
+    """Blocks of one job; the three sequences are parallel.
+
+    Attributes:
+        keys: Theirs.
+        places: Where they are in the store, or shall be; ascending.
+        rows: Where they are in the primary, or shall be.
+    """
+
+    keys: Sequence[OffloadKey]
+    places: Sequence[Place]
+    rows: Sequence[int]
+
+
 class Batch(ABC):
-    """Blocks of one job, in the order of their places.
+    """Blocks on their way.
 
     Attributes:
         indices: Of its blocks.
@@ -57,19 +71,11 @@ class Batch(ABC):
         error: Why the batch failed as a whole, if it did.
     """
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        keys: Sequence[OffloadKey],
-        places: Sequence[Place],
-        rows: Sequence[int],
-    ) -> None:
-        """Take blocks on; the three sequences are parallel, the places ascend."""
+    def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
+        """Take blocks on."""
         self._shelf = shelf
-        self._keys = keys
-        self._places = places
-        self._rows = rows
-        self.indices = range(len(keys))
+        self._keys, self._places, self._rows = blocks
+        self.indices = range(len(blocks.keys))
         self.failures: dict[int, TierError] = {}
         self.error: TierError | None = None
 
@@ -131,14 +137,8 @@ class StoreBatch(Batch):
         is_journalled: Whether those that did not fail are.
     """
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        keys: Sequence[OffloadKey],
-        places: Sequence[Place],
-        rows: Sequence[int],
-    ) -> None:
-        super().__init__(shelf, keys, places, rows)
+    def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
+        super().__init__(shelf, blocks)
         self.written: list[PackedRun] = []
         self.is_journalled = False
 
@@ -188,14 +188,8 @@ class LoadBatch(Batch):
         corrupt: Index in the batch of each block whose bytes are wrong; their records are gone.
     """
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        keys: Sequence[OffloadKey],
-        places: Sequence[Place],
-        rows: Sequence[int],
-    ) -> None:
-        super().__init__(shelf, keys, places, rows)
+    def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
+        super().__init__(shelf, blocks)
         self.corrupt: list[int] = []
 
     def _move_joined(self, run: Run) -> None:
@@ -214,10 +208,10 @@ class LoadBatch(Batch):
         """Drop those of a run's first blocks whose bytes are not those that were stored."""
         shelf, part = self._shelf, slice(run.start, run.start + count)
         found = shelf.digester.digests(self._keys[part], shelf.rows.each(self._rows[part]))
-        stored = split_digests(shelf.table.digests(run.place, count))
-        if found != stored:
-            for offset in range(count):
-                if found[offset] != stored[offset]:
+        packed = shelf.table.digests(run.place, count)
+        if b"".join(found) != packed:
+            for offset, stored in enumerate(split_digests(packed)):
+                if found[offset] != stored:
                     self._drop(run, offset, "has a wrong checksum")
 
     def _drop(self, run: Run, offset: int, what: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvoffload_async.tiers.fs.ops import FileOps, write_all
+from kvoffload_async.tiers.files.ops import FileOps, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import (

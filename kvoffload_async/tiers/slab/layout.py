@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvoffload_async.tiers.fs.layout import safe_name
+from kvoffload_async.tiers.files.naming import safe_name
 from kvoffload_async.tiers.slab.budget import slot_bytes_of
 from kvoffload_async.tiers.slab.manifest import Manifest
 

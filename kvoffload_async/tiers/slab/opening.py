@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.fs.direct import DirectIo
-from kvoffload_async.tiers.fs.ops import FileOps, write_all
-from kvoffload_async.tiers.sealing import BlockDigester
+from kvoffload_async.tiers.files.direct import DirectIo
+from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.batches import Shelf
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.catalog import Catalog

@@ -9,7 +9,7 @@ import os
 import stat as stat_module
 from dataclasses import dataclass, field
 
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
     LOCK,

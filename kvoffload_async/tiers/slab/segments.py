@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload_async.tiers.fs.direct import DirectIo
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.direct import DirectIo
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
 from kvoffload_async.tiers.slab.rows import Rows

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload_async.tiers.sealing import DIGEST_BYTES
+from kvoffload_async.tiers.files.sealing import DIGEST_BYTES
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     PUT,

@@ -25,8 +25,8 @@ from kvoffload_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvoffload_async.tiers.fs.ops import FileOps
-from kvoffload_async.tiers.slab.batches import LoadBatch, StoreBatch
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.slab.batches import Blocks, LoadBatch, StoreBatch
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.lane import Lane
 from kvoffload_async.tiers.slab.layout import StoreLayout
@@ -177,7 +177,8 @@ class SlabTier(AsyncTier):
         places = [place for place, _ in order]
         keys = [job.keys[index] for _, index in order]
         rows = job.block_ids.tolist()
-        batch = LoadBatch(store.shelf, keys, places, [rows[index] for _, index in order])
+        blocks = Blocks(keys, places, [rows[index] for _, index in order])
+        batch = LoadBatch(store.shelf, blocks)
         store.catalog.pin(places)
         try:
             await self._loads.move(batch)
@@ -272,7 +273,7 @@ class SlabTier(AsyncTier):
             return failures
         indices = indices[: len(places)]
         mine = [keys[index] for index in indices]
-        batch = StoreBatch(store.shelf, mine, places, [rows[index] for index in indices])
+        batch = StoreBatch(store.shelf, Blocks(mine, places, [rows[index] for index in indices]))
         try:
             await self._stores.move(batch)
         except BaseException:

@@ -8,7 +8,7 @@ import signal
 from cli.store.stores import disk_bytes, truncate, usage_of
 
 from kvoffload_async.cli.store import verification
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cli.store.stores import Store, disk_bytes
 
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 
 

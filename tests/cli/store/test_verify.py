@@ -6,7 +6,7 @@ import os
 import pytest
 from cli.store.stores import has_seal, truncate
 
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 
 
 def test_verify_counts_files_without_a_seal_and_is_content_with_them(store):

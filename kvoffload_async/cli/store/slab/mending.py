@@ -28,7 +28,7 @@ from kvoffload_async.cli.store.slab.stores import (
 from kvoffload_async.cli.store.slab.verification import BadSlot, Judged, verify_slab
 from kvoffload_async.cli.store.survey import Walker
 from kvoffload_async.cli.store.wishes import Wishes
-from kvoffload_async.tiers.fs.ops import FileOps, disk_bytes, write_all
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.records import SUSPECT, Records, seed_of, snapshot

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from kvoffload_async.cli.store.slab.stores import Contents, SlabStore, read_contents
 from kvoffload_async.cli.store.survey import Walker
 from kvoffload_async.cli.store.verified import Verdict, Verified
-from kvoffload_async.tiers.fs.ops import FileOps
-from kvoffload_async.tiers.sealing import BlockDigester
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of

@@ -10,7 +10,7 @@ from kvoffload_async.cli.store.slab.stores import SlabStore, read_contents
 from kvoffload_async.facade.slab import SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_name
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import keys_of, places_of

@@ -9,7 +9,7 @@ from cli.store.slab.slabs import NUM_BLOCKS
 
 from kvoffload_async.cli.store.slab import verification as verification_module
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import LOCK
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
 

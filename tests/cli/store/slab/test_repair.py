@@ -10,8 +10,8 @@ from slab.shelves import flip
 
 from kvoffload_async.cli.store.slab.stores import read_contents
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.ops import FileOps
-from kvoffload_async.tiers.sealing import BlockDigester
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.layout import JOURNAL, segment_name
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (

@@ -1,0 +1,1 @@
+"""What tiers on disk share: system calls, bypassing the page cache, checksums, errors, names."""

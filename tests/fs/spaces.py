@@ -1,0 +1,53 @@
+"""A tier with a capacity, and what holds of it."""
+
+import asyncio
+
+from fs.places import KIB, Place
+
+from kvoffload_async.abc.events import BlocksEvicted
+from kvoffload_async.testing.harness import TierHarness, key_of
+
+K = [key_of(number) for number in range(400)]
+# 4 KiB a block, twice that for its folders, 16 KiB for the namespace itself, 10 for growth.
+ROOM_FOR_8 = 16 * KIB + 8 * 12 * KIB + 10 * KIB
+
+
+def evicted(harness: TierHarness) -> set:
+    return {k for event in harness.events if isinstance(event, BlocksEvicted) for k in event.keys}
+
+
+def rescan(harness: TierHarness) -> None:
+    keeper = harness.tier._keeper
+
+    async def walk():
+        async with keeper._walking:
+            await keeper._rescan(keeper._usage, keeper._space)
+
+    harness.run(walk())
+
+
+def trim(harness: TierHarness) -> None:
+    keeper = harness.tier._keeper
+    harness.run(keeper._trim(keeper._usage, keeper._space))
+
+
+def check(place: Place, harness: TierHarness, capacity_bytes: int) -> None:
+    """What holds whenever no job runs."""
+    assert place.disk_bytes() <= capacity_bytes
+    assert place.counted_bytes() == place.disk_bytes()
+    assert not any(place.usage().reserved_bytes.values())
+    space = harness.tier._space
+    assert set(space._policy.resident()) == space._known == place.blocks()
+    assert not space._busy
+    assert not place.temps()
+
+
+def start(harness: TierHarness, operation) -> list[asyncio.Task]:
+    """Start an operation on the loop; return its task once it is there."""
+    tasks = []
+    harness.on_loop(lambda: tasks.append(asyncio.get_running_loop().create_task(operation)))
+    return tasks
+
+
+async def end_of(tasks: list[asyncio.Task]):
+    return await tasks[0]

@@ -1,0 +1,156 @@
+"""No error, cancellation or race leaks room."""
+
+import asyncio
+import concurrent.futures
+import errno
+import gc
+import itertools
+import traceback
+
+import pytest
+from fs.places import BLOCK, Place
+from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
+
+from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
+from kvoffload_async.testing.harness import TierHarness
+
+
+def store_or_raise(harness: TierHarness, keys) -> dict:
+    """Store; an error of the whole job is let go of as the tier's actor does."""
+    try:
+        return dict(harness.store(keys))
+    except (OSError, TierUnavailableError, ExceptionGroup) as error:
+        traceback.clear_frames(error.__traceback__)
+        return {0: str(error)}
+    finally:
+        gc.collect()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code):
+    """Every call of a job that evicts, those of the shared count included."""
+    for number in itertools.count(1, 3):
+        place = Place(tmp_path / str(number))
+        ops = FaultyFileOps()
+        with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+            harness.store(K[:6])
+            ops.fail(code, at=len(ops.calls) + number)
+            last = len(ops.calls) + number
+            failures = store_or_raise(harness, K[10:14])
+            was_hit = len(ops.calls) >= last
+            ops.heal()
+            rescan(harness)
+            rescan(harness)
+            harness.tier._files.writer.sweep_litter()
+            assert harness.store(K[20:22]) == {}
+            check(place, harness, ROOM_FOR_8)
+        assert place.every_block_is_whole()
+        if not was_hit:
+            assert failures == {}
+            break
+    assert number > 30
+
+
+def test_a_count_that_cannot_be_told_costs_no_block(place, caplog):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+        number = iter(range(100))
+        # The first lock of a job is for the reservation, the second for the settlement.
+        ops.fail(errno.EIO, on="lock", when=lambda _call: next(number) == 1)
+        assert harness.store(K[:2]) == {}
+        assert "was not told" in caplog.text
+        assert harness.store(K[2:4]) == {}
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_a_cancelled_store_is_accounted_for(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+        hang = ops.hang(on="pwrite", when=is_temp)
+        harness.fill(K[:3], range(3))
+        job = harness.job(K[:3], range(3), is_promotion=False)
+        storing = start(harness, harness.tier.store(job))
+        assert hang.entered.wait(10)
+        harness.on_loop(storing[0].cancel)
+        hang.release()
+        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+            harness.run(end_of(storing))
+        storing.clear()
+        harness.on_loop(gc.collect)  # there, so that the loop has let go of the task
+        assert place.blocks() == set(K[:3])
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_a_store_that_the_pool_refuses_gives_its_room_back(place):
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        harness.store(K[:6])
+        io = harness.tier._env.io
+        real = io.run
+        for refused in range(3):
+            number = itertools.count()
+
+            async def run(direction, call, *, helpers=0, number=number, refused=refused):
+                if next(number) == refused:
+                    raise TierUnavailableError("refused")
+                return await real(direction, call, helpers=helpers)
+
+            io.run = run
+            store_or_raise(harness, K[10 * refused : 10 * refused + 4])
+            assert next(number) > refused
+            io.run = real
+            rescan(harness)
+            check(place, harness, ROOM_FOR_8)
+
+
+def test_two_jobs_that_store_the_same_new_blocks_both_succeed(place):
+    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+        harness.fill(K[:8], range(8))
+
+        async def both():
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        harness.tier.store(harness.job(K[:8], range(8), is_promotion=False))
+                    )
+                    for _ in range(3)
+                ]
+            return [task.result() for task in tasks]
+
+        assert harness.run(both()) == [{}, {}, {}]
+        check(place, harness, 4 * ROOM_FOR_8)
+
+
+def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=4 * ROOM_FOR_8) as harness:
+        harness.fill(K[:1], [0])
+        hang = ops.hang(on="pwrite", when=is_temp, times=1)
+
+        jobs = [harness.job(K[:1], [0], is_promotion=False) for _ in range(2)]
+        first = start(harness, harness.tier.store(jobs[0]))
+        assert hang.entered.wait(10)
+        ops.fail(errno.EIO, on="publish", times=2)
+        assert sorted(harness.run(harness.tier.store(jobs[1]))) == [0]
+        hang.release()
+        assert sorted(harness.run(end_of(first))) == [0]
+        assert not place.blocks()
+        check(place, harness, 4 * ROOM_FOR_8)
+
+
+@pytest.mark.parametrize("capacity_bytes", [1, BLOCK, BLOCK + 6 * 4096 - 1])
+def test_a_capacity_below_one_block_is_refused(place, capacity_bytes):
+    with pytest.raises(ConfigError, match=r"capacity_bytes: .* give at least \d+"):
+        place.open(capacity_bytes=capacity_bytes)
+    assert not list((place.folder / ".writers").iterdir())
+
+
+def test_the_least_capacity_holds_a_block(place):
+    with pytest.raises(ConfigError) as raised:
+        place.open(capacity_bytes=1)
+    least = int(str(raised.value).rpartition(" ")[2])
+    with place.open(capacity_bytes=least) as harness:
+        for key in K[:5]:
+            assert harness.store([key]) == {}
+            assert place.blocks() == {key}
+            check(place, harness, least)

@@ -1,0 +1,142 @@
+"""What others add and remove is learned; room is made in the background."""
+
+import errno
+import os
+
+from fs.places import BLOCK, KIB
+from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, trim
+
+from kvoffload_async.testing.fileops import FaultyFileOps
+
+
+def test_a_rescan_corrects_what_strangers_have_added_and_removed(place):
+    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+        harness.store(K[:10])
+        for key in K[:3]:
+            place.path(key).unlink()
+        for key in K[10:15]:
+            place.put(key)
+        (place.folder / "stranger").write_bytes(b"x" * 10_000)
+        assert place.counted_bytes() != place.disk_bytes()
+        rescan(harness)
+        check(place, harness, 4 * ROOM_FOR_8)
+        assert place.blocks() == set(K[3:15])
+
+
+def test_strangers_are_evicted_in_their_turn_and_loaded_before(place):
+    for number, key in enumerate(K[:20]):
+        path = place.put(key)
+        os.utime(path, (number, number))
+    with place.open(capacity_bytes=3 * ROOM_FOR_8) as harness:
+        assert harness.load(K[:1]) == {}
+        harness.store(K[30:42])
+        assert K[0] in place.blocks()
+        assert K[1] not in place.blocks()
+        check(place, harness, 3 * ROOM_FOR_8)
+
+
+def test_room_is_made_at_the_start_the_oldest_first(place):
+    for number, key in enumerate(K[:50]):
+        path = place.put(key)
+        os.utime(path, (number, number))
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        check(place, harness, ROOM_FOR_8)
+        kept = place.blocks()
+        assert kept
+        assert kept == set(K[50 - len(kept) : 50])
+        assert harness.store(K[60:63]) == {}
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_the_count_is_right_after_a_restart_whatever_the_file_says(place):
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        harness.store(K[:4])
+    (place.folder / ".usage").write_text('[7, {"9-dead": 99999}, 0]', encoding="ascii")
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_learned(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+        harness.store(K[:4])
+        keeper = harness.tier._keeper
+        space = harness.tier._space
+        before = space.known()
+        inventory = keeper._take_stock()
+        harness.store(K[4:10])
+        assert not set(K[:4]) & place.blocks()
+        assert space.learn(inventory, before) == []
+        assert space._known == place.blocks()
+
+
+def test_a_bad_block_that_a_load_removed_is_given_back(place):
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        harness.store(K[:4])
+        place.path(K[0]).write_bytes(b"x" * BLOCK)
+        place.path(K[1]).unlink()
+        assert sorted(harness.load(K[:4])) == [0, 1]
+        assert harness.tier._space._known == set(K[2:4])
+        rescan(harness)
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_a_file_that_has_shrunk_and_is_removed_does_not_make_the_count_too_small(place):
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        harness.store(K[:4])
+        os.truncate(place.path(K[0]), 0)
+        rescan(harness)
+        harness.load(K[:1])
+        assert place.counted_bytes() == place.disk_bytes()
+
+
+# -- watermarks ---------------------------------------------------------------------------------
+
+
+def test_room_is_made_from_the_high_down_to_the_low_watermark(place):
+    capacity_bytes = 500 * KIB
+    with place.open(capacity_bytes=capacity_bytes, high=0.5, low=0.3) as harness:
+        harness.store(K[:15])
+        trim(harness)
+        assert evicted(harness) == set()
+        harness.store(K[15:30])
+        assert place.disk_bytes() > 0.5 * capacity_bytes
+        trim(harness)
+        assert place.disk_bytes() <= 0.3 * capacity_bytes
+        assert place.disk_bytes() > 0.2 * capacity_bytes
+        check(place, harness, capacity_bytes)
+        assert K[29] in place.blocks()
+
+
+def test_the_house_is_kept_in_the_background(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
+        harness.store(K[:4])
+        hang = ops.hang(on="walk", times=1)
+        assert hang.entered.wait(10)
+        place.path(K[0]).unlink()
+        hang.release()
+        again = ops.hang(on="walk", times=1)
+        assert again.entered.wait(10)
+        again.release()
+        rescan(harness)
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_keeping_house_survives_errors(place, caplog):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
+        ops.fail(errno.EIO, on="utime walk", times=3)
+        seen = ops.hang(on="walk", times=1)
+        assert seen.entered.wait(10)
+        seen.release()
+        assert harness.store(K[:4]) == {}
+    assert "keeping house failed" in caplog.text
+
+
+def test_without_a_capacity_the_heartbeat_goes_on(place):
+    ops = FaultyFileOps()
+    with place.open(ops, rescan_interval_s=0.02):
+        hang = ops.hang(on="utime", times=1)
+        assert hang.entered.wait(10)
+        hang.release()

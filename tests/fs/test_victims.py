@@ -1,0 +1,163 @@
+"""Evicted blocks' files: whose inodes are used again, and whose are not."""
+
+import errno
+import os
+
+import pytest
+from fs.places import BLOCK, Place, item, load_key, store, store_key
+
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import content_of, key_of
+from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.tiers.fs.seal import ATTRIBUTE
+
+A, B, C, D = (key_of(number) for number in range(4))
+
+
+def test_a_victims_inode_is_reused(place):
+    files = place.files(reuses_inodes=True)
+    store_key(files, B)
+    inode = place.path(B).stat().st_ino
+    outcome = store_key(files, A, victim=B)
+    assert outcome.victim_taken
+    assert place.path(A).stat().st_ino == inode
+    assert place.blocks() == {A}
+    assert load_key(files, A) is None
+
+
+def has_new_inode(place: Place, files) -> bool:
+    """Store A in the place of B; is the file another one? (B's is kept open, so that its inode
+    cannot come back by chance.)"""
+    fd = os.open(place.path(B), os.O_RDONLY)
+    try:
+        outcome = store_key(files, A, victim=B)
+        assert outcome.status is StoreStatus.WRITTEN
+        assert outcome.victim_taken
+        assert place.blocks() == {A}
+        assert load_key(files, A) is None
+        return os.fstat(fd).st_ino != place.path(A).stat().st_ino
+    finally:
+        os.close(fd)
+
+
+def test_an_inode_is_not_reused_where_somebody_reads_without_verifying(place):
+    files = place.files(reuses_inodes=True)
+    store_key(files, B)
+    (place.folder / ".unverified-readers").touch()
+    assert has_new_inode(place, files)
+
+
+def test_an_inode_without_a_checksum_is_not_reused(place):
+    """Whoever serves files without one and has it open would take the new bytes for the old."""
+    place.put(B)
+    assert has_new_inode(place, place.files(reuses_inodes=True))
+
+
+def test_an_inode_with_another_name_is_not_reused(place):
+    place.put(B, sealed=True)
+    kept = place.root / "kept"
+    os.link(place.path(B), kept)
+    assert has_new_inode(place, place.files(reuses_inodes=True))
+    assert kept.read_bytes() == content_of(B, BLOCK).tobytes()
+
+
+def test_what_a_symbolic_link_points_to_is_not_overwritten(place):
+    place.put(B, sealed=True)
+    kept = place.root / "kept"
+    place.path(B).rename(kept)
+    place.path(B).symlink_to(kept)
+    files = place.files(reuses_inodes=True)
+    assert store_key(files, A, victim=B).status is StoreStatus.WRITTEN
+    assert kept.read_bytes() == content_of(B, BLOCK).tobytes()
+    assert not place.path(A).is_symlink()
+
+
+def test_an_inode_that_may_not_be_written_is_not_reused(place):
+    ops = FaultyFileOps()
+    place.put(B, sealed=True)
+    ops.fail(errno.EACCES, on="open", times=1)
+    assert has_new_inode(place, place.files(ops, reuses_inodes=True))
+
+
+def test_an_inode_is_not_reused_unless_allowed(place):
+    place.put(B, sealed=True)
+    assert has_new_inode(place, place.files())
+
+
+def test_a_victim_of_another_length_becomes_a_whole_block(place):
+    for content in (b"", b"x" * 10, b"x" * 3 * BLOCK):
+        place.put(B, content)
+        os.setxattr(place.path(B), ATTRIBUTE, b"any")
+        before = place.disk_bytes()
+        outcome = store_key(place.files(reuses_inodes=True), A, victim=B)
+        grown = outcome.change.added_bytes - outcome.change.removed_bytes
+        assert place.disk_bytes() - before == grown
+        assert place.every_block_is_whole()
+        assert place.blocks() == {A}
+        place.path(A).unlink()
+
+
+def test_a_victims_old_checksum_never_stays(place):
+    ops = FaultyFileOps()
+    place.put(B, sealed=True)
+    ops.fail(errno.EOPNOTSUPP, on="set_xattr")
+    outcome = store_key(place.files(ops, reuses_inodes=True), A, victim=B)
+    assert outcome.status is StoreStatus.FAILED
+    assert outcome.victim_taken
+    assert not place.blocks()
+    assert not place.temps()
+
+
+def test_a_victim_that_is_gone_already_is_reported(place):
+    files = place.files(reuses_inodes=True)
+    outcome = store_key(files, A, victim=B)
+    assert outcome.status is StoreStatus.VICTIM_GONE
+    assert not outcome.victim_taken
+    assert not place.blocks()
+
+
+def test_a_victim_that_goes_in_the_last_moment_is_reported(place):
+    ops = FaultyFileOps()
+    place.put(B, sealed=True)
+    ops.fail(errno.ENOENT, on="rename")
+    outcome = store_key(place.files(ops, reuses_inodes=True), A, victim=B)
+    assert outcome.status is StoreStatus.VICTIM_GONE
+    assert place.blocks() == {B}
+
+
+@pytest.mark.parametrize("victim", [None, B])
+def test_a_remembered_folder_that_somebody_removed_is_made_again(place, victim):
+    """Another process evicts the last block of a folder, and removes the folder."""
+    files = place.files(reuses_inodes=True)
+    if victim:
+        store_key(files, victim)
+    store_key(files, A)
+    before = place.disk_bytes()
+    place.files().remove([A])
+    outcome = store_key(files, A, victim=victim)
+    assert outcome.status is StoreStatus.WRITTEN
+    grown = outcome.change.added_bytes - outcome.change.removed_bytes
+    assert load_key(files, A) is None
+    assert place.disk_bytes() - before == grown - BLOCK - 2 * 4096
+
+
+def test_empty_folders_go_with_their_last_block(place):
+    files = place.files()
+    store_key(files, A)
+    store_key(files, B)
+    files.remove([A])
+    assert not place.path(A).parent.parent.exists()
+    files.remove([B])
+    assert [path.name for path in place.folder.iterdir()] == []
+
+
+def test_removing_is_judged_block_by_block(place, caplog):
+    ops = FaultyFileOps()
+    files = place.files(ops)
+    store(files, item(A), item(B, 1), item(C, 2))
+    before = place.disk_bytes()
+    ops.fail(errno.EACCES, on="unlink", when=lambda call: call.path == str(place.path(B)))
+    change = files.remove([D, A, B, C])
+    assert place.blocks() == {B}
+    assert change.removed_bytes == before - place.disk_bytes()
+    assert "stays behind" in caplog.text
