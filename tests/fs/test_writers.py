@@ -273,3 +273,14 @@ def test_a_folder_that_is_in_use_again_stays(place):
     sweep_folders(ops, inventory, ())
     assert inventory.total_bytes == before
     assert (place.folder / "000" / "00_g0" / "new").exists()
+
+
+def test_an_empty_folder_that_another_process_has_swept_is_not_counted(place):
+    leaf = place.path(key_of(1)).parent
+    leaf.mkdir(parents=True)
+    inventory = place.inventory()
+    leaf.rmdir()
+    leaf.parent.rmdir()
+    sweep_folders(FileOps(), inventory, ())
+    assert inventory.total_bytes == place.disk_bytes()
+    assert not inventory.folders

@@ -99,7 +99,11 @@ def sweep_folders(ops: FileOps, inventory: Inventory, gone: Collection[str]) -> 
         inventory.num_entries[path.rpartition("/")[0]] -= 1
     for folder in reversed(list(inventory.folders)):
         if not inventory.num_entries[folder]:
-            with contextlib.suppress(OSError):  # it is in use again
+            try:
                 ops.rmdir(folder)
-                inventory.total_bytes -= inventory.folders.pop(folder)
-                inventory.num_entries[folder.rpartition("/")[0]] -= 1
+            except FileNotFoundError:
+                pass  # another process has swept it
+            except OSError:
+                continue  # it is in use again
+            inventory.total_bytes -= inventory.folders.pop(folder)
+            inventory.num_entries[folder.rpartition("/")[0]] -= 1
