@@ -30,7 +30,3 @@ class BlockDigester:
         """Return the checksums of several blocks."""
         seed, digest, prefix = xxhash.xxh3_64_intdigest, xxhash.xxh3_128_digest, self._prefix
         return [digest(data, seed(prefix + key)) for key, data in zip(keys, blocks, strict=True)]
-
-    def begin(self, key: OffloadKey) -> xxhash.xxh3_128:
-        """Return a checksum of no bytes yet, for a block that comes in pieces."""
-        return xxhash.xxh3_128(seed=xxhash.xxh3_64_intdigest(self._prefix + key))

@@ -198,9 +198,6 @@ class LoadBatch(Batch):
         is_verified = shelf.verify or (
             shelf.table.has_suspects and shelf.table.is_suspect(run.place, run.count)
         )
-        if is_verified and run.count == 1 and shelf.rows.row_bytes > shelf.piece_bytes:
-            self._move_large(run)
-            return
         whole = shelf.segments.read(run, self._rows)
         for offset in range(whole, run.count):
             self._drop(run, offset, "ends early")
@@ -216,19 +213,6 @@ class LoadBatch(Batch):
             for offset, stored in enumerate(split_digests(packed)):
                 if found[offset] != stored:
                     self._drop(run, offset, "has a wrong checksum")
-
-    def _move_large(self, run: Run) -> None:
-        """Read and verify a block piece by piece, each while it is still in the cache."""
-        shelf = self._shelf
-        hasher = shelf.digester.begin(self._keys[run.start])
-        left = shelf.rows.row_bytes
-        for piece in shelf.segments.read_pieces(run, self._rows, shelf.piece_bytes):
-            hasher.update(piece)
-            left -= len(piece)
-        if left:
-            self._drop(run, 0, "ends early")
-        elif hasher.digest() != shelf.table.digests(run.place, 1):
-            self._drop(run, 0, "has a wrong checksum")
 
     def _drop(self, run: Run, offset: int, what: str) -> None:
         index = run.start + offset

@@ -148,25 +148,6 @@ class Segments:
         done = self._transfer(segment.fd, self._rows.buffers(rows, run), offset, is_write=False)
         return self._whole(run, done)
 
-    def read_pieces(self, run: Run, rows: Sequence[int], piece_bytes: int) -> Iterator[memoryview]:
-        """Read one block in pieces, and yield each; the last ones are left out if it ends early.
-
-        Raises:
-            OSError: It could not be read; the row may not be believed.
-        """
-        row = self._rows.row(rows[run.start])
-        segment = self._open[segment_of(run.place)]
-        if self._direct.flag:
-            if self.read(run, rows):
-                yield row
-            return
-        offset = slot_of(run.place) * self._rows.slot_bytes
-        for start in range(0, len(row), piece_bytes):
-            piece = row[start : start + piece_bytes]
-            if self._transfer(segment.fd, [piece], offset + start, is_write=False) < len(piece):
-                return
-            yield piece
-
     def _whole(self, run: Run, done_bytes: int) -> int:
         """Return how many blocks of a run lie within its first bytes; the last needs no pad."""
         rows = self._rows
