@@ -114,10 +114,11 @@ def test_jobs_of_one_size_stay_whole_in_whatever_order_they_go(size, data):
 
 def test_runs_that_come_and_go_leave_nothing_behind_in_memory():
     free = FreeRuns()
-    free.free(0)
+    free.free(0, 3)
+    free.free(100, 3)
     for _ in range(1000):
-        free.free(1000, 3)
-        free.take(3)
+        assert free.take(3) == [0, 1, 2]
+        free.free(0, 3)
     assert sum(len(runs._heap) for runs in free._classes.values()) < 200
 
 

@@ -1,0 +1,65 @@
+"""What is where: whom the policy makes room for, and how much."""
+
+from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.slab.catalog import Catalog
+from kvoffload_async.types import OffloadKey
+
+K = [key_of(number) for number in range(60)]
+
+
+class AskedPolicy(LruPolicy):
+    """Remembers for whom room was to be made."""
+
+    def __init__(self, capacity_blocks):
+        super().__init__(capacity_blocks)
+        self.asked: list[tuple[list[OffloadKey], int]] = []
+
+    def make_room(self, incoming, count, is_evictable):
+        self.asked.append((list(incoming), count))
+        return super().make_room(incoming, count, is_evictable)
+
+
+def filled(num_slots: int, num_blocks: int) -> tuple[Catalog, AskedPolicy]:
+    policy = AskedPolicy(num_slots)
+    catalog = Catalog(policy)
+    catalog.add_segment(0, num_slots)
+    places, _, _ = catalog.claim(K[:num_blocks])
+    catalog.admit(K[:num_blocks], places)
+    policy.asked.clear()
+    return catalog, policy
+
+
+def test_room_is_made_only_for_those_that_can_have_some():
+    catalog, policy = filled(10, 10)
+    places, victims, freed = catalog.claim(K[20:45])
+    assert (len(places), len(victims), len(freed)) == (10, 10, 10)
+    assert policy.asked == [(K[20:30], 10)]
+    assert not list(catalog.violations())
+
+
+def test_a_policy_learns_who_comes_also_where_there_is_room():
+    catalog, policy = filled(10, 4)
+    catalog.claim(K[20:23])
+    assert policy.asked == [(K[20:23], 0)]
+
+
+def test_what_goes_ahead_makes_room_for_keys_that_no_block_has():
+    catalog, policy = filled(40, 40)
+    places, victims, _ = catalog.claim(K[50:53], ahead=16)
+    (incoming, count), *_ = policy.asked
+    assert incoming[:3] == K[50:53]
+    assert len(set(incoming)) == len(incoming) == count == len(victims) == 19
+    assert not set(incoming[3:]) & set(K)
+    assert (len(places), catalog.num_free) == (3, 16)
+    _, victims, _ = catalog.claim(K[53:56], ahead=16)
+    assert not victims
+    assert not list(catalog.violations())
+
+
+def test_pinned_blocks_do_not_go_ahead():
+    catalog, _ = filled(20, 20)
+    catalog.pin([place for place in catalog.find(K[:18]) if place is not None])
+    places, victims, _ = catalog.claim(K[30:31], ahead=16)
+    assert len(places) == 1
+    assert set(victims) == set(K[18:20])
