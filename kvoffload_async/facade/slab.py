@@ -72,7 +72,8 @@ class SlabTierManager(SecondaryTierManager):
                 from `model`, the spec's configuration and the slot size.
             on_mismatch: "fail", or "new_namespace": make a store of its own, with a capacity of
                 its own, beside one that has blocks of another layout.
-            segment_bytes: Size of the files that are allocated one by one up to the capacity.
+            segment_bytes: Size of the files, at most; as many are allocated at once as there are
+                threads, up to the capacity.
             eviction_policy: Who goes when the capacity is reached.
             verify: Compute a checksum of every block, and serve none whose bytes do not match.
             direct_io: Bypass the page cache where the filesystem can.
@@ -99,6 +100,7 @@ class SlabTierManager(SecondaryTierManager):
             offloading_spec, primary_kv_view
         )
         fields.setdefault("model_name", parse_name(model, "model"))
+        threads = or_none(at_least(2))(io_threads, "io_threads") or suitable_threads()
         settings = SlabSettings(
             root_dir=parse_directory(root_dir),
             run_config=fields,
@@ -109,7 +111,8 @@ class SlabTierManager(SecondaryTierManager):
             on_mismatch=OnMismatch(parse_choice(on_mismatch, OnMismatch, "on_mismatch")),
             direct_io=parse_bool(direct_io, "direct_io"),
             fdatasync=parse_bool(fdatasync, "fdatasync"),
-            io_threads=or_none(at_least(2))(io_threads, "io_threads") or suitable_threads(),
+            io_threads=threads,
+            stripes=threads,
             piece_bytes=parse_size_bytes(piece_bytes, "piece_bytes"),
             locality=Locality(parse_choice(locality, Locality, "locality")),
         )

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-import numpy as np
-
 from kvoffload_async.abc.events import (
     BlockFailures,
     BlocksAppeared,
@@ -234,9 +232,8 @@ class TierActor:
         """Return why a job can't be run at all."""
         if len(set(job.keys)) < len(job.keys):
             return RepeatedKeyError(f"job {job.job_id} names a key twice")
-        # As numbers without a sign, what is negative is too large: one pass over them is enough.
-        slots, num_slots = job.block_ids.view(np.uint32), len(self._env.kv_view)
-        if job.keys and np.maximum.reduce(slots) >= num_slots:
+        slots, num_slots = job.block_ids.tolist(), len(self._env.kv_view)
+        if slots and (min(slots) < 0 or max(slots) >= num_slots):
             return UnknownSlotError(f"job {job.job_id} names a slot outside of 0..{num_slots - 1}")
         return None
 

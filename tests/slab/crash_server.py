@@ -9,11 +9,14 @@ from slab.shelves import BLOCK, FIXED, KIB, Shelves
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.slab import budget
+
+budget._LEAST_STRIPE = 4  # so that a store as small as this one has stripes
 
 K = [key_of(number) for number in range(60)]
 BAD = K[1]
 CAPACITY = FIXED + 14 * BLOCK
-OPTIONS = {"capacity_bytes": CAPACITY, "segment_bytes": 24 * KIB, "io_threads": 2}
+OPTIONS = {"capacity_bytes": CAPACITY, "segment_bytes": 24 * KIB, "io_threads": 2, "stripes": 2}
 
 
 class UnsyncedFileOps(FaultyFileOps):

@@ -26,6 +26,25 @@ def test_segments_are_handed_out_until_the_capacity_is_used_and_not_beyond(
     assert bool(budget.most_slots) == (capacity >= budget.least_bytes)
 
 
+@given(capacities, blocks, st.integers(12, 34), st.integers(2, 8))
+def test_a_store_that_is_not_tiny_has_a_segment_for_each_stripe(
+    capacity, block_bytes, log_segment, stripes
+):
+    segment_bytes = max(1 << log_segment, capacity >> 7)
+    plain = Budget.of(capacity, block_bytes, segment_bytes)
+    budget = Budget.of(capacity, block_bytes, segment_bytes, stripes)
+    if plain.most_slots < 16 * stripes:
+        assert budget == plain
+        return
+    assert budget.stripes == stripes
+    assert budget.most_slots > 0.99 * plain.most_slots - stripes
+    segments: list[int] = []
+    for _ in range(stripes):
+        segments.append(budget.next_segment(segments))
+    assert min(segments) > 0
+    assert budget.cost(segments) <= capacity
+
+
 def test_large_blocks_use_nearly_all_of_the_capacity():
     for block_bytes, share in [(64 << 10, 0.98), (1 << 20, 0.99), (4 << 20, 0.99)]:
         budget = Budget.of(16 << 30, block_bytes, 1 << 30)

@@ -22,7 +22,7 @@ class AskedPolicy(LruPolicy):
 
 def filled(num_slots: int, num_blocks: int) -> tuple[Catalog, AskedPolicy]:
     policy = AskedPolicy(num_slots)
-    catalog = Catalog(policy)
+    catalog = Catalog(policy, 16)
     catalog.add_segment(0, num_slots)
     places, _, _ = catalog.claim(K[:num_blocks])
     catalog.admit(K[:num_blocks], places)

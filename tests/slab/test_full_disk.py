@@ -107,6 +107,17 @@ def test_a_segment_that_cannot_be_made_for_another_reason_ends_the_growth(shelve
         sound(harness.tier)
 
 
+def test_a_disk_with_room_for_fewer_segments_than_threads_is_used_as_it_is(shelves):
+    ops = FaultyFileOps()
+    with shelves.open(ops, stripes=2) as harness:
+        ops.fail(errno.ENOSPC, on="fallocate", when=lambda call: "segment-000000" not in call.path)
+        assert harness.store(K[:16]) == {}
+        assert harness.store(K[16:20]) == {}, "by eviction"
+        assert len(harness.tier._store.catalog.segments) == 1
+        assert len(harness.contains(K)) == 16
+        sound(harness.tier)
+
+
 def test_growth_is_tried_again_after_a_while(shelves):
     ops = FaultyFileOps()
     with shelves.open(ops) as harness:

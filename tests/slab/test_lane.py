@@ -45,13 +45,20 @@ class Batch:
         self.moved = []
         self.times_finished = 0
         self.error = None
+        self.file = None
+        self.on_move = None
 
     def pieces(self):
         return self._pieces
 
+    def file_of(self, piece):
+        return self.file
+
     def move(self, piece):
         assert not self.times_finished
         self.moved.append(piece)
+        if self.on_move is not None:
+            self.on_move()
         if self._defect is not None:
             self.fail(self._defect)
 
@@ -124,19 +131,68 @@ def test_small_jobs_that_wait_together_are_ended_together():
     assert [len(batches) for batches in world.finished] == [4]
 
 
-def test_a_turn_is_longer_while_nothing_ends_and_leaves_the_rest_to_the_next_one():
+def test_a_thread_stays_for_several_turns_and_what_ends_is_told_after_each():
+    async def scenario(world):
+        told = []
+        tell = world.lane._tell
+        world.lane._tell = lambda ended: told.append((len(ended), log.copy())) or tell(ended)
+        log: list[str] = []
+        for name, num_pieces in [("large", 6), *[("small", 1)] * 6]:
+            batch = world.submit(num_pieces)
+            batch.on_move = lambda name=name: log.append(name)
+        await world.settle()
+        world.io.step()
+        assert [count for count, _ in told] == [3, 4], "two of the last turn's pieces are large"
+        assert told[0][1] == ["large"] * 6 + ["small"] * 2, "told before the rest is moved"
+
+    assert all(batch.times_finished == 1 for batch, _ in run(scenario).tasks)
+
+
+def test_a_thread_leaves_after_a_while_so_that_something_more_urgent_may_come():
     async def scenario(world):
         large = world.submit(20)
-        small = [world.submit(1) for _ in range(6)]
         await world.settle()
         world.io.step()
         assert (len(large.moved), large.times_finished) == (16, 0)
         world.io.step()
         assert (len(large.moved), large.times_finished) == (20, 1)
-        assert not any(batch.moved for batch in small), "the turn ends with the large batch"
 
-    world = run(scenario)
-    assert all(batch.times_finished == 1 for batch, _ in world.tasks)
+    run(scenario)
+
+
+def test_a_piece_whose_file_is_busy_lets_others_go_first_and_goes_if_there_are_none():
+    async def scenario(world):
+        moved = []
+
+        def first_moves():
+            moved.append("first")
+            if len(world.io.queued) and len(moved) == 1:
+                world.io.step()  # another thread comes in meanwhile
+
+        for name, file in [("first", 1), ("second", 1), ("third", 2)]:
+            batch = world.submit(1)
+            batch.file = file
+            batch.on_move = first_moves if name == "first" else lambda n=name: moved.append(n)
+        await world.settle()
+        world.io.step()
+        assert moved == ["first", "third", "second"]
+        for file in (1, 2, 1, 2):
+            batch = world.submit(1)
+            batch.file = file
+            batch.on_move = lambda n=file: moved.append(n)
+        await world.settle()
+        world.io.step()
+        assert moved[3:] == [1, 2, 1, 2], "nobody is busy with either any more"
+
+    run(scenario)
+
+
+def test_what_ends_after_the_loop_has_gone_is_no_error():
+    async def make_lane():
+        return Lane(Direction.STORE, None, SHELF, SteppedIo(), THREADS)
+
+    lane = asyncio.run(make_lane())
+    lane._tell([None])
 
 
 def test_no_more_threads_are_called_than_there_are_and_one_turn_behind_them():

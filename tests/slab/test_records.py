@@ -9,7 +9,6 @@ from kvoffload_async.tiers.slab.places import place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     MAX_KEY_BYTES,
-    RECORD,
     RECORD_BYTES,
     SNAPSHOT_FRAME_RECORDS,
     frame,
@@ -37,11 +36,11 @@ operations = st.lists(
 
 
 def put_record(key, place, digest) -> bytes:
-    return put_records([key], place, None if digest is None else [digest])
+    return put_records([key], place, [digest or b""])
 
 
 def remove_record(key, place) -> bytes:
-    return removals_of(np.frombuffer(put_record(key, place, None), dtype=RECORD))
+    return removals_of(put_record(key, place, None))
 
 
 def journal_of(batches) -> tuple[bytes, list[bytes]]:

@@ -27,7 +27,7 @@ from kvoffload_async.tiers.slab.records import RECORD_BYTES
 
 K = [key_of(number) for number in range(40)]
 SLOTS = 24
-CAPACITY = FIXED + 30 * BLOCK
+CAPACITY = FIXED + 38 * BLOCK
 
 some_keys = st.lists(st.sampled_from(K), min_size=1, max_size=8, unique=True)
 offsets = st.floats(0, 1, exclude_max=True)
@@ -49,13 +49,18 @@ class SlabMachine(RuleBasedStateMachine):
         self.doubtful: set = set()
         """What may be there, served right, or not."""
 
-    @initialize(policy=st.sampled_from(["lru", "arc"]), segment_slots=st.integers(3, 12))
-    def start(self, policy, segment_slots):
+    @initialize(
+        policy=st.sampled_from(["lru", "arc"]),
+        segment_slots=st.integers(3, 12),
+        stripes=st.integers(1, 2),
+    )
+    def start(self, policy, segment_slots, stripes):
         self.options = {
             "policy": policy,
             "capacity_bytes": CAPACITY,
             "segment_bytes": segment_slots * BLOCK,
             "io_threads": 2,
+            "stripes": stripes,
             "piece_bytes": 3 * BLOCK,
         }
         self._open()
@@ -176,7 +181,7 @@ class SlabMachine(RuleBasedStateMachine):
         numbers = sorted(self.tier._store.catalog.segments)
         number = numbers[number % len(numbers)] if numbers else 0
         path = self.shelves.folder / segment_name(number)
-        if path.exists():
+        if path.exists() and path.stat().st_size > slots * BLOCK:
             with path.open("r+b") as file:
                 file.truncate(slots * BLOCK)
             first = number << 32 | slots

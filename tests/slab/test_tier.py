@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from collections import Counter
 
 import pytest
 from slab.shelves import BLOCK, FIXED, KIB, K, Shelves, entered, is_segment, sound
@@ -67,6 +68,59 @@ def test_a_large_job_is_cut_into_pieces_for_several_threads(shelves):
 
         assert harness.run(load()) == {}
         assert all(harness.holds(K[i], 20 + i) for i in range(20))
+
+
+def test_jobs_go_to_different_files_so_that_they_can_be_written_at_once(shelves):
+    ops = FaultyFileOps()
+    with shelves.open(ops, stripes=2) as harness:
+        for start in range(0, 8, 2):
+            harness.store(K[start : start + 2])
+        assert len(harness.tier._store.catalog.segments) == 2, "made at once"
+        written = [call.path for call in ops.calls if call.name == "pwritev"]
+        assert written[:2] == written[2:]
+        assert len(set(written)) == 2
+        assert harness.load(K[:8]) == {}
+    with shelves.open(stripes=2) as harness:
+        assert harness.announced() == set(K[:8])
+
+
+def test_a_large_job_is_written_to_several_files(shelves):
+    ops = FaultyFileOps()
+    with shelves.open(ops, stripes=2, piece_bytes=BLOCK) as harness:
+        assert harness.store(K[:16]) == {}
+        written = [call.path for call in ops.calls if call.name == "pwritev"]
+        assert sorted(Counter(written).values()) == [8, 8]
+        assert harness.load(K[15::-1]) == {}
+        sound(harness.tier)
+
+
+def test_a_thread_writes_to_another_file_than_one_that_is_slow(shelves):
+    ops = FaultyFileOps()
+    with shelves.open(ops, stripes=2, io_threads=2) as harness:
+
+        def store(number):
+            job = make_job(number, [K[number]], [number], is_promotion=False)
+            return asyncio.create_task(harness.tier.store(job))
+
+        async def scenario():
+            hangs, tasks = [], []
+            for number in range(2):
+                hangs.append(ops.hang(on="pwritev", times=1))
+                tasks.append(store(number))
+                await entered(hangs[-1])
+            tasks += [store(2), store(3)]
+            while len(harness.tier._stores._waiting) < 2:  # noqa: ASYNC110 - changed by tasks
+                await asyncio.sleep(0)
+            hangs[1].release()
+            await asyncio.wait(tasks[1:])
+            hangs[0].release()
+            await tasks[0]
+
+        harness.run(scenario())
+        written = [call.path for call in ops.calls if call.name == "pwritev"]
+        first, second = written[:2]
+        assert first != second
+        assert written[2:] == [second, first]
 
 
 def test_more_buffers_than_one_call_takes_are_several_calls(tmp_path):

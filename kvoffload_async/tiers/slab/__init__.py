@@ -73,9 +73,11 @@ Capacity
 
 `capacity_bytes` bounds what the folder takes on disk, as allocated: the segments with the extents
 that the filesystem needs for them, the journal and its successor at the moment of the rename, and
-the small files; see `budget`. Segments are allocated one by one, when there is no free slot and
-before anything is evicted. Once there are as many as fit, up to 256 slots stand free, though never
-more than a sixteenth of them or 32 MiB: so blocks that are stored together find neighbouring slots,
-also after long use. A disk that is full earlier ends the growth; if even the journal has no room, a
-segment is given back, by unlinking it. Growth is tried again after a minute.
+the small files; see `budget`. Segments are allocated when there is no free slot and before anything
+is evicted: as many at once as threads move blocks, smaller ones in a small store. Jobs go to them
+in turn, as the kernel lets one thread at a time write into a file. Once there are as many as fit,
+up to 256 slots stand free, though never more than a sixteenth of them or 32 MiB: so blocks that are
+stored together find neighbouring slots, also after long use. A disk that is full earlier ends the
+growth; if even the journal has no room, a segment is given back, by unlinking it. Growth is tried
+again after a minute.
 """

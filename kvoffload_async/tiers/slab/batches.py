@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Self
 
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
 from kvoffload_async.tiers.files.failure import mapped
@@ -25,6 +25,9 @@ from kvoffload_async.tiers.slab.table import RecordTable, split_digests
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
+
+_STRIPE_PIECES: Final = 4
+"""How many pieces lie in one file before it is the next one's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,24 @@ class Shelf:
     fdatasync: bool
     piece_bytes: int
 
+    @property
+    def piece_slots(self) -> int:
+        """Slots of a piece."""
+        return max(1, self.piece_bytes // self.rows.slot_bytes)
+
+    @property
+    def stripe_slots(self) -> int:
+        """Slots that lie in one file before it is the next one's turn: whole pieces."""
+        piece = self.piece_slots
+        return max(1, _STRIPE_PIECES * self.piece_bytes // self.rows.slot_bytes // piece) * piece
+
 
 class Blocks(NamedTuple):
     """Blocks of one job; the three sequences are parallel.
 
     Attributes:
         keys: Theirs.
-        places: Where they are in the store, or shall be; ascending.
+        places: Where they are in the store, or shall be; those of each piece ascend.
         rows: Where they are in the primary, or shall be.
     """
 
@@ -78,10 +92,12 @@ class Batch(ABC):
         self.indices = range(len(blocks.keys))
         self.failures: dict[int, TierError] = {}
         self.error: TierError | None = None
+        self._digests: list[bytes] = [b""] * len(blocks.keys)
+        """The checksum of what was moved; empty where none is wanted."""
 
     def pieces(self) -> Sequence[range]:
         """Return the pieces, as ranges of indices in the batch."""
-        size = max(1, self._shelf.piece_bytes // self._shelf.rows.slot_bytes)
+        size = self._shelf.piece_slots
         return [self.indices[start : start + size] for start in self.indices[::size]]
 
     def move(self, piece: range) -> None:
@@ -91,11 +107,18 @@ class Batch(ABC):
         try:
             self._begin()
             for run in joined(self._places, piece.start, piece.stop):
-                self._move(run)
+                try:
+                    self._move(run)
+                except OSError as error:
+                    self._move_singly(run, error)
         except OSError as error:
             self._fail(piece, mapped(error))
         except BaseException as error:  # noqa: BLE001 - a defect fails its job, and no other
             self.fail(error)
+
+    def file_of(self, piece: range) -> int | None:
+        """Return the file that a piece should have to itself; None if it needs none."""
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Fail as a whole; only the first reason counts."""
@@ -105,22 +128,23 @@ class Batch(ABC):
     def _fail(self, indices: Sequence[int], error: TierError) -> None:
         self.failures.update(dict.fromkeys(indices, error))
 
-    def _move(self, run: Run) -> None:
-        """Move a run in one call; if that fails, each of its blocks on its own."""
-        try:
-            self._move_joined(run)
-        except OSError as error:
-            if run.count == 1:
-                self._fail((run.start,), mapped(error))
-                return
-            for index in range(run.count):
-                self._move(replace(run, place=run.place + index, start=run.start + index, count=1))
+    def _move_singly(self, run: Run, error: OSError) -> None:
+        """Move a run that cannot be moved in one call: each of its blocks on its own."""
+        if run.length == 1:
+            self._fail((run.start,), mapped(error))
+            return
+        for offset in range(run.length):
+            single = Run(run.place + offset, run.start + offset, 1)
+            try:
+                self._move(single)
+            except OSError as own_error:
+                self._move_singly(single, own_error)
 
     def _begin(self) -> None:  # noqa: B027 - a load has nothing to do first
         """Do what must be done before a piece is moved; raises OSError."""
 
     @abstractmethod
-    def _move_joined(self, run: Run) -> None:
+    def _move(self, run: Run) -> None:
         """Move a run in one call; raises OSError."""
 
     @classmethod
@@ -133,40 +157,54 @@ class StoreBatch(Batch):
     """Blocks to write into claimed places; there as soon as they are journalled, all at once.
 
     Attributes:
-        written: What was written so far, with its records.
         is_journalled: Whether those that did not fail are.
     """
 
     def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
         super().__init__(shelf, blocks)
-        self.written: list[PackedRun] = []
         self.is_journalled = False
+
+    def file_of(self, piece: range) -> int:
+        """Return the piece's segment: the kernel lets one write at a time into a file."""
+        return segment_of(self._places[piece.start])
 
     def _begin(self) -> None:
         """Journal the removals of the blocks in whose slots these are written."""
         self._shelf.journal.flush()
 
-    def _move_joined(self, run: Run) -> None:
-        # The checksums first: they bring the bytes into the cache, from which they are written.
-        packed = self._packed(run)
-        self._shelf.segments.write(run, self._rows)
-        self.written.append((run.place, packed))
+    def _move(self, run: Run) -> None:
+        shelf, part = self._shelf, slice(run.start, run.start + run.length)
+        rows = shelf.rows.each(self._rows[part])
+        if shelf.verify:  # first: that brings the bytes into the cache, from which they are written
+            self._digests[part] = shelf.digester.digests(self._keys[part], rows)
+        shelf.segments.write(run.place, rows)
+
+    def records(self) -> list[PackedRun]:
+        """Return the records of what was written, a run at a time."""
+        size = self._shelf.stripe_slots
+        runs = [
+            run
+            for start in self.indices[::size]
+            for run in joined(self._places, start, min(start + size, len(self.indices)))
+        ]
+        if self.failures:
+            runs = [
+                Run(run.place + offset, run.start + offset, 1)
+                for run in runs
+                for offset in range(run.length)
+                if run.start + offset not in self.failures
+            ]
+        return [(run.place, self._packed(run)) for run in runs]
 
     def _packed(self, run: Run) -> bytes:
-        """Return the records of a run."""
-        shelf = self._shelf
-        keys = self._keys[run.start : run.start + run.count]
-        digests = None
-        if shelf.verify:
-            rows = self._rows[run.start : run.start + run.count]
-            digests = shelf.digester.digests(keys, shelf.rows.each(rows))
-        return put_records(keys, run.place, digests)
+        part = slice(run.start, run.start + run.length)
+        return put_records(self._keys[part], run.place, self._digests[part])
 
     @classmethod
     def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
         """Journal what was written, all of it in one append."""
         batches = [batch for batch in batches if batch.error is None]
-        written = [run for batch in batches for run in batch.written]
+        written = [run for batch in batches for run in batch.records()]
         if not written:
             return
         try:
@@ -191,39 +229,52 @@ class LoadBatch(Batch):
     def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
         super().__init__(shelf, blocks)
         self.corrupt: list[int] = []
+        self._is_verified = False
 
-    def _move_joined(self, run: Run) -> None:
-        shelf = self._shelf
-        shelf.table.use(run.place, run.count)
-        is_verified = shelf.verify or (
-            shelf.table.has_suspects and shelf.table.is_suspect(run.place, run.count)
-        )
-        whole = shelf.segments.read(run, self._rows)
-        for offset in range(whole, run.count):
-            self._drop(run, offset, "ends early")
-        if is_verified and whole:
-            self._verify(run, whole)
+    def _move(self, run: Run) -> None:
+        shelf, part = self._shelf, slice(run.start, run.start + run.length)
+        rows = shelf.rows.each(self._rows[part])
+        whole = shelf.segments.read(run.place, rows)
+        if whole < run.length:
+            self._drop(range(run.start + whole, part.stop), "ends early")
+            part, rows = slice(run.start, run.start + whole), rows[:whole]
+        if shelf.verify or (
+            shelf.table.has_suspects and shelf.table.is_suspect(run.place, run.length)
+        ):
+            self._is_verified = True
+            self._digests[part] = shelf.digester.digests(self._keys[part], rows)
 
-    def _verify(self, run: Run, count: int) -> None:
-        """Drop those of a run's first blocks whose bytes are not those that were stored."""
-        shelf, part = self._shelf, slice(run.start, run.start + count)
-        found = shelf.digester.digests(self._keys[part], shelf.rows.each(self._rows[part]))
-        packed = shelf.table.digests(run.place, count)
-        if b"".join(found) != packed:
-            for offset, stored in enumerate(split_digests(packed)):
-                if found[offset] != stored:
-                    self._drop(run, offset, "has a wrong checksum")
+    def check(self) -> None:
+        """Note that the blocks were used; drop those whose bytes are not those that were stored."""
+        table = self._shelf.table
+        for run in joined(self._places, 0, len(self._places)):
+            table.use(run.place, run.length)
+            if self._is_verified:
+                self._verify(run, table.digests(run.place, run.length))
 
-    def _drop(self, run: Run, offset: int, what: str) -> None:
-        index = run.start + offset
-        key = self._keys[index]
-        self._fail((index,), CorruptBlockError(f"block {key.hex()} {what}"))
-        self._shelf.journal.note_removed((run.place + offset,))
-        self.corrupt.append(index)
+    def _verify(self, run: Run, stored: bytes) -> None:
+        found = self._digests[run.start : run.start + run.length]
+        if b"".join(found) == stored:
+            return
+        for index, (has, should) in enumerate(
+            zip(found, split_digests(stored), strict=True), run.start
+        ):
+            if has and has != should:
+                self._drop((index,), "has a wrong checksum")
+
+    def _drop(self, indices: Sequence[int], what: str) -> None:
+        for index in indices:
+            key = self._keys[index]
+            self._fail((index,), CorruptBlockError(f"block {key.hex()} {what}"))
+            self._shelf.journal.note_removed((self._places[index],))
+            self.corrupt.append(index)
 
     @classmethod
     def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
-        """Journal that bad blocks are gone; failing that, it is done with the next append."""
+        """Verify; journal that bad blocks are gone, or failing that, with the next append."""
+        for batch in batches:
+            if batch.error is None:
+                batch.check()
         if any(batch.corrupt for batch in batches):
             try:
                 shelf.journal.flush()

@@ -8,7 +8,7 @@ and its share of the journal's tail between two snapshots.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvoffload_async.tiers.slab.places import MAX_SLOTS
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, snapshot_units
@@ -40,6 +40,10 @@ _LEAST_AHEAD = 16
 """Fewer make no neighbours for a job."""
 
 
+_LEAST_STRIPE = 16
+"""A store with fewer slots than this for each stripe has one segment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The arithmetic of one store.
@@ -49,27 +53,27 @@ class Budget:
         slot_bytes: Bytes of a slot.
         segment_slots: Slots of a full segment.
         most_slots: How many slots there can be; by rounding it may be one more.
+        stripes: How many segments are made at once, so that as many can be written at once.
     """
 
     capacity_bytes: int
     slot_bytes: int
     segment_slots: int
     most_slots: int
+    stripes: int = 1
 
     @classmethod
-    def of(cls, capacity_bytes: int, block_bytes: int, segment_bytes: int) -> Budget:
+    def of(
+        cls, capacity_bytes: int, block_bytes: int, segment_bytes: int, stripes: int = 1
+    ) -> Budget:
         """Return the budget of a capacity; one without `most_slots` is too small for a block."""
         slot_bytes = slot_bytes_of(block_bytes)
         segment_slots = min(max(1, segment_bytes // slot_bytes), MAX_SLOTS)
-        low, high = 0, capacity_bytes // slot_bytes + 1
-        while high - low > 1:
-            slots = (low + high) // 2
-            budget = cls(capacity_bytes, slot_bytes, segment_slots, slots)
-            if budget.cost(_split(slots, segment_slots)) <= capacity_bytes:
-                low = slots
-            else:
-                high = slots
-        return cls(capacity_bytes, slot_bytes, segment_slots, low)
+        plain = _filled(cls(capacity_bytes, slot_bytes, segment_slots, 0))
+        if stripes == 1 or plain.most_slots < stripes * _LEAST_STRIPE:
+            return plain
+        segment_slots = min(segment_slots, -(-plain.most_slots // stripes))
+        return _filled(cls(capacity_bytes, slot_bytes, segment_slots, 0, stripes))
 
     def cost(self, segments: Collection[int]) -> int:
         """Return the most that segments of so many slots, and all beside them, can allocate."""
@@ -111,6 +115,19 @@ class Budget:
     def least_bytes(self) -> int:
         """The smallest capacity that holds a block."""
         return Budget(0, self.slot_bytes, 1, 1).cost([1])
+
+
+def _filled(budget: Budget) -> Budget:
+    """Return a budget with the most slots that it has room for."""
+    low, high = 0, budget.capacity_bytes // budget.slot_bytes + 1
+    while high - low > 1:
+        slots = (low + high) // 2
+        larger = replace(budget, most_slots=slots)
+        if larger.cost(_split(slots, budget.segment_slots)) <= budget.capacity_bytes:
+            low = slots
+        else:
+            high = slots
+    return replace(budget, most_slots=low)
 
 
 def slot_bytes_of(block_bytes: int) -> int:

@@ -21,11 +21,11 @@ from kvoffload_async.types import OffloadKey
 class Catalog:
     """The contents of one store. Thread: loop."""
 
-    def __init__(self, policy: CachePolicy) -> None:
-        """Start empty; the policy is owned from now on."""
+    def __init__(self, policy: CachePolicy, piece: int) -> None:
+        """Start empty; the policy is owned from now on. See `FreeRuns` for the piece."""
         self._policy = policy
         self._places: dict[OffloadKey, Place] = {}
-        self._free = FreeRuns()
+        self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
         self._pins: dict[Place, int] = {}
         self._doomed: set[Place] = set()
@@ -123,8 +123,9 @@ class Catalog:
                 come together again, and the next jobs cost less.
 
         Returns:
-            The places, ascending, neighbours where possible, fewer than the keys if there are no
-            more; the keys of the blocks that had to go, and where these were, parallel.
+            The places, those of each piece ascending and neighbours where possible, fewer than the
+            keys if there are no more; the keys of the blocks that had to go, and where these were,
+            parallel.
         """
         num_free = self.num_free
         count = 0
@@ -150,7 +151,7 @@ class Catalog:
     def _give_back(self, places: Sequence[Place]) -> None:
         ascending = sorted(places)
         for run in joined(ascending, 0, len(ascending)):
-            self._free.free(run.place, run.count)
+            self._free.free(run.place, run.length)
 
     def admit(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         """Note blocks that were written to claimed places, head to tail."""

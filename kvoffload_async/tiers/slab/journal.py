@@ -113,7 +113,7 @@ class Journal:
     def note_gone(self, records: Records) -> None:
         """Note the same of blocks that are not in the table, given their records."""
         if len(records):
-            self._removed.append(removals_of(records))
+            self._removed.append(removals_of(records.tobytes()))
 
     def flush(self) -> None:
         """Write the removals noted so far; raises OSError, and then they are still noted."""

@@ -1,7 +1,7 @@
 """One direction's way between primary and segments: pieces of many jobs, moved by a few threads.
 
-A thread moves pieces of whatever jobs are waiting, for one turn of a few MiB, and ends the batches
-whose last piece it was together: with one append to the journal, and one wake-up of the loop. So
+A thread moves pieces of whatever jobs are waiting. After each turn of a few MiB it ends the batches
+whose last piece it was, together: with one append to the journal, and one wake-up of the loop. So
 the cost of handing over is that of a turn, not of a job; and all threads work on one large job.
 The price is that a call which hangs holds back what has ended in the same turn.
 """
@@ -9,10 +9,11 @@ The price is that a call which hangs holds back what has ended in the same turn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.errors import JobCancelledError
@@ -23,8 +24,12 @@ BatchT = TypeVar("BatchT", bound=Batch)
 _TURN_BYTES: Final = 4 << 20
 """What a thread moves before it tells what has ended with it."""
 
-_LONGEST_TURN_BYTES: Final = 16 << 20
-"""What it moves at most if nothing has, before it may turn to something more urgent."""
+_STAY_BYTES: Final = 16 << 20
+"""What it moves before it may turn to something more urgent."""
+
+
+_LOOK_AHEAD: Final = 16
+"""How many pieces a thread passes over to find one whose file nobody is busy with."""
 
 
 class _Passage(Generic[BatchT]):
@@ -45,8 +50,21 @@ class _Passage(Generic[BatchT]):
             self.future.set_result(None)
 
 
+class _Piece(NamedTuple, Generic[BatchT]):
+    """A piece that waits.
+
+    Attributes:
+        indices: Which blocks of its batch.
+        file: See `Batch.file_of`.
+    """
+
+    passage: _Passage[BatchT]
+    indices: range
+    file: int | None
+
+
 class Lane(Generic[BatchT]):
-    """Moves batches. Thread: loop, but for the turns."""
+    """Moves batches. Thread: loop, but for what says otherwise."""
 
     def __init__(
         self,
@@ -70,8 +88,10 @@ class Lane(Generic[BatchT]):
         self._shelf = shelf
         self._io = io
         self._threads = threads
-        self._pieces_per_turn = max(1, _TURN_BYTES // shelf.piece_bytes)
-        self._waiting: deque[tuple[_Passage[BatchT], range]] = deque()
+        self._pieces_per_stay = max(1, _STAY_BYTES // shelf.piece_bytes)
+        self._waiting: deque[_Piece[BatchT]] = deque()
+        self._busy: list[int] = []
+        """The files of the pieces that are moved now."""
         self._mutex = threading.Lock()
         """Guards who has which piece; never held for longer than that takes."""
         self._loop = asyncio.get_running_loop()
@@ -87,7 +107,7 @@ class Lane(Generic[BatchT]):
         """
         pieces = batch.pieces()
         passage = _Passage(batch, len(pieces), self._loop.create_future())
-        self._waiting.extend([(passage, piece) for piece in pieces])
+        self._waiting.extend([_Piece(passage, piece, batch.file_of(piece)) for piece in pieces])
         self._call()
         cancelled: asyncio.CancelledError | None = None
         while not passage.has_ended:
@@ -114,12 +134,12 @@ class Lane(Generic[BatchT]):
     # -- turns ----------------------------------------------------------------------------------
 
     def _call(self) -> None:
-        """Call a thread a piece that waits; where there is much to do, keep a turn ready behind.
+        """Call a thread a piece that waits; where there is much to do, keep a call ready behind.
 
         A thread that is here already may be in a call that hangs, so it does not count.
         """
         waiting = len(self._waiting)
-        most = self._threads + (waiting > self._threads * self._pieces_per_turn)
+        most = self._threads + (waiting > self._threads * self._pieces_per_stay)
         for _ in range(min(waiting, most - self._num_calls)):
             self._num_calls += 1
             call = self._loop.create_task(self._take_turns())
@@ -127,29 +147,38 @@ class Lane(Generic[BatchT]):
             call.add_done_callback(self._calls.discard)
 
     async def _take_turns(self) -> None:
-        """Take turns as long as anything waits."""
+        """Have a thread take turns as long as anything waits."""
         try:
             while self._waiting:
-                for passage in await self._io.run(self._direction, self._turn):
-                    passage.end()
+                await self._io.run(self._direction, self._stay)
         except Exception as error:  # noqa: BLE001 - the pool refuses: so do those who wait for it
             self._refuse(error)
         finally:
             self._num_calls -= 1
 
-    def _turn(self) -> list[_Passage[BatchT]]:
-        """Move pieces; return what has ended with them. Thread: an I/O thread."""
+    def _stay(self) -> None:
+        """Take turns until nothing waits, or something more urgent may. Thread: an I/O thread."""
+        left_bytes = _STAY_BYTES
+        while left_bytes > 0 and (moved_bytes := self._turn(min(left_bytes, _TURN_BYTES))):
+            left_bytes -= moved_bytes
+
+    def _turn(self, most_bytes: int) -> int:
+        """Move pieces, tell what has ended with them; return the bytes. Thread: an I/O thread."""
         ended: list[_Passage[BatchT]] = []
         moved_bytes = 0
         slot_bytes = self._shelf.rows.slot_bytes
-        while moved_bytes < (_TURN_BYTES if ended else _LONGEST_TURN_BYTES):
+        while moved_bytes < most_bytes:
             with self._mutex:
                 if not self._waiting:
                     break
-                passage, piece = self._waiting.popleft()
-            passage.batch.move(piece)
-            moved_bytes += len(piece) * slot_bytes
+                passage, indices, file = self._next()
+                if file is not None:
+                    self._busy.append(file)
+            passage.batch.move(indices)
+            moved_bytes += len(indices) * slot_bytes
             with self._mutex:
+                if file is not None:
+                    self._busy.remove(file)
                 passage.num_unfinished -= 1
                 is_last = not passage.num_unfinished
             if is_last:
@@ -161,15 +190,32 @@ class Lane(Generic[BatchT]):
             except BaseException as error:  # noqa: BLE001 - a defect fails these jobs, and no other
                 for batch in batches:
                     batch.fail(error)
-        return ended
+            self._tell(ended)
+        return moved_bytes
+
+    def _tell(self, ended: Sequence[_Passage[BatchT]]) -> None:
+        """Have the loop end passages. Thread: an I/O thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed while a call hung
+            self._loop.call_soon_threadsafe(_end_all, ended)
+
+    def _next(self) -> _Piece[BatchT]:
+        """Take the first piece whose file nobody is busy with, or the first. Under the mutex."""
+        waiting, busy = self._waiting, self._busy
+        if busy:
+            for at in range(min(len(waiting), _LOOK_AHEAD)):
+                piece = waiting[at]
+                if piece.file not in busy:
+                    del waiting[at]
+                    return piece
+        return waiting.popleft()
 
     def _withdraw(self, passage: _Passage[BatchT]) -> None:
         """Take back what nobody has begun; the batch fails."""
         passage.batch.fail(JobCancelledError("the job was cancelled"))
         with self._mutex:
-            mine = [entry for entry in self._waiting if entry[0] is passage]
-            for entry in mine:
-                self._waiting.remove(entry)
+            mine = [piece for piece in self._waiting if piece.passage is passage]
+            for piece in mine:
+                self._waiting.remove(piece)
             self._forget(mine)
 
     def _refuse(self, error: Exception) -> None:
@@ -177,13 +223,19 @@ class Lane(Generic[BatchT]):
         with self._mutex:
             waiting = list(self._waiting)
             self._waiting.clear()
-            for passage, _ in waiting:
+            for passage, _, _ in waiting:
                 passage.batch.fail(error)
             self._forget(waiting)
 
-    def _forget(self, entries: Sequence[tuple[_Passage[BatchT], range]]) -> None:
+    def _forget(self, pieces: Sequence[_Piece[BatchT]]) -> None:
         """Count pieces as done that will not be; under the mutex."""
-        for passage, _ in entries:
+        for passage, _, _ in pieces:
             passage.num_unfinished -= 1
             if not passage.num_unfinished:
                 passage.end()
+
+
+def _end_all(ended: Sequence[_Passage[BatchT]]) -> None:
+    """End passages. Thread: loop."""
+    for passage in ended:
+        passage.end()

@@ -124,7 +124,8 @@ class OpenStore:
             fdatasync=settings.fdatasync,
             piece_bytes=settings.piece_bytes,
         )
-        self.catalog = Catalog(create_policy(settings.budget.capacity_bytes // rows.slot_bytes))
+        policy = create_policy(settings.budget.capacity_bytes // rows.slot_bytes)
+        self.catalog = Catalog(policy, self.shelf.stripe_slots)
         try:
             self._lock_fd = _take_lock(ops, self.folder)
             found = list_folder(ops, self.folder)

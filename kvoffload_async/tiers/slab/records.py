@@ -52,6 +52,7 @@ RecordRows = npt.NDArray[np.int64]
 
 _MAGIC: Final = b"KVSLABF1"
 _RECORD = struct.Struct(f"<BBHqI{DIGEST_BYTES}s{MAX_KEY_BYTES}s")
+_DIGEST_AT: Final = struct.calcsize("<BBHqI")
 _PREFIX = struct.Struct("<8sQII")
 _CHECK = struct.Struct("<Q")
 _HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
@@ -62,27 +63,31 @@ def seed_of(layout: str) -> int:
     return xxhash.xxh3_64_intdigest(layout.encode())
 
 
-def put_records(keys: Sequence[OffloadKey], first: Place, digests: Sequence[bytes] | None) -> bytes:
+def put_records(keys: Sequence[OffloadKey], first: Place, digests: Sequence[bytes]) -> bytes:
     """Return the records of blocks whose places are neighbours from one on.
 
-    Without checksums they cannot be verified.
+    One whose checksum is empty cannot be verified.
     """
     pack = _RECORD.pack
-    if digests is None:
-        return b"".join([pack(PUT, len(k), 0, p, 0, b"", k) for p, k in enumerate(keys, first)])
     return b"".join(
         [
-            pack(PUT, len(key), HAS_DIGEST, place, 0, digest, key)
+            pack(PUT, len(key), HAS_DIGEST if digest else 0, place, 0, digest, key)
             for place, (key, digest) in enumerate(zip(keys, digests, strict=True), first)
         ]
     )
 
 
-def removals_of(records: Records) -> bytes:
-    """Return the records that take back these."""
-    removals = records.copy()
-    removals["kind"] = REMOVE
-    return removals.tobytes()
+def digests_of(packed: bytes) -> bytes:
+    """Return the checksums in packed records, one behind the other."""
+    starts = range(_DIGEST_AT, len(packed), RECORD_BYTES)
+    return b"".join([packed[start : start + DIGEST_BYTES] for start in starts])
+
+
+def removals_of(packed: bytes | memoryview) -> bytes:
+    """Return the records that take back these; both packed."""
+    removals = bytearray(packed)
+    removals[::RECORD_BYTES] = bytes([REMOVE]) * (len(removals) // RECORD_BYTES)
+    return bytes(removals)
 
 
 def frame(generation: int, body: bytes, seed: int) -> bytes:

@@ -88,22 +88,28 @@ class Room:
             return True
 
     async def _grow(self, wanted: int) -> bool:
-        """Add a segment; False if there will be none now."""
+        """Add segments; False if there will be no more now."""
         async with self._resizing:
-            catalog = self._store.catalog
-            if catalog.num_free >= wanted:
+            if self._store.catalog.num_free >= wanted:
                 return True  # somebody else has grown it meanwhile
-            slots = self._next_slots()
-            while slots:
-                try:
-                    create = partial(self._store.shelf.segments.create, slots)
-                    segment = await self._env.io.run(Direction.STORE, create)
-                except OSError as error:
-                    slots = self._smaller(slots, error)
-                else:
-                    self._add(segment.number, slots)
-                    return True
-            return False
+            for _ in range(self._budget.stripes):
+                if not await self._add_segment():
+                    return False
+            return True
+
+    async def _add_segment(self) -> bool:
+        """Add a segment; False if there will be none now."""
+        slots = self._next_slots()
+        while slots:
+            try:
+                create = partial(self._store.shelf.segments.create, slots)
+                segment = await self._env.io.run(Direction.STORE, create)
+            except OSError as error:
+                slots = self._smaller(slots, error)
+            else:
+                self._add(segment.number, slots)
+                return True
+        return False
 
     def _next_slots(self) -> int:
         present = self._store.catalog.segments.values()

@@ -1,7 +1,6 @@
-"""The primary's rows as buffers for vectored calls.
+"""The primary's rows as buffers: what is moved in one vectored call, and hashed one by one.
 
-Rows that lie behind each other become one buffer, unless a slot is longer than a row: then a pad
-follows each row, so that a run of slots is still one call.
+Where a slot is longer than a row, a pad follows each row, so that a run of slots is still one call.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import ctypes
 from collections.abc import Sequence
 
 from kvoffload_async.tiers.slab.budget import PAGE_BYTES
-from kvoffload_async.tiers.slab.runs import Run, spans
 
 
 class Rows:
@@ -29,28 +27,16 @@ class Rows:
         self._pad = memoryview(bytearray(slot_bytes - self.row_bytes))
         self.is_aligned = not self._pad and _address_of(self._flat) % PAGE_BYTES == 0
 
-    def row(self, number: int) -> memoryview:
-        """Return one row."""
-        start = number * self.row_bytes
-        return self._flat[start : start + self.row_bytes]
-
     def each(self, numbers: Sequence[int]) -> list[memoryview]:
         """Return rows one by one."""
         flat, size = self._flat, self.row_bytes
         return [flat[number * size : (number + 1) * size] for number in numbers]
 
-    def buffers(self, rows: Sequence[int], run: Run) -> list[memoryview]:
-        """Return what a run's slots are written from, or read into; `rows` as in the run."""
-        size = self.row_bytes
+    def padded(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Return what as many slots are written from, or read into."""
         if not self._pad:
-            return [
-                self._flat[first * size : (first + count) * size]
-                for first, count in spans(rows, run.start, run.count)
-            ]
-        buffers: list[memoryview] = []
-        for number in rows[run.start : run.start + run.count]:
-            buffers += (self.row(number), self._pad)
-        return buffers
+            return rows
+        return [buffer for row in rows for buffer in (row, self._pad)]
 
     def release(self) -> None:
         """Let go of the primary's memory."""

@@ -19,9 +19,8 @@ import numpy.typing as npt
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import segment_name
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
+from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.tiers.slab.rows import Rows
-from kvoffload_async.tiers.slab.runs import Run
 
 _IOV_MAX = 1024
 
@@ -115,77 +114,70 @@ class Segments:
 
     # -- bytes ----------------------------------------------------------------------------------
 
-    def write(self, run: Run, rows: Sequence[int]) -> None:
-        """Write a run's rows into its slots; raises OSError."""
-        direct = self._direct.flag
-        segment = self._open[segment_of(run.place)]
-        if direct and segment.direct_fd >= 0:
+    def write(self, place: Place, rows: Sequence[memoryview]) -> None:
+        """Write rows into neighbouring slots, from a place on; raises OSError."""
+        segment = self._open[segment_of(place)]
+        offset = slot_of(place) * self._rows.slot_bytes
+        if segment.direct_fd >= 0 and (direct := self._direct.flag):
             try:
-                self._move_direct(run, rows, is_write=True)
+                self._move_direct(segment.direct_fd, rows, offset, is_write=True)
             except OSError as error:
                 if not self._direct.refused(direct, error):
                     raise
             else:
                 return
-        offset = slot_of(run.place) * self._rows.slot_bytes
-        self._transfer(segment.fd, self._rows.buffers(rows, run), offset, is_write=True)
+        self._transfer(segment.fd, self._rows.padded(rows), offset, is_write=True)
 
-    def read(self, run: Run, rows: Sequence[int]) -> int:
-        """Read a run's slots into its rows; return how many blocks were read in full.
+    def read(self, place: Place, rows: Sequence[memoryview]) -> int:
+        """Read neighbouring slots, from a place on, into rows; return how many blocks are whole.
 
         Raises:
             OSError: Some could not be read; no row may be believed.
         """
-        direct = self._direct.flag
-        segment = self._open[segment_of(run.place)]
-        if direct and segment.direct_fd >= 0:
+        segment = self._open[segment_of(place)]
+        offset = slot_of(place) * self._rows.slot_bytes
+        if segment.direct_fd >= 0 and (direct := self._direct.flag):
             try:
-                return self._move_direct(run, rows, is_write=False)
+                return self._move_direct(segment.direct_fd, rows, offset, is_write=False)
             except OSError as error:
                 if not self._direct.refused(direct, error):
                     raise
-        offset = slot_of(run.place) * self._rows.slot_bytes
-        done = self._transfer(segment.fd, self._rows.buffers(rows, run), offset, is_write=False)
-        return self._whole(run, done)
+        done = self._transfer(segment.fd, self._rows.padded(rows), offset, is_write=False)
+        return self._whole(rows, done)
 
-    def _whole(self, run: Run, done_bytes: int) -> int:
-        """Return how many blocks of a run lie within its first bytes; the last needs no pad."""
-        rows = self._rows
-        return min(run.count, (done_bytes + rows.slot_bytes - rows.row_bytes) // rows.slot_bytes)
+    def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
+        """Return how many slots lie within the first bytes of a transfer; the last needs no pad."""
+        slot_bytes, row_bytes = self._rows.slot_bytes, self._rows.row_bytes
+        return min(len(rows), (done_bytes + slot_bytes - row_bytes) // slot_bytes)
 
-    def _move_direct(self, run: Run, rows: Sequence[int], *, is_write: bool) -> int:
+    def _move_direct(
+        self, fd: int, rows: Sequence[memoryview], offset: int, *, is_write: bool
+    ) -> int:
         """Move past the page cache, by way of aligned memory where the rows are not."""
-        segment = self._open[segment_of(run.place)]
-        slot_bytes = self._rows.slot_bytes
-        offset = slot_of(run.place) * slot_bytes
-        fd = segment.direct_fd
         if self._rows.is_aligned:
-            buffers = self._rows.buffers(rows, run)
-            return self._whole(run, self._transfer(fd, buffers, offset, is_write=is_write))
-        with self._borrowed(run.count * slot_bytes) as memory:
-            numbers = rows[run.start : run.start + run.count]
+            return self._whole(rows, self._transfer(fd, rows, offset, is_write=is_write))
+        size_bytes = len(rows) * self._rows.slot_bytes
+        with self._borrowed(size_bytes) as memory:
             if is_write:
-                self._stage(memory, numbers)
-            staged = memoryview(memory)[: run.count * slot_bytes]
+                self._stage(memory, rows)
+            staged = memoryview(memory)[:size_bytes]
             try:
-                count = self._whole(run, self._transfer(fd, [staged], offset, is_write=is_write))
+                count = self._whole(rows, self._transfer(fd, [staged], offset, is_write=is_write))
             finally:
                 staged.release()
             if not is_write:
-                self._unstage(memory, numbers[:count])
+                self._unstage(memory, rows[:count])
             return count
 
-    def _stage(self, memory: mmap.mmap, numbers: Sequence[int]) -> None:
-        rows = self._rows
-        for index, number in enumerate(numbers):
-            slot = _array(memory, index * rows.slot_bytes, rows.row_bytes)
-            np.copyto(slot, np.frombuffer(rows.row(number), dtype=np.uint8))
+    def _stage(self, memory: mmap.mmap, rows: Sequence[memoryview]) -> None:
+        for index, row in enumerate(rows):
+            slot = _array(memory, index * self._rows.slot_bytes, len(row))
+            np.copyto(slot, np.frombuffer(row, dtype=np.uint8))
 
-    def _unstage(self, memory: mmap.mmap, numbers: Sequence[int]) -> None:
-        rows = self._rows
-        for index, number in enumerate(numbers):
-            slot = _array(memory, index * rows.slot_bytes, rows.row_bytes)
-            np.copyto(np.frombuffer(rows.row(number), dtype=np.uint8), slot)
+    def _unstage(self, memory: mmap.mmap, rows: Sequence[memoryview]) -> None:
+        for index, row in enumerate(rows):
+            slot = _array(memory, index * self._rows.slot_bytes, len(row))
+            np.copyto(np.frombuffer(row, dtype=np.uint8), slot)
 
     @contextlib.contextmanager
     def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
@@ -215,12 +207,13 @@ class Segments:
                 moved = move(fd, part, offset + done)
                 done += moved
                 left -= moved
-                if left and moved <= 0:
+                if not left:
+                    break
+                if moved <= 0:
                     if is_write:
                         raise OSError(errno.EIO, "a write made no progress")
                     return done
-                if left:
-                    part = _behind(part, moved)
+                part = _behind(part, moved)
         return done
 
     # -- inside ---------------------------------------------------------------------------------

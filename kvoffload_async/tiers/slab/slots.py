@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Final
 
-from kvoffload_async.tiers.slab.places import Place, segment_of
+from kvoffload_async.tiers.slab.places import Place, place_of, segment_of, slot_of
 
 _EXACT: Final = 64
 """Up to this length, runs are told apart exactly; above, by the power of two below it."""
@@ -22,9 +22,18 @@ class FreeRuns:
     together, where the shortest that fits leaves ever smaller scraps (P. R. Wilson et al.,
     "Dynamic Storage Allocation: A Survey", 1995, section 3.5). Runs are kept in classes by length,
     so that taking and giving back cost about the same however many there are.
+
+    Lowest is the lowest slot of any segment, not the lowest segment: so what is taken one after
+    the other lies in different files, which can be written at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, piece: int) -> None:
+        """Start without a place.
+
+        Args:
+            piece: How many neighbours are worth having; who takes more gets pieces of so many.
+        """
+        self._piece = piece
         self._length_at: dict[Place, int] = {}
         """First place of a run -> its length."""
         self._first_before: dict[Place, Place] = {}
@@ -54,14 +63,17 @@ class FreeRuns:
         self._add(first, behind - first)
 
     def has_run(self, count: int) -> bool:
-        """Tell whether there surely is a run of so many."""
-        return max(self._classes, default=0) >= _least_class(count)
+        """Tell whether there surely is a run of so many, or of a piece if that is less."""
+        return max(self._classes, default=0) >= _least_class(min(count, self._piece))
 
     def take(self, count: int) -> list[Place]:
-        """Take places: one run that is long enough if there is one, else the longest; ascending.
+        """Take places: for each piece a run that is long enough if there is one, else the longest.
 
         Of a run that is not much longer, what begins at a multiple of the count: so jobs of one
         size leave nothing between them.
+
+        Returns:
+            The places; those of each piece ascend.
 
         Raises:
             ValueError: There are not that many.
@@ -70,9 +82,10 @@ class FreeRuns:
             raise ValueError(f"{count} places are wanted, {self._num_free} are free")
         taken: list[Place] = []
         while count:
-            first = self._best_for(count)
+            wanted = min(count, self._piece)
+            first = self._best_for(wanted)
             length = self._length_at[first]
-            used = min(length, count)
+            used = min(length, wanted)
             start = first
             if length < _MUCH_LONGER * used and -first % used + used <= length:
                 start += -first % used
@@ -84,7 +97,8 @@ class FreeRuns:
             taken += range(start, start + used)
             count -= used
             self._num_free -= used
-        taken.sort()
+        for begin in range(0, len(taken), self._piece):
+            taken[begin : begin + self._piece] = sorted(taken[begin : begin + self._piece])
         return taken
 
     def drop_segment(self, segment: int) -> int:
@@ -104,7 +118,7 @@ class FreeRuns:
         """
         least = _least_class(count)
         fitting = [runs.lowest() for number, runs in self._classes.items() if number >= least]
-        return min(fitting) if fitting else self._classes[max(self._classes)].lowest()
+        return _swapped(min(fitting) if fitting else self._classes[max(self._classes)].lowest())
 
     def _add(self, first: Place, length: int) -> None:
         self._length_at[first] = length
@@ -113,14 +127,14 @@ class FreeRuns:
         runs = self._classes.get(number)
         if runs is None:
             runs = self._classes[number] = _Class()
-        runs.add(first)
+        runs.add(_swapped(first))
 
     def _remove(self, first: Place) -> None:
         length = self._length_at.pop(first)
         del self._first_before[first + length]
         number = _class_of(length)
         runs = self._classes[number]
-        runs.firsts.discard(first)
+        runs.firsts.discard(_swapped(first))
         if not runs.firsts:
             del self._classes[number]
 
@@ -129,28 +143,33 @@ class _Class:
     """Runs of about one length; the lowest is found fast.
 
     Attributes:
-        firsts: Their first places.
+        firsts: Their first places, swapped.
     """
 
     __slots__ = ("_heap", "firsts")
 
     def __init__(self) -> None:
-        self.firsts: set[Place] = set()
-        self._heap: list[Place] = []
+        self.firsts: set[int] = set()
+        self._heap: list[int] = []
         """These, and some that have gone."""
 
-    def add(self, first: Place) -> None:
+    def add(self, first: int) -> None:
         """Add a run."""
         self.firsts.add(first)
         heapq.heappush(self._heap, first)
         if len(self._heap) > 2 * len(self.firsts) + _EXACT:
             self._heap = sorted(self.firsts)
 
-    def lowest(self) -> Place:
-        """Return the lowest first place; there is one."""
+    def lowest(self) -> int:
+        """Return the lowest of them; there is one."""
         while self._heap[0] not in self.firsts:
             heapq.heappop(self._heap)
         return self._heap[0]
+
+
+def _swapped(place: int) -> int:
+    """Return a place with its segment in the lower bits, or that place again."""
+    return place_of(slot_of(place), segment_of(place))
 
 
 def _class_of(length: int) -> int:

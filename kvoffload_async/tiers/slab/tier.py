@@ -46,7 +46,12 @@ _SHRINKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabSettings:
-    """How a `slab` tier works; see the facade's `SlabTierManager` for the options' meaning."""
+    """How a `slab` tier works; see the facade's `SlabTierManager` for the options' meaning.
+
+    Attributes:
+        stripes: Segments that are filled side by side, as the kernel lets one thread at a time
+            write into a file.
+    """
 
     root_dir: str
     run_config: Mapping[str, Any]
@@ -58,6 +63,7 @@ class SlabSettings:
     direct_io: bool = False
     fdatasync: bool = False
     io_threads: int = 3
+    stripes: int = 1
     piece_bytes: int = 1 << 20
     locality: Locality = Locality.LOCAL
 
@@ -302,7 +308,9 @@ class SlabTier(AsyncTier):
 
     def _budget(self, block_bytes: int) -> Budget:
         settings = self._settings
-        budget = Budget.of(settings.capacity_bytes, block_bytes, settings.segment_bytes)
+        budget = Budget.of(
+            settings.capacity_bytes, block_bytes, settings.segment_bytes, settings.stripes
+        )
         if settings.segment_bytes < budget.slot_bytes:
             raise ConfigError(
                 f"segment_bytes: {settings.segment_bytes} is less than a slot of "
