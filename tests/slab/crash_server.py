@@ -11,8 +11,6 @@ from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.slab import budget
 
-budget._LEAST_STRIPE = 4  # so that a store as small as this one has stripes
-
 K = [key_of(number) for number in range(60)]
 BAD = K[1]
 CAPACITY = FIXED + 14 * BLOCK
@@ -70,4 +68,5 @@ def traffic(root: str, seed: int, *, verify: bool = True) -> dict:
 
 
 if __name__ == "__main__":
+    budget._LEAST_STRIPE = 4  # so that a store as small as this one has stripes
     serve(scripted=scripted, traffic=traffic)

@@ -150,12 +150,43 @@ def test_a_thread_stays_for_several_turns_and_what_ends_is_told_after_each():
 
 def test_a_thread_leaves_after_a_while_so_that_something_more_urgent_may_come():
     async def scenario(world):
+        large = world.submit(70)
+        await world.settle()
+        world.io.step()
+        assert (len(large.moved), large.times_finished) == (64, 0)
+        world.io.step()
+        assert (len(large.moved), large.times_finished) == (70, 1)
+
+    run(scenario)
+
+
+def test_a_thread_leaves_after_a_turn_while_the_rival_is_deserted():
+    async def scenario(world):
+        world.lane.rival = SimpleNamespace(is_deserted=True)
         large = world.submit(20)
         await world.settle()
         world.io.step()
-        assert (len(large.moved), large.times_finished) == (16, 0)
+        assert len(large.moved) == 4
+        world.lane.rival.is_deserted = False
         world.io.step()
-        assert (len(large.moved), large.times_finished) == (20, 1)
+        assert len(large.moved) == 20
+
+    run(scenario)
+
+
+def test_a_lane_is_deserted_while_something_waits_and_no_thread_is_there():
+    async def scenario(world):
+        assert not world.lane.is_deserted
+        batch = world.submit(2)
+        await world.settle()
+        assert world.lane.is_deserted
+        seen = []
+        batch.on_move = lambda: seen.append(world.lane.is_deserted)
+        world.io.step()
+        assert seen == [False, False]
+        world.submit(1)
+        await world.settle()
+        assert world.lane.is_deserted, "whoever was there has left"
 
     run(scenario)
 
@@ -195,7 +226,7 @@ def test_what_ends_after_the_loop_has_gone_is_no_error():
     lane._tell([None])
 
 
-def test_no_more_threads_are_called_than_there_are_and_one_turn_behind_them():
+def test_no_more_threads_are_called_than_there_are_and_one_call_behind_them():
     async def scenario(world):
         world.submit(1)
         await world.settle()
@@ -203,7 +234,7 @@ def test_no_more_threads_are_called_than_there_are_and_one_turn_behind_them():
         world.submit(1)
         await world.settle()
         assert len(world.io.queued) == 2
-        for _ in range(50):
+        for _ in range(150):
             world.submit(1)
         await world.settle()
         assert len(world.io.queued) == THREADS + 1

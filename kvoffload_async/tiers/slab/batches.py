@@ -27,7 +27,8 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 _STRIPE_PIECES: Final = 4
-"""How many pieces lie in one file before it is the next one's turn."""
+_STRIPE_BYTES: Final = 4 << 20
+"""What lies in one file, at most, before it is the next one's turn; a piece at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Shelf:
     @property
     def stripe_slots(self) -> int:
         """Slots that lie in one file before it is the next one's turn: whole pieces."""
-        piece = self.piece_slots
-        return max(1, _STRIPE_PIECES * self.piece_bytes // self.rows.slot_bytes // piece) * piece
+        pieces = min(_STRIPE_PIECES, _STRIPE_BYTES // self.piece_bytes)
+        return max(1, pieces) * self.piece_slots
 
 
 class Blocks(NamedTuple):

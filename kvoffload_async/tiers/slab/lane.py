@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.errors import JobCancelledError
@@ -24,8 +24,8 @@ BatchT = TypeVar("BatchT", bound=Batch)
 _TURN_BYTES: Final = 4 << 20
 """What a thread moves before it tells what has ended with it."""
 
-_STAY_BYTES: Final = 16 << 20
-"""What it moves before it may turn to something more urgent."""
+_STAY_BYTES: Final = 64 << 20
+"""What it moves before it may turn to something more urgent, unless the rival needs it."""
 
 
 _LOOK_AHEAD: Final = 16
@@ -64,7 +64,12 @@ class _Piece(NamedTuple, Generic[BatchT]):
 
 
 class Lane(Generic[BatchT]):
-    """Moves batches. Thread: loop, but for what says otherwise."""
+    """Moves batches. Thread: loop, but for what says otherwise.
+
+    Attributes:
+        rival: The other direction's lane, if there is one: a thread does not stay long here while
+            something waits there and nobody is there.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class Lane(Generic[BatchT]):
             io: The pool.
             threads: How many threads work here at once.
         """
+        self.rival: Lane[Any] | None = None
         self._direction = direction
         self._finish = finish
         self._shelf = shelf
@@ -92,6 +98,8 @@ class Lane(Generic[BatchT]):
         self._waiting: deque[_Piece[BatchT]] = deque()
         self._busy: list[int] = []
         """The files of the pieces that are moved now."""
+        self._num_here = 0
+        """Threads that take turns now."""
         self._mutex = threading.Lock()
         """Guards who has which piece; never held for longer than that takes."""
         self._loop = asyncio.get_running_loop()
@@ -156,11 +164,24 @@ class Lane(Generic[BatchT]):
         finally:
             self._num_calls -= 1
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether something waits, and no thread is here. Thread: any."""
+        return bool(self._waiting) and not self._num_here
+
     def _stay(self) -> None:
         """Take turns until nothing waits, or something more urgent may. Thread: an I/O thread."""
         left_bytes = _STAY_BYTES
-        while left_bytes > 0 and (moved_bytes := self._turn(min(left_bytes, _TURN_BYTES))):
-            left_bytes -= moved_bytes
+        with self._mutex:
+            self._num_here += 1
+        try:
+            while left_bytes > 0 and (moved_bytes := self._turn(min(left_bytes, _TURN_BYTES))):
+                left_bytes -= moved_bytes
+                if self.rival is not None and self.rival.is_deserted:
+                    break
+        finally:
+            with self._mutex:
+                self._num_here -= 1
 
     def _turn(self, most_bytes: int) -> int:
         """Move pieces, tell what has ended with them; return the bytes. Thread: an I/O thread."""

@@ -64,7 +64,7 @@ class SlabSettings:
     fdatasync: bool = False
     io_threads: int = 3
     stripes: int = 1
-    piece_bytes: int = 1 << 20
+    piece_bytes: int | None = None
     locality: Locality = Locality.LOCAL
 
 
@@ -121,7 +121,7 @@ class SlabTier(AsyncTier):
             on_mismatch=settings.on_mismatch,
             direct_io=settings.direct_io,
             fdatasync=settings.fdatasync,
-            piece_bytes=settings.piece_bytes,
+            piece_bytes=settings.piece_bytes or _suitable_piece_bytes(budget.slot_bytes),
         )
         construct = partial(
             OpenStore, self._ops, layout, store_settings, self._create_policy, self._rows
@@ -139,6 +139,7 @@ class SlabTier(AsyncTier):
         shelf, threads = self._store.shelf, settings.io_threads
         self._loads = Lane(Direction.LOAD, LoadBatch.finish, shelf, env.io, threads)
         self._stores = Lane(Direction.STORE, StoreBatch.finish, shelf, env.io, threads)
+        self._loads.rival, self._stores.rival = self._stores, self._loads
         env.blocks_appeared(self._store.catalog.keys())
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -332,6 +333,16 @@ class SlabTier(AsyncTier):
         if self._env is None:
             raise TierClosedError("the slab tier is not open")
         return self._env
+
+
+def _suitable_piece_bytes(slot_bytes: int) -> int:
+    """Return what one call best moves.
+
+    A MiB stays in the cache until it is hashed. But after each call, and after each block that is
+    hashed, a thread may have to wait for the interpreter's lock, so with larger blocks more is
+    better: four of them, as long as these are not more than 4 MiB.
+    """
+    return max(1 << 20, min(4 * slot_bytes, 4 << 20))
 
 
 def _is_disk_full(error: TierError | None) -> bool:
