@@ -1,10 +1,12 @@
 """`kvoffload bench`: its figures, what they stand beside, and what it leaves behind."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
+from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 
 SMALL = (
@@ -119,6 +121,7 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         "threads": 2,
         "direct_floor": False,
         "steady": False,
+        "keep": False,
         "warm_up": True,
     }
     assert report["machine"]["processors"] > 0
@@ -250,6 +253,41 @@ def test_a_steady_tier_is_full_before_it_is_measured(bench, place, monkeypatch, 
     assert count == 4096 + fills * 128 * 1024 + 160 * 1024
     standing = report["sizes"][0]["contenders"]["slab"]
     assert standing["failed_jobs"] == standing["wrong_blocks"] == 0
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_kept_store_is_opened_and_filled_once(bench, place, monkeypatch, keeps):
+    opened, closed, stored = [], [], 0
+    manager = FileSystemTierManager
+    init, submit, shutdown = manager.__init__, manager.submit_store, manager.shutdown
+
+    def counting(self, job):
+        nonlocal stored
+        stored += len(job.keys) * 4096
+        submit(self, job)
+
+    @functools.wraps(init)
+    def opening(self, *args, **options):
+        opened.append(options["root_dir"])
+        init(self, *args, **options)
+
+    def closing(self, *args, **options):
+        closed.append(self)
+        return shutdown(self, *args, **options)
+
+    monkeypatch.setattr(manager, "__init__", opening)
+    monkeypatch.setattr(manager, "submit_store", counting)
+    monkeypatch.setattr(manager, "shutdown", closing)
+    options = ("--rounds", "3", "--steady", "--no-warm-up", *(["--keep"] if keeps else []))
+    report = bench("--tier", f"fs:root_dir={place},capacity_bytes=1MiB", *options)
+    assert report["settings"]["keep"] == keeps
+    stores = 1 if keeps else 3
+    assert len(closed) == len(opened) == 1 + stores, "the rehearsal has its own"
+    assert len(set(opened)) == len(opened)
+    assert stored == 4096 + stores * 8 * 128 * 1024 + 3 * 160 * 1024
+    standing = report["sizes"][0]["contenders"]["fs"]
+    assert standing["failed_jobs"] == standing["wrong_blocks"] == 0
+    assert list(place.iterdir()) == []
 
 
 def test_what_it_wrote_is_gone_and_what_others_wrote_is_not(bench, place, witnesses):

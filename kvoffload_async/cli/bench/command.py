@@ -101,10 +101,18 @@ def bench(
             "has, as it will most of its life; the floor does too.",
         ),
     ] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Give everybody one store for all rounds of a block size, in place of a new one "
+            "each: what is never removed takes new memory every time, as where a server only adds.",
+        ),
+    ] = False,
     warm_up: Annotated[
         bool,
         typer.Option(
-            help="Touch memory for the page cache before everybody's turn: a virtual machine may "
+            help="Touch memory for the page cache before a store is opened: a virtual machine may "
             "have given it back, and is ten times slower at first.",
         ),
     ] = True,
@@ -120,9 +128,9 @@ def bench(
     """Measure tiers on this machine, each beside what the machine can do.
 
     Every round measures in turn: memcpy; plain reads and writes of a preallocated file, in joined
-    calls; every tier and peer, on a new store in a new directory that is removed afterwards.
-    Bytes stay in the page cache where a tier does not bypass it. Every loaded block is compared
-    with what was stored, after the clock has stopped.
+    calls; every tier and peer, on a new store, or with --keep on that of the round before, in a
+    directory that is removed afterwards. Bytes stay in the page cache where a tier does not bypass
+    it. Every loaded block is compared with what was stored, after the clock has stopped.
     """
     with errors_as_one_line(), Interrupt() as interrupt, ExitStack() as stack:
         check_writable("--json", json)
@@ -137,6 +145,7 @@ def bench(
             threads=suitable_threads() if threads is None else threads,
             direct=direct_floor,
             steady=steady,
+            keep=keep,
             warm_up=warm_up,
         )
         names = tier or (() if peer else DEFAULT_TIERS)
@@ -238,6 +247,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "threads": plan.threads,
         "direct_floor": plan.direct,
         "steady": plan.steady,
+        "keep": plan.keep,
         "warm_up": plan.warm_up,
     }
 

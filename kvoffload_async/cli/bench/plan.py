@@ -73,7 +73,8 @@ class Plan:
         threads: Threads of the floor.
         direct: Whether the floor bypasses the page cache.
         steady: Whether what has a capacity is full before it is measured.
-        warm_up: Whether memory for the page cache is touched before everybody's turn.
+        keep: Whether everybody has one store for all rounds of a block size.
+        warm_up: Whether memory for the page cache is touched before a store is opened.
     """
 
     works: tuple[Work, ...]
@@ -85,6 +86,7 @@ class Plan:
     threads: int
     direct: bool = False
     steady: bool = False
+    keep: bool = False
     warm_up: bool = True
 
     @property
@@ -94,8 +96,8 @@ class Plan:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that must be free on disk, for what is stored or for warming up."""
-        return WARM_UP * self.stored_bytes
+        """Bytes that must be free on disk for each contender, to store or to warm up."""
+        return max(WARM_UP, self.rounds if self.keep else 1) * self.stored_bytes
 
     @classmethod
     def parse(
@@ -110,6 +112,7 @@ class Plan:
         threads: int,
         direct: bool = False,
         steady: bool = False,
+        keep: bool = False,
         warm_up: bool = True,
     ) -> Self:
         """Check what the command line says.
@@ -143,6 +146,7 @@ class Plan:
             threads=threads,
             direct=direct,
             steady=steady,
+            keep=keep,
             warm_up=warm_up,
         )
 

@@ -1,8 +1,8 @@
 """The order of a bench: round after round, first the floors, then every contender.
 
 What disturbs the machine for a while so disturbs all of them alike. In every round a contender
-starts with a new store, empty or, where that is asked for and it has a capacity, full of other
-blocks; and with keys that nobody has seen.
+starts with a new store, or goes on with the one it has; empty at first or, where that is asked for
+and it has a capacity, full of other blocks; and with keys that nobody has seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -75,9 +75,10 @@ def measure(
     try:
         for work in plan.works:
             samples = Samples(work)
-            with Payload(work.num_rows, work.block_bytes) as payload:
+            with Payload(work.num_rows, work.block_bytes) as payload, ExitStack() as kept:
+                takers = [_Turn(one, plan, payload, samples, kept) for one in contenders]
                 for _ in range(plan.rounds):
-                    for turn in _turns(plan, floors, contenders, payload, samples):
+                    for turn in _turns(plan, floors, takers, payload, samples):
                         if should_stop():
                             return
                         gc.collect()
@@ -102,8 +103,9 @@ def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
     block_bytes = plan.works[0].block_bytes
     for contender in contenders:
         samples = Samples(Work(Jobs(1, 1, block_bytes), None))
-        with Payload(1, block_bytes) as payload:
-            _Turn(contender, replace(plan, steady=False), payload, samples).run()
+        brief = replace(plan, steady=False, keep=False)
+        with Payload(1, block_bytes) as payload, ExitStack() as kept:
+            _Turn(contender, brief, payload, samples, kept).run()
         name = contender.name
         if samples.reasons:
             raise UnfitError(f"{name}: the first block has failed: {samples.reasons[name]}")
@@ -114,15 +116,15 @@ def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
 def _turns(
     plan: Plan,
     floors: Sequence[Floor],
-    contenders: Sequence[Contender],
+    takers: Sequence[_Turn],
     payload: Payload,
     samples: Samples,
 ) -> Iterator[Callable[[], None]]:
     yield partial(_measure_memcpy, plan, payload, samples)
     for floor in floors:
         yield partial(_measure_floor, floor, plan, payload, samples)
-    for contender in contenders:
-        yield _Turn(contender, plan, payload, samples).run
+    for taker in takers:
+        yield taker.run
 
 
 def _measure_memcpy(plan: Plan, payload: Payload, samples: Samples) -> None:
@@ -138,27 +140,40 @@ def _measure_floor(floor: Floor, plan: Plan, payload: Payload, samples: Samples)
 
 
 class _Turn:
-    """One contender's turn in a round."""
+    """One contender's turn in every round."""
 
     def __init__(
-        self, contender: Contender, plan: Plan, payload: Payload, samples: Samples
+        self,
+        contender: Contender,
+        plan: Plan,
+        payload: Payload,
+        samples: Samples,
+        kept: ExitStack,
     ) -> None:
         self._contender = contender
         self._plan = plan
         self._payload = payload
         self._samples = samples
+        self._kept = kept
+        self._tier: OpenTier | None = None
         self._next_job = 0
 
     def run(self) -> None:
-        """Store and load on a new store, and compare what was loaded."""
+        """Store and load, and compare what was loaded."""
+        if not self._plan.keep:
+            with self._open() as tier:
+                self._measure(tier)
+            return
+        if self._tier is None:
+            self._tier = self._kept.enter_context(self._open())
+        self._measure(self._tier)
+
+    def _measure(self, tier: OpenTier) -> None:
         work, name = self._samples.work, self._contender.name
-        with self._open() as tier:
-            if self._plan.steady:
-                self._fill_up(tier, work)
-            keys = self._store_and_load(tier, work.many, "store", "load")
-            if work.one is not None:
-                self._store_and_load(tier, work.one, "store_one_job", "load_one_job")
-            self._samples.passes[name, "at_rest"].append(time_at_rest(tier, keys))
+        keys = self._store_and_load(tier, work.many, "store", "load")
+        if work.one is not None:
+            self._store_and_load(tier, work.one, "store_one_job", "load_one_job")
+        self._samples.passes[name, "at_rest"].append(time_at_rest(tier, keys))
 
     @contextmanager
     def _open(self) -> Iterator[OpenTier]:
@@ -173,6 +188,8 @@ class _Turn:
             except OSError as error:
                 raise UnfitError(f"{self._contender.name}: cannot be opened: {error}") from error
             try:
+                if self._plan.steady:
+                    self._fill_up(tier, self._samples.work)
                 yield tier
             finally:
                 tier.close()

@@ -123,7 +123,8 @@ def _remarks(report: Report) -> Iterator[str]:
     settings = report.settings
     yield (
         f"Medians of {settings['rounds']} rounds, everybody in turn in each, on "
-        f"{'full' if settings['steady'] else 'empty'} stores; "
+        f"{'full' if settings['steady'] else 'empty'} stores"
+        f"{' that are kept from round to round' if settings['keep'] else ''}; "
         f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks under way. ms: of a "
         "job, until its result is seen. us: of the owner's thread, in all calls. x floor: as a "
         f"multiple of plain writes or reads by {settings['threads']} threads; for the owner's "
