@@ -52,7 +52,9 @@ RecordRows = npt.NDArray[np.int64]
 
 _MAGIC: Final = b"KVSLABF1"
 _RECORD = struct.Struct(f"<BBHqI{DIGEST_BYTES}s{MAX_KEY_BYTES}s")
-_DIGEST_AT: Final = struct.calcsize("<BBHqI")
+DIGEST_AT: Final = struct.calcsize("<BBHqI")
+"""Where in a record its checksum begins."""
+
 _PREFIX = struct.Struct("<8sQII")
 _CHECK = struct.Struct("<Q")
 _HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
@@ -79,7 +81,7 @@ def put_records(keys: Sequence[OffloadKey], first: Place, digests: Sequence[byte
 
 def digests_of(packed: bytes) -> bytes:
     """Return the checksums in packed records, one behind the other."""
-    starts = range(_DIGEST_AT, len(packed), RECORD_BYTES)
+    starts = range(DIGEST_AT, len(packed), RECORD_BYTES)
     return b"".join([packed[start : start + DIGEST_BYTES] for start in starts])
 
 

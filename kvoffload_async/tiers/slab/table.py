@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvoffload_async.tiers.files.sealing import DIGEST_BYTES
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
+    DIGEST_AT,
     PUT,
     RECORD,
     RECORD_BYTES,
@@ -29,6 +30,7 @@ from kvoffload_async.tiers.slab.records import (
 from kvoffload_async.tiers.slab.runs import joined
 
 _TICK_BYTES: Final = 8
+_WORD_BYTES: Final = 8
 
 
 class _Part:
@@ -44,10 +46,10 @@ class _Part:
 
     def __init__(self, slots: int) -> None:
         self.records: Records = np.zeros(slots, dtype=RECORD)
-        self.digests = np.zeros(slots, dtype=RECORD["digest"])
+        self.digests = np.zeros((slots, DIGEST_BYTES // _WORD_BYTES), dtype=np.uint64)
         self.uses: npt.NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._record_bytes = self.records.view(np.uint8).data
-        self._digest_bytes = self.digests.view(np.uint8).data
+        self._digest_bytes = self.digests.reshape(-1).view(np.uint8).data
         self._use_bytes = self.uses.view(np.uint8).data
 
     def put(self, slot: int, packed: bytes) -> None:
@@ -59,7 +61,9 @@ class _Part:
 
     def fill(self, slots: npt.NDArray[np.int64], records: Records) -> None:
         self.records[slots] = records
-        self.digests[slots] = records["digest"]
+        words = self.records.view(np.uint64).reshape(len(self.records), -1)
+        first = DIGEST_AT // _WORD_BYTES
+        self.digests[:] = words[:, first : first + self.digests.shape[1]]
 
     def stored_digests(self, slot: int, count: int) -> bytes:
         return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + count) * DIGEST_BYTES])
