@@ -16,6 +16,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import make_job
+from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 from kvoffload_async.types import LookupResult, ReqContext
@@ -124,6 +125,15 @@ def test_a_segment_that_was_cut_short_costs_the_blocks_behind_the_cut(shelves):
         assert sorted(failures) == list(range(5, 16))
         assert {type(e) for e in failures.values()} == {CorruptBlockError}
         sound(harness.tier)
+
+
+def test_a_block_whose_checksum_was_not_computed_is_not_served(shelves, monkeypatch):
+    with shelves.open() as harness:
+        harness.store(K[:2])
+        monkeypatch.setattr(BlockDigester, "digests", lambda self, keys, rows: [b""] * len(keys))
+        failures = harness.load(K[:2])
+        assert {type(error) for error in failures.values()} == {CorruptBlockError}
+        assert sorted(failures) == [0, 1]
 
 
 @pytest.mark.parametrize("direct_io", [False, True])
