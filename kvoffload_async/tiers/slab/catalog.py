@@ -7,7 +7,7 @@ goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,7 +27,9 @@ class Catalog:
         self._places: dict[OffloadKey, Place] = {}
         self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
-        self._pins: dict[Place, int] = {}
+        self._pins: set[Place] = set()
+        self._more_pins: dict[Place, int] = {}
+        """Place that is pinned more than once -> how many times more."""
         self._doomed: set[Place] = set()
         self._claimed: set[Place] = set()
 
@@ -75,7 +77,7 @@ class Catalog:
 
     def idle_segments(self) -> list[int]:
         """Return the segments whose blocks may all go, that with the fewest first."""
-        busy = set(map(segment_of, self._pins.keys() | self._claimed))
+        busy = set(map(segment_of, self._pins | self._claimed))
         free = dict.fromkeys(self._slots, 0)
         for first, count in self._free.runs():
             free[segment_of(first)] += count
@@ -92,24 +94,29 @@ class Catalog:
 
     # -- blocks ---------------------------------------------------------------------------------
 
-    def pin(self, places: Iterable[Place]) -> None:
-        """Keep blocks where they are."""
-        pins = self._pins
-        for place in places:
-            pins[place] = pins.get(place, 0) + 1
+    def pin(self, places: Collection[Place]) -> None:
+        """Keep blocks where they are; each place is named once."""
+        more = self._more_pins
+        for place in self._pins.intersection(places):
+            more[place] = more.get(place, 0) + 1
+        self._pins.update(places)
 
-    def unpin(self, places: Iterable[Place]) -> None:
+    def unpin(self, places: Collection[Place]) -> None:
         """Take back one pin each."""
-        pins = self._pins
-        for place in places:
-            left = pins[place] - 1
-            if left:
-                pins[place] = left
-                continue
-            del pins[place]
-            if place in self._doomed:
-                self._doomed.discard(place)
-                self._free.free(place)
+        if self._more_pins:
+            places = [place for place in places if not self._is_pinned_still(place)]
+        self._pins.difference_update(places)
+        if self._doomed:
+            freed = self._doomed.intersection(places)
+            self._doomed -= freed
+            self._give_back(freed)
+
+    def _is_pinned_still(self, place: Place) -> bool:
+        """Take back a pin that is not the only one; False if it is."""
+        more = self._more_pins.pop(place, 0)
+        if more > 1:
+            self._more_pins[place] = more - 1
+        return bool(more)
 
     def claim(
         self, incoming: Sequence[OffloadKey], ahead: int = 0
@@ -137,7 +144,7 @@ class Catalog:
         places, pins = self._places, self._pins
         may_go = (lambda key: places[key] not in pins) if pins else _always
         victims = self._policy.make_room([*incoming, *nobody], count, may_go) or []
-        freed = [places.pop(key) for key in victims]
+        freed = list(map(places.pop, victims))
         self._give_back(freed)
         taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
@@ -148,7 +155,7 @@ class Catalog:
         self._claimed.difference_update(places)
         self._give_back(places)
 
-    def _give_back(self, places: Sequence[Place]) -> None:
+    def _give_back(self, places: Iterable[Place]) -> None:
         ascending = sorted(places)
         for run in joined(ascending, 0, len(ascending)):
             self._free.free(run.place, run.length)
@@ -181,7 +188,7 @@ class Catalog:
         every = [place_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
         if sorted([*places, *free, *self._claimed, *self._doomed]) != sorted(every):
             yield "a slot is neither free, claimed, doomed nor a block's, or two of them"
-        if not self._pins.keys() <= {*places, *self._doomed}:
+        if not self._more_pins.keys() <= self._pins <= {*places, *self._doomed}:
             yield "a place is pinned that has no block"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import sub
 from typing import NamedTuple
 
 from kvoffload_async.tiers.slab.places import Place
@@ -24,16 +26,14 @@ class Run(NamedTuple):
 
 def joined(places: Sequence[Place], start: int, stop: int) -> Sequence[Run]:
     """Return the maximal runs of neighbours among `places[start:stop]`, which ascend."""
+    if start < stop and places[stop - 1] - places[start] == stop - 1 - start:
+        return [Run(places[start], start, stop - start)]  # ascending and distinct: all neighbours
     runs: list[Run] = []
-    while start < stop:
-        place = places[start]
-        end = start + 1
-        # Ascending and distinct, so the last one tells whether all of them are neighbours.
-        if places[stop - 1] - place == stop - 1 - start:
-            end = stop
-        else:
-            while end < stop and places[end] - place == end - start:
-                end += 1
-        runs.append(Run(place, start, end - start))
-        start = end
+    # The same for all of a run, and more for those behind it.
+    surplus = list(map(sub, places[start:stop], range(stop - start)))
+    at, end = 0, len(surplus)
+    while at < end:
+        behind = bisect_right(surplus, surplus[at], at)
+        runs.append(Run(places[start + at], start + at, behind - at))
+        at = behind
     return runs

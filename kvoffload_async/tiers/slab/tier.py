@@ -154,10 +154,13 @@ class SlabTier(AsyncTier):
             await asyncio.wait(busy)  # ends with the jobs that write them, each of which ends
         found = store.catalog.find(job.keys)
         present = [place for place in found if place is not None]
-        absent = [index for index, place in enumerate(found) if place is None]
+        absent: Sequence[int] = range(len(found))
+        missing: Sequence[OffloadKey] = job.keys
+        if present:
+            absent = [index for index, place in enumerate(found) if place is None]
+            missing = [job.keys[index] for index in absent]
         store.catalog.pin(present)
         done = self._loop.create_future()
-        missing = [job.keys[index] for index in absent]
         self._writing.update(dict.fromkeys(missing, done))
         try:
             if present:
@@ -178,26 +181,22 @@ class SlabTier(AsyncTier):
             for index, place in enumerate(found)
             if place is None
         }
-        order = sorted((place, index) for index, place in enumerate(found) if place is not None)
+        blocks, order = _in_order_of_places(job, found)
         if not order:
             return failures
-        places = [place for place, _ in order]
-        keys = [job.keys[index] for _, index in order]
-        rows = job.block_ids.tolist()
-        blocks = Blocks(keys, places, [rows[index] for _, index in order])
         batch = LoadBatch(store.shelf, blocks)
-        store.catalog.pin(places)
+        store.catalog.pin(blocks.places)
         try:
             await self._loads.move(batch)
             for index in batch.corrupt:
-                store.catalog.drop(keys[index], places[index])
-            failures |= {order[index][1]: error for index, error in batch.failures.items()}
+                store.catalog.drop(blocks.keys[index], blocks.places[index])
+            failures |= {order[index]: error for index, error in batch.failures.items()}
             loaded: Sequence[OffloadKey] = job.keys
             if failures:
                 loaded = [key for i, key in enumerate(job.keys) if i not in failures]
             store.catalog.used(loaded)
         finally:
-            store.catalog.unpin(places)
+            store.catalog.unpin(blocks.places)
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -236,14 +235,17 @@ class SlabTier(AsyncTier):
     ) -> BlockFailures:
         """Write blocks; when the disk is full, again after the store has shrunk."""
         rows = job.block_ids.tolist()
-        failures: dict[int, TierError] = {
-            index: TierUnavailableError(
-                f"a key of {len(job.keys[index])} bytes; a record holds {MAX_KEY_BYTES}"
-            )
-            for index in indices
-            if len(job.keys[index]) > MAX_KEY_BYTES
-        }
-        left = [index for index in indices if index not in failures] if failures else indices
+        failures: dict[int, TierError] = {}
+        left = indices
+        if max(map(len, job.keys), default=0) > MAX_KEY_BYTES:
+            failures = {
+                index: TierUnavailableError(
+                    f"a key of {len(job.keys[index])} bytes; a record holds {MAX_KEY_BYTES}"
+                )
+                for index in indices
+                if len(job.keys[index]) > MAX_KEY_BYTES
+            }
+            left = [index for index in indices if index not in failures]
         failures |= await self._store_some(store, job.keys, rows, left)
         if not failures:
             return {}
@@ -273,14 +275,15 @@ class SlabTier(AsyncTier):
         """Write as many absent blocks as have room, head first."""
         if not indices:
             return {}
-        places = await self._room.claim([keys[index] for index in indices])
+        if len(indices) < len(keys):
+            keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
+        places = await self._room.claim(keys)
         roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
         failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], roomless)
         if not places:
             return failures
-        indices = indices[: len(places)]
-        mine = [keys[index] for index in indices]
-        batch = StoreBatch(store.shelf, Blocks(mine, places, [rows[index] for index in indices]))
+        mine = keys[: len(places)]
+        batch = StoreBatch(store.shelf, Blocks(mine, places, rows[: len(places)]))
         try:
             await self._stores.move(batch)
         except BaseException:
@@ -333,6 +336,20 @@ class SlabTier(AsyncTier):
         if self._env is None:
             raise TierClosedError("the slab tier is not open")
         return self._env
+
+
+def _in_order_of_places(
+    job: JobMetadata, found: Sequence[Place | None]
+) -> tuple[Blocks, Sequence[int]]:
+    """Return the blocks of a job that are there, their places ascending, and their indices."""
+    rows: list[int] = job.block_ids.tolist()
+    places = [place for place in found if place is not None]
+    if len(places) == len(found) and sorted(places) == places:
+        return Blocks(job.keys, places, rows), range(len(places))
+    order = sorted((place, index) for index, place in enumerate(found) if place is not None)
+    indices = [index for _, index in order]
+    keys = [job.keys[index] for index in indices]
+    return Blocks(keys, sorted(places), [rows[index] for index in indices]), indices
 
 
 def _suitable_piece_bytes(slot_bytes: int) -> int:
