@@ -52,7 +52,7 @@ class SlabTierManager(SecondaryTierManager):
         direct_io: bool = False,
         fdatasync: bool = False,
         io_threads: int | None = None,
-        piece_bytes: int | str | None = None,
+        piece_bytes: int | str = "4MiB",
         locality: str = "LOCAL",
         ops: FileOps | None = None,
         **options: Unpack[TierOptions],
@@ -81,9 +81,9 @@ class SlabTierManager(SecondaryTierManager):
             io_threads: Threads that move blocks; all but one prefer loads. By default one a CPU
                 that this process may use, 2 to 4: what is in the page cache moves fastest so.
                 For `n_read_threads` and `n_write_threads`, which this tier does not take.
-            piece_bytes: About what one system call moves; by default 1 MiB, of blocks over 256 KiB
-                four, and 4 MiB at most; with `io_threads`, how much of one job
-                the device works on at a time.
+            piece_bytes: About what one system call moves, but a quarter of it at least where one
+                job has all threads to itself; with `io_threads`, how much of one job the device
+                works on at a time.
             locality: "LOCAL" or "REMOTE".
             ops: The system calls; tests put a fault layer here.
             **options: The options that every tier takes.
@@ -114,7 +114,7 @@ class SlabTierManager(SecondaryTierManager):
             fdatasync=parse_bool(fdatasync, "fdatasync"),
             io_threads=threads,
             stripes=threads,
-            piece_bytes=or_none(parse_size_bytes)(piece_bytes, "piece_bytes"),
+            piece_bytes=parse_size_bytes(piece_bytes, "piece_bytes"),
             locality=Locality(parse_choice(locality, Locality, "locality")),
         )
         tier = SlabTier(settings, partial(create_policy, eviction_policy), ops)

@@ -47,8 +47,10 @@ class Batch:
         self.error = None
         self.file = None
         self.on_move = None
+        self.idle_threads = None
 
-    def pieces(self):
+    def pieces(self, idle_threads):
+        self.idle_threads = idle_threads
         return self._pieces
 
     def file_of(self, piece):
@@ -129,6 +131,21 @@ def test_small_jobs_that_wait_together_are_ended_together():
 
     world = run(scenario)
     assert [len(batches) for batches in world.finished] == [4]
+
+
+def test_only_a_job_that_finds_nothing_to_do_is_shared_by_all_threads():
+    async def scenario(world):
+        idle, behind_another = world.submit(1), world.submit(1)
+        await world.settle()
+        world.io.step()
+        world.lane._num_here = 1
+        beside_another = world.submit(1)
+        await world.settle()
+        world.lane._num_here = 0
+        assert idle.idle_threads == THREADS
+        assert behind_another.idle_threads == beside_another.idle_threads == 0
+
+    run(scenario)
 
 
 def test_a_thread_stays_for_several_turns_and_what_ends_is_told_after_each():
@@ -313,7 +330,7 @@ def test_every_batch_ends_once_when_all_of_it_that_was_begun_has_been_moved(step
         assert len(set(map(str, batch.moved))) == len(batch.moved), "a piece was moved twice"
         assert batch.times_finished <= 1
         if not task.cancelled() and task.exception() is None:
-            assert batch.moved == list(batch.pieces())
+            assert batch.moved == batch._pieces
             assert batch.times_finished == 1
         else:
             assert index in cancelled or is_refusing

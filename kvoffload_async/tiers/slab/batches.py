@@ -1,4 +1,4 @@
-"""A job's blocks on their way, cut into pieces of about 1 MiB that several threads can move.
+"""A job's blocks on their way, cut into pieces of a few MiB that several threads can move.
 
 Who moves which piece, and when a batch has ended, is the business of its `Lane`. Thread: an I/O
 thread, but for the construction and the outcome.
@@ -26,9 +26,11 @@ from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
 
-_STRIPE_PIECES: Final = 4
-_STRIPE_BYTES: Final = 4 << 20
-"""What lies in one file, at most, before it is the next one's turn; a piece at least."""
+_SHARES: Final = 4
+"""How many pieces an idle thread gets of a job, about."""
+
+_LEAST_SHARE: Final = 4
+"""Which part of the store's own pieces these are at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Shelf:
         digester: Computes checksums.
         verify: Whether they are computed and compared.
         fdatasync: Whether blocks must be on the device before they are journalled.
-        piece_bytes: About what one system call moves.
+        piece_bytes: About what one system call moves, where there is enough to do.
     """
 
     rows: Rows
@@ -55,12 +57,6 @@ class Shelf:
     def piece_slots(self) -> int:
         """Slots of a piece."""
         return max(1, self.piece_bytes // self.rows.slot_bytes)
-
-    @property
-    def stripe_slots(self) -> int:
-        """Slots that lie in one file before it is the next one's turn: whole pieces."""
-        pieces = min(_STRIPE_PIECES, _STRIPE_BYTES // self.piece_bytes)
-        return max(1, pieces) * self.piece_slots
 
 
 class Blocks(NamedTuple):
@@ -96,10 +92,20 @@ class Batch(ABC):
         self._digests: list[bytes] = [b""] * len(blocks.keys)
         """The checksum of what was moved; empty where none is wanted."""
 
-    def pieces(self) -> Sequence[range]:
-        """Return the pieces, as ranges of indices in the batch."""
-        size = self._shelf.piece_slots
-        return [self.indices[start : start + size] for start in self.indices[::size]]
+    def pieces(self, idle_threads: int) -> Sequence[range]:
+        """Return the pieces, as ranges of indices; smaller ones where threads wait for them.
+
+        None lies in two of the store's own pieces, each of which has ascending places.
+        """
+        size = whole = self._shelf.piece_slots
+        if idle_threads:
+            share = -(-len(self.indices) // (_SHARES * idle_threads))
+            size = max(1, whole // _LEAST_SHARE, min(whole, share))
+        return [
+            part[start : start + size]
+            for part in (self.indices[first : first + whole] for first in self.indices[::whole])
+            for start in range(0, len(part), size)
+        ]
 
     def move(self, piece: range) -> None:
         """Move a piece; what goes wrong is in `failures` and `error` afterwards."""
@@ -182,7 +188,7 @@ class StoreBatch(Batch):
 
     def records(self) -> list[PackedRun]:
         """Return the records of what was written, a run at a time."""
-        size = self._shelf.stripe_slots
+        size = self._shelf.piece_slots
         runs = [
             run
             for start in self.indices[::size]

@@ -113,7 +113,7 @@ class Lane(Generic[BatchT]):
         Raises:
             TierError: The batch has failed as a whole.
         """
-        pieces = batch.pieces()
+        pieces = batch.pieces(0 if self._waiting or self._num_here else self._threads)
         passage = _Passage(batch, len(pieces), self._loop.create_future())
         self._waiting.extend([_Piece(passage, piece, batch.file_of(piece)) for piece in pieces])
         self._call()

@@ -73,7 +73,7 @@ class StoreSettings:
     on_mismatch: OnMismatch = OnMismatch.FAIL
     direct_io: bool = False
     fdatasync: bool = False
-    piece_bytes: int = 1 << 20
+    piece_bytes: int = 4 << 20
 
 
 class OpenStore:
@@ -125,7 +125,7 @@ class OpenStore:
             piece_bytes=settings.piece_bytes,
         )
         policy = create_policy(settings.budget.capacity_bytes // rows.slot_bytes)
-        self.catalog = Catalog(policy, self.shelf.stripe_slots)
+        self.catalog = Catalog(policy, self.shelf.piece_slots)
         try:
             self._lock_fd = _take_lock(ops, self.folder)
             found = list_folder(ops, self.folder)

@@ -64,14 +64,14 @@ class SlabSettings:
     fdatasync: bool = False
     io_threads: int = 3
     stripes: int = 1
-    piece_bytes: int | None = None
+    piece_bytes: int = 4 << 20
     locality: Locality = Locality.LOCAL
 
 
 class SlabTier(AsyncTier):
     """Keeps blocks in the slots of preallocated files.
 
-    A job's blocks are moved in pieces of about 1 MiB, each one vectored call, by as many threads
+    A job's blocks are moved in pieces of a few MiB, each one vectored call, by as many threads
     as there are, each of which takes a piece after the other. What is where is known to the loop
     alone; threads move bytes, compute checksums, and write the journal.
     """
@@ -121,7 +121,7 @@ class SlabTier(AsyncTier):
             on_mismatch=settings.on_mismatch,
             direct_io=settings.direct_io,
             fdatasync=settings.fdatasync,
-            piece_bytes=settings.piece_bytes or _suitable_piece_bytes(budget.slot_bytes),
+            piece_bytes=settings.piece_bytes,
         )
         construct = partial(
             OpenStore, self._ops, layout, store_settings, self._create_policy, self._rows
@@ -350,16 +350,6 @@ def _in_order_of_places(
     indices = [index for _, index in order]
     keys = [job.keys[index] for index in indices]
     return Blocks(keys, sorted(places), [rows[index] for index in indices]), indices
-
-
-def _suitable_piece_bytes(slot_bytes: int) -> int:
-    """Return what one call best moves.
-
-    A MiB stays in the cache until it is hashed. But after each call, and after each block that is
-    hashed, a thread may have to wait for the interpreter's lock, so with larger blocks more is
-    better: four of them, as long as these are not more than 4 MiB.
-    """
-    return max(1 << 20, min(4 * slot_bytes, 4 << 20))
 
 
 def _is_disk_full(error: TierError | None) -> bool:
