@@ -183,7 +183,7 @@ def test_a_thread_leaves_after_a_turn_while_the_rival_is_deserted():
         large = world.submit(20)
         await world.settle()
         world.io.step()
-        assert len(large.moved) == 4
+        assert len(large.moved) == 8
         world.lane.rival.is_deserted = False
         world.io.step()
         assert len(large.moved) == 20

@@ -21,7 +21,7 @@ from kvoffload_async.tiers.slab.batches import Batch, Shelf
 
 BatchT = TypeVar("BatchT", bound=Batch)
 
-_TURN_BYTES: Final = 4 << 20
+_TURN_BYTES: Final = 8 << 20
 """What a thread moves before it tells what has ended with it."""
 
 _STAY_BYTES: Final = 64 << 20
