@@ -275,7 +275,7 @@ class TierActor:
             for raised in (error, *failures.values()):
                 _drop_tracebacks(raised)
         self._post(self._settled(run, failures, error))
-        if run.side.waiting and not self._closing:
+        if run.side.waiting:
             self._start_ready(run.side)
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:

@@ -1,5 +1,8 @@
 """What is where: whom the policy makes room for, and how much."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.slab.catalog import Catalog
@@ -63,3 +66,38 @@ def test_pinned_blocks_do_not_go_ahead():
     places, victims, _ = catalog.claim(K[30:31], ahead=16)
     assert len(places) == 1
     assert set(victims) == set(K[18:20])
+
+
+PINNINGS = st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 5), min_size=1)), max_size=20)
+
+
+@given(PINNINGS)
+def test_a_block_may_go_when_everybody_who_pinned_it_has_unpinned_it(pinnings):
+    catalog, _ = filled(6, 6)
+    place_of = catalog.find(K[:6])
+    held: list[set[int]] = []
+    for is_pin, blocks in pinnings:
+        if is_pin:
+            held.append(blocks)
+            catalog.pin([place_of[block] for block in blocks])
+        elif held:
+            catalog.unpin([place_of[block] for block in held.pop(0)])
+        assert catalog.num_evictable == 6 - len(set().union(*held))
+        assert not list(catalog.violations())
+    _, victims, _ = catalog.claim(K[20:26])
+    assert {K.index(key) for key in victims} == set(range(6)) - set().union(*held)
+
+
+@given(st.permutations(range(3)))
+def test_a_dropped_blocks_place_is_free_when_the_last_pin_goes(order):
+    catalog, _ = filled(6, 6)
+    place = catalog.find(K[:1])
+    pinnings = [place, [*place, *catalog.find(K[1:3])], place]
+    for pinning in pinnings:
+        catalog.pin(pinning)
+    catalog.drop(K[0], place[0])
+    for index in order:
+        assert catalog.num_free == 0
+        catalog.unpin(pinnings[index])
+    assert catalog.num_free == 1
+    assert not list(catalog.violations())
