@@ -76,6 +76,7 @@ class LoopThread(ThreadsafeRunner):
                 names = ", ".join(sorted(task.get_name() for task in left))
                 logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
                 self._cancel(left)
+                self._loop.set_exception_handler(_repeat_quietly)
             self._loop.close()
 
     def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
@@ -84,3 +85,12 @@ class LoopThread(ThreadsafeRunner):
             task.cancel()
         self._loop.call_later(0.05, self._loop.stop)
         self._loop.run_forever()
+
+
+def _repeat_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what asyncio says of a task that is still pending when it is destroyed: it was named."""
+    task = context.get("task")
+    if task is None or task.done():
+        loop.default_exception_handler(context)
+    else:
+        logger.debug("%s", context["message"])

@@ -1,6 +1,8 @@
 """The loop thread, the bridge over it, and the memory that both hand to tiers."""
 
 import asyncio
+import contextlib
+import gc
 import threading
 
 import numpy as np
@@ -124,6 +126,42 @@ def test_closing_with_tasks_left_cancels_and_names_them(caplog):
     loop.close()
     assert "forgotten" in caplog.text
     assert task.cancelled()
+
+
+def test_a_task_that_outlives_its_loop_is_named_once_and_not_complained_of_when_it_goes(caplog):
+    loop = LoopThread()
+
+    async def hold_on():
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    async def leave_behind():
+        asyncio.get_running_loop().create_task(hold_on(), name="stubborn")
+
+    loop.run(leave_behind(), DEADLINE_S)
+    loop.close()
+    gc.collect()
+    assert caplog.text.count("stubborn") == 1
+
+
+def test_a_task_left_behind_that_fails_is_complained_of(caplog):
+    loop = LoopThread()
+
+    async def fail_when_cancelled():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("lost")
+
+    async def leave_behind():
+        asyncio.get_running_loop().create_task(fail_when_cancelled())
+        await asyncio.sleep(0)
+
+    loop.run(leave_behind(), DEADLINE_S)
+    loop.close()
+    gc.collect()
+    assert "lost" in caplog.text
 
 
 def test_closing_does_not_wait_for_a_loop_that_is_stuck(caplog):
