@@ -90,6 +90,7 @@ class Lane(Generic[BatchT]):
         """
         self.rival: Lane[Any] | None = None
         self._direction = direction
+        self._name = f"slab:{direction.name.lower()}:turns"
         self._finish = finish
         self._shelf = shelf
         self._io = io
@@ -150,7 +151,7 @@ class Lane(Generic[BatchT]):
         most = self._threads + (waiting > self._threads * self._pieces_per_stay)
         for _ in range(min(waiting, most - self._num_calls)):
             self._num_calls += 1
-            call = self._loop.create_task(self._take_turns())
+            call = self._loop.create_task(self._take_turns(), name=self._name)
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
