@@ -69,11 +69,11 @@ class StoreSettings:
     """How a store works; see the facade's `SlabTierManager` for the options' meaning."""
 
     budget: Budget
-    verify: bool = True
-    on_mismatch: OnMismatch = OnMismatch.FAIL
-    direct_io: bool = False
-    fdatasync: bool = False
-    piece_bytes: int = 4 << 20
+    verify: bool
+    on_mismatch: OnMismatch
+    direct_io: bool
+    fdatasync: bool
+    piece_bytes: int
 
 
 class OpenStore:
