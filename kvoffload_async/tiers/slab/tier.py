@@ -154,13 +154,10 @@ class SlabTier(AsyncTier):
             await asyncio.wait(busy)  # ends with the jobs that write them, each of which ends
         found = store.catalog.find(job.keys)
         present = [place for place in found if place is not None]
-        absent: Sequence[int] = range(len(found))
-        missing: Sequence[OffloadKey] = job.keys
-        if present:
-            absent = [index for index, place in enumerate(found) if place is None]
-            missing = [job.keys[index] for index in absent]
+        absent = [index for index, place in enumerate(found) if place is None]
         store.catalog.pin(present)
         done = self._loop.create_future()
+        missing = [job.keys[index] for index in absent]
         self._writing.update(dict.fromkeys(missing, done))
         try:
             if present:
@@ -235,17 +232,14 @@ class SlabTier(AsyncTier):
     ) -> BlockFailures:
         """Write blocks; when the disk is full, again after the store has shrunk."""
         rows = job.block_ids.tolist()
-        failures: dict[int, TierError] = {}
-        left = indices
-        if max(map(len, job.keys), default=0) > MAX_KEY_BYTES:
-            failures = {
-                index: TierUnavailableError(
-                    f"a key of {len(job.keys[index])} bytes; a record holds {MAX_KEY_BYTES}"
-                )
-                for index in indices
-                if len(job.keys[index]) > MAX_KEY_BYTES
-            }
-            left = [index for index in indices if index not in failures]
+        failures: dict[int, TierError] = {
+            index: TierUnavailableError(
+                f"a key of {len(job.keys[index])} bytes; a record holds {MAX_KEY_BYTES}"
+            )
+            for index in indices
+            if len(job.keys[index]) > MAX_KEY_BYTES
+        }
+        left = [index for index in indices if index not in failures] if failures else indices
         failures |= await self._store_some(store, job.keys, rows, left)
         if not failures:
             return {}
