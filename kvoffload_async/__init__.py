@@ -57,6 +57,7 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.slab import SlabTierManager
 from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.types import (
     ALL_TIERS,
     BlockIDsLoadStoreSpec,
@@ -158,6 +159,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "UnknownSlotError",
+    "fingerprint_files",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "make_offload_key",
