@@ -267,12 +267,16 @@ class TieringOffloadingSpec(_Spec):
             if host is not None:
                 host.close(min(timeout_s, _STOP_THREADS_S))
 
+    def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
+        """Return what to create the tiers from; called when the primary is mapped."""
+        return self.config.secondary_tiers
+
     def _create_manager(self) -> TieringOffloadingManager:
         config = self.config
         primary = self._create_primary()
         tiers: list[SecondaryTierManager] = []
         try:
-            for tier_config in config.secondary_tiers:
+            for tier_config in self._tier_configs():
                 tiers.append(  # noqa: PERF401 - each is closed again if a later one fails
                     SecondaryTierFactory.create_secondary_tier(
                         tier_config, primary.get_primary_kv_view(), self

@@ -10,7 +10,8 @@ The directory is usually open to every user of the machine, so a name proves not
 or removed only if this user owns it, it is a regular file that nobody else may read or write, and
 it has no second name; everything else is left untouched.
 
-In the file: the rows of the primary, one flag byte a slot, one arrival byte a participant.
+In the file: the rows of the primary, one flag byte per slot, one arrival byte and one note per
+participant.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.buffer import PAGE_BYTES, PrimaryBuffer
 
+NOTE_BYTES = 16
 _PREFIX = "kvoffload-"
 _POLL_S = 0.005
 
@@ -52,6 +54,7 @@ class SharedBuffer(PrimaryBuffer):
         num_participants: int,
         directory: str | Path = "/dev/shm",  # noqa: S108 - where POSIX shared memory lies
         join_timeout_s: float = 30.0,
+        note: bytes = b"",
         free_bytes: Callable[[Path], int | None] | None = None,
     ) -> None:
         """Make the mapping or join it; waits for whoever makes it.
@@ -64,6 +67,7 @@ class SharedBuffer(PrimaryBuffer):
             num_participants: How many there will be.
             directory: Where the file lies until all have arrived; of a filesystem in memory.
             join_timeout_s: Seconds until the file must have its full size.
+            note: What the others are told of this one with its arrival, `NOTE_BYTES` at most.
             free_bytes: Tells how many bytes a directory has room for, None for "no limit".
 
         Raises:
@@ -75,7 +79,10 @@ class SharedBuffer(PrimaryBuffer):
         self._path = self._directory / file_name(name)
         rows_bytes = num_slots * stride_bytes
         self._arrivals_at = rows_bytes + num_slots
-        size_bytes = -(-(self._arrivals_at + num_participants) // PAGE_BYTES) * PAGE_BYTES
+        self._notes_at = self._arrivals_at + num_participants
+        self._num_participants = num_participants
+        used_bytes = self._notes_at + num_participants * NOTE_BYTES
+        size_bytes = -(-used_bytes // PAGE_BYTES) * PAGE_BYTES
         deadline_s = time.monotonic() + join_timeout_s
         _remove_orphans(self._directory)
         self._file, self.is_creator = _enter(self._path, deadline_s)
@@ -90,7 +97,7 @@ class SharedBuffer(PrimaryBuffer):
             if self.is_creator:
                 # A page that could not be had later would be a bus error in the middle of a copy.
                 _reserve(self._file, size_bytes, self._directory)
-            self._arrive(participant, num_participants)
+            self._arrive(participant, note.ljust(NOTE_BYTES, b"\0"))
         except BaseException as error:
             # Timed out: whoever was to make it is gone, and nobody else would remove the name.
             self.leave(remove=self.is_creator or isinstance(error, TimeoutError))
@@ -103,6 +110,22 @@ class SharedBuffer(PrimaryBuffer):
         """Whether the file still has a name: some participant has not arrived yet."""
         return not self._has_left and os.fstat(self._file).st_nlink > 0
 
+    def notes(self, timeout_s: float = 30.0) -> list[bytes]:
+        """Return every participant's note, by number; waits until all have arrived.
+
+        Raises:
+            TimeoutError: Some have not arrived in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while absent := self._absent():
+            if not _pause(deadline_s):
+                raise TimeoutError(
+                    f"participants {absent} of {self._path.name} have not arrived within "
+                    f"{timeout_s} s: they have ended or hang; see their own errors"
+                )
+        notes = os.pread(self._file, self._num_participants * NOTE_BYTES, self._notes_at)
+        return [notes[at : at + NOTE_BYTES] for at in range(0, len(notes), NOTE_BYTES)]
+
     def release(self) -> bool:
         """Unmap the memory, see `PrimaryBuffer`; a name that is still there goes as well."""
         self.leave(remove=True)
@@ -111,7 +134,7 @@ class SharedBuffer(PrimaryBuffer):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _arrive(self, participant: int, num_participants: int) -> None:
+    def _arrive(self, participant: int, note: bytes) -> None:
         """Note the arrival; the last one removes the name.
 
         By writing and reading the file and not through the mapping: the system puts these in one
@@ -122,10 +145,15 @@ class SharedBuffer(PrimaryBuffer):
                 f"engine_id: participant {participant} of {self._path.name} is there already; two "
                 "engines share one engine_id: give each its own"
             )
+        os.pwrite(self._file, note, self._notes_at + participant * NOTE_BYTES)
         os.pwrite(self._file, b"\1", self._arrivals_at + participant)
-        arrived = os.pread(self._file, num_participants, self._arrivals_at)
-        if arrived == b"\1" * num_participants:
+        if not self._absent():
             _remove_name(self._path, self._file)
+
+    def _absent(self) -> list[int]:
+        """Return the participants that have not arrived."""
+        arrived = os.pread(self._file, self._num_participants, self._arrivals_at)
+        return [number for number, mark in enumerate(arrived) if not mark]
 
     def leave(self, *, remove: bool) -> None:
         """Let go of the file; the mapping stays."""

@@ -13,7 +13,8 @@ primary's memory, which lies in a mapping that all of them share, on one host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -21,11 +22,27 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvoffload_async.config import OffloadConfig, reject_unknown
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.storage import parse_directory
+from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, engine_metrics
+from kvoffload_async.integrations.vllm.identity import (
+    Identity,
+    IdentityOptions,
+    ModelContent,
+    identify,
+    warn_of_unknown,
+)
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
+from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.integrations.vllm.row_layout import (
+    layout_of_layers,
+    layout_of_pages,
+    layout_of_ranks,
+)
+from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.shared_region import SharedBuffer
@@ -42,9 +59,13 @@ _DECIDED: Final = {
 _DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
 """Keys of a tier's configuration that follow from vLLM's own."""
 
+_UNDER_VLLM: Final = {"FsTier": "fs", "SlabTier": "slab"}
+"""What a tier is called under vLLM's own spec, and what under this one."""
+
 _VLLMS_OWN: Final = {
     "block_size",
     "blocks_per_chunk",
+    "canonical_layout",
     "offload_prompt_only",
     "self_describing_kv_events",
     "spec_module_path",
@@ -72,6 +93,10 @@ class KVOffloadSpec(base.OffloadingSpec):
         super().__init__(config)
         if config.canonical_layout:
             raise ConfigError("canonical_layout: true is not supported here; leave it out")
+        self._surroundings = surroundings_of(config.extra_config)
+        self._content = ModelContent(self._surroundings)
+        self._identity_options: list[IdentityOptions | None] = []
+        self._process_folders: list[ProcessFolder] = []
         self.replicated_layout = config.replicated_layout
         self._num_participants = config.parallel.world_size + 1
         self._engine = _SharedSpec(self._options(), self)
@@ -116,15 +141,58 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._worker = self._create_worker(kv_caches)
         return self._worker
 
-    def map_primary(self, participant: int) -> SharedBuffer:
-        """Make or join the mapping; see `SharedBuffer` for what it raises."""
+    def map_primary(self, participant: int, layout: str = "") -> SharedBuffer:
+        """Make or join the mapping; see `SharedBuffer` for what it raises.
+
+        Args:
+            participant: Who; see `SharedBuffer`.
+            layout: The digest of a worker's tensors, for the scheduler; see `row_layout`.
+        """
         return SharedBuffer(
             self.config.engine_id,
             self._engine.num_blocks,
             self._engine.stride_bytes,
             participant=participant,
             num_participants=self._num_participants,
+            note=bytes.fromhex(layout),
         )
+
+    def identified_tiers(
+        self, tiers: Sequence[Mapping[str, Any]], buffer: SharedBuffer
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield the tiers' configurations, each with the name of the blocks that it may serve.
+
+        A row is vLLM's row, so a directory that vLLM's `TieringOffloadingSpec` has filled through
+        this package's tiers serves hits here, and the other way round, if one process has both
+        scheduler and worker.
+
+        Raises:
+            TimeoutError: A worker has not registered its tensors in time.
+        """
+        layout = ""
+        for tier, options in zip(tiers, self._identity_options, strict=True):
+            if options is None:
+                yield tier
+                continue
+            if not layout:
+                notes = buffer.notes()[_SCHEDULER + 1 :]
+                layout = layout_of_ranks([note.hex() for note in notes])
+            identity = identify(self, options, layout, self._content)
+            is_slab = tier["type"] == "slab"
+            rank = self.config.parallel.data_parallel_index if is_slab else identity.rank
+            directory = self._own_directory(tier, identity)
+            yield {
+                **({"on_mismatch": "replace"} if is_slab else {}),
+                **tier,
+                "root_dir": directory,
+                "run_config": identity.run_config,
+                "rank": rank,
+            }
+
+    def remove_process_folders(self) -> None:
+        """Remove what nobody may be served once this process has ended; idempotent."""
+        while self._process_folders:
+            self._process_folders.pop().close()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -139,7 +207,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         rank = self.config.parallel.rank
         return KVOffloadWorker(
             layout,
-            self.map_primary(1 + rank),
+            self.map_primary(1 + rank, self._digest_of(kv_caches)),
             cell_offset_bytes=0 if self.replicated_layout else rank * options.block_bytes,
             timeout_s=options.drain_timeout_s,
         )
@@ -156,26 +224,62 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
         tiers = options.get("secondary_tiers")
         if isinstance(tiers, list | tuple):
-            options["secondary_tiers"] = [self._tier_options(tier) for tier in tiers]
+            options["secondary_tiers"] = own_tiers = []
+            for index, tier in enumerate(tiers):
+                with _named(index):
+                    own_tiers.append(self._tier_options(tier))
         return OffloadConfig.parse(options)
 
     def _tier_options(self, tier: Any) -> Any:  # noqa: ANN401 - a user's JSON, checked later
-        """Add what vLLM knows: a tier that outlives the process keeps each layout apart.
-
-        The namespace is that of vLLM's own fs tier, and a row is vLLM's row: a directory that
-        vLLM's `TieringOffloadingSpec` has filled serves hits here, and the other way round.
-        """
-        if not isinstance(tier, Mapping) or tier.get("type") not in SecondaryTierFactory.names():
+        """Check a tier of this package, and take out what is about identity."""
+        self._identity_options.append(None)
+        name = tier.get("type") if isinstance(tier, Mapping) else None
+        if name in _UNDER_VLLM and tier.get("module_path", __package__) == __package__:
+            raise ConfigError(
+                f"type: {name!r} is for vLLM's own TieringOffloadingSpec; "
+                f'use "{_UNDER_VLLM[name]}" here, without module_path'
+            )
+        if name not in SecondaryTierFactory.names() or "module_path" in tier:
             return tier  # somebody else's tier, or a mistake: the factory tells
         for key in _DECIDED_OF_TIERS:
             if key in tier:
                 raise ConfigError(
                     f"{key}: {tier[key]!r} is not for vLLM, which knows it itself; leave it out"
                 )
-        known = accepted_options(SecondaryTierFactory.get_tier_class(str(tier["type"])))
-        mapper = convert.file_mapper_of(self, str(tier.get("root_dir", "")))
-        decided = {"run_config": mapper.get_run_config(), "rank": mapper.rank}
-        return {**tier, **{key: decided[key] for key in decided if key in known}}
+        if "run_config" not in accepted_options(SecondaryTierFactory.get_tier_class(name)):
+            return tier  # it does not outlive the process
+        options = dict(tier)
+        self._identity_options[-1] = identity = IdentityOptions.take_from(options)
+        if identity.trust_vllm_directory and name != "fs":
+            raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
+        if "root_dir" in options:
+            options["root_dir"] = parse_directory(options["root_dir"])
+        return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
+
+    def _own_directory(self, tier: Mapping[str, Any], identity: Identity) -> str:
+        """Return where a tier's blocks are to lie: elsewhere if nobody else may be served them."""
+        if not identity.unknown:
+            return str(tier["root_dir"])
+        folder = ProcessFolder(tier["root_dir"])
+        self._process_folders.append(folder)
+        warn_of_unknown(tier["type"], identity, folder.path)
+        return folder.path
+
+    def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
+        """Return the digest of this worker's tensors."""
+        layers = {} if self._surroundings is None else self._surroundings.registered_layers()
+        if not layers:
+            return layout_of_pages(kv_caches)
+        return layout_of_layers(layers, [group.layer_names for group in self.config.groups])
+
+
+@contextlib.contextmanager
+def _named(index: int) -> Iterator[None]:
+    """Say in an error which tier it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"secondary_tiers[{index}]: {error}") from error
 
 
 class _SharedSpec(TieringOffloadingSpec):
@@ -199,7 +303,20 @@ class _SharedSpec(TieringOffloadingSpec):
         finally:
             if self._buffer is not None:
                 self._buffer.leave(remove=True)
+            self._outer.remove_process_folders()
 
     def _create_buffer(self) -> PrimaryBuffer:
         self._buffer = self._outer.map_primary(_SCHEDULER)
         return self._buffer
+
+    def _create_manager(self) -> TieringOffloadingManager:
+        try:
+            return super()._create_manager()
+        except BaseException:
+            self._outer.remove_process_folders()
+            raise
+
+    def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
+        if self._buffer is None:
+            raise StateError("the primary is mapped before the tiers are opened")
+        return list(self._outer.identified_tiers(self.config.secondary_tiers, self._buffer))

@@ -27,6 +27,17 @@ from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
 from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
 from kvoffload_async.integrations.vllm import convert, metrics
+from kvoffload_async.integrations.vllm.identity import (
+    IDENTITY_OPTIONS,
+    Identity,
+    IdentityOptions,
+    ModelContent,
+    identify,
+    warn_of_unknown,
+)
+from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
+from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.host import RuntimeHost
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
@@ -94,6 +105,8 @@ class VllmTier(tiering.SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._reject_unknown(options)
+        self.identity_options = IdentityOptions.take_from(options)
+        self._process_folder: ProcessFolder | None = None
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         check_tier_options(own)
         self.locality = convert.locality_of(locality)
@@ -123,6 +136,7 @@ class VllmTier(tiering.SecondaryTierManager):
         except BaseException as error:
             self._host.close()
             self._rows.release()
+            self._remove_process_folder()
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
                 raise UnusablePlaceError(str(error)) from error
             raise
@@ -132,6 +146,25 @@ class VllmTier(tiering.SecondaryTierManager):
     ) -> dict[str, Any]:
         """Return the options that vLLM's configuration decides."""
         return {}
+
+    def identify(self, offloading_spec: base.OffloadingSpec) -> Identity:
+        """Return what this tier's blocks are called by; for `layout`, while the tier is made."""
+        config = offloading_spec.config
+        surroundings = surroundings_of(config.extra_config)
+        # With several ranks, the workers and their tensors lie in processes of their own.
+        is_alone = config.parallel.world_size == 1
+        layers = surroundings.registered_layers() if surroundings and is_alone else {}
+        groups = [group.layer_names for group in config.groups]
+        layout = layout_of_layers(layers, groups) if layers else announced_layout(surroundings)
+        return identify(offloading_spec, self.identity_options, layout, ModelContent(surroundings))
+
+    def own_directory(self, directory: str, identity: Identity) -> str:
+        """Return where blocks are to lie: elsewhere if nobody else may be served them."""
+        if not identity.unknown:
+            return directory
+        self._process_folder = ProcessFolder(directory)
+        warn_of_unknown(self.tier_type, identity, self._process_folder.path)
+        return self._process_folder.path
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -220,6 +253,7 @@ class VllmTier(tiering.SecondaryTierManager):
             )
         self._rows.release()
         self._primary_kv_view = memoryview(b"")
+        self._remove_process_folder()
         if report.error is not None:
             logger.warning("%s: closing failed: %s", self.tier_type, report.error)
 
@@ -253,9 +287,16 @@ class VllmTier(tiering.SecondaryTierManager):
         internal = {"ops", "backpressure_detector"}
         reject_unknown(
             options,
-            (own | accepted_options(SecondaryTierManager)) - self.decided - internal,
+            (own | IDENTITY_OPTIONS | accepted_options(SecondaryTierManager))
+            - self.decided
+            - internal,
             f"secondary tier {self.tier_type!r}",
         )
+
+    def _remove_process_folder(self) -> None:
+        folder, self._process_folder = self._process_folder, None
+        if folder is not None:
+            folder.close()
 
     def _submit(self, job: JobMetadata) -> None:
         self._submitted[job.job_id] = job.keys

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import convert
+from kvoffload_async.integrations.vllm.identity import Identity
 from kvoffload_async.integrations.vllm.tier import VllmTier
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import make_offload_key
@@ -19,32 +19,38 @@ _DECIDED = frozenset({"model", "rank", "run_config"})
 
 
 class FsTier(VllmTier):
-    """One file a block, in the folders of vLLM's own `fs` tier: each reads what the other wrote.
+    """One file per block. Replicas and hosts that serve the same model share a directory.
 
-    Takes vLLM's options for that tier and those of this package's, but for what vLLM knows itself.
+    Takes the options of vLLM's own `fs` tier and those of this package's, except for what vLLM
+    knows itself, and `namespace`, `fingerprint` and `trust_vllm_directory`; see `identity`.
 
     Attributes:
-        file_mapper: vLLM's own, for this run's configuration; `get_file_name(key)` is the path of
-            a block.
+        file_mapper: `get_file_name(key)` is the path of a block.
     """
 
     kind: ClassVar[str] = "fs"
     decided: ClassVar[frozenset[str]] = _DECIDED
 
-    file_mapper: FileMapper
+    file_mapper: Namespace
 
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the namespace that vLLM's own tier would use."""
-        self.file_mapper, options = fs_namespace(offloading_spec, options.get("root_dir"))
-        return options
+        """Return where blocks of this identity lie."""
+        directory = _absolute(options.get("root_dir"))
+        identity = self.identify(offloading_spec)
+        if self.identity_options.trust_vllm_directory:
+            _check_common_name(offloading_spec, directory, identity)
+        directory = self.own_directory(directory, identity)
+        self.file_mapper = Namespace(directory, identity.run_config, identity.rank)
+        return {"root_dir": directory, "run_config": identity.run_config, "rank": identity.rank}
 
 
 class SlabTier(VllmTier):
     """A bounded store of preallocated files, for a local disk; one engine at a time has it open.
 
-    Data-parallel replicas have a store each, below the same directory.
+    Data-parallel replicas have a store each, below the same directory. A store whose blocks have
+    become worthless, as the model's weights or settings have changed, is emptied (`on_mismatch`).
     """
 
     kind: ClassVar[str] = "slab"
@@ -53,35 +59,31 @@ class SlabTier(VllmTier):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the run configuration of vLLM's own `fs` tier, and this engine's replica."""
+        """Return where blocks of this identity lie, and this engine's replica."""
         directory = _absolute(options.get("root_dir"))
+        identity = self.identify(offloading_spec)
+        if self.identity_options.trust_vllm_directory:
+            raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
         return {
-            "root_dir": directory,
-            "run_config": convert.file_mapper_of(offloading_spec, directory).get_run_config(),
+            "on_mismatch": options.get("on_mismatch", "replace"),
+            "root_dir": self.own_directory(directory, identity),
+            "run_config": identity.run_config,
             "rank": offloading_spec.config.parallel.data_parallel_index,
         }
 
 
-def fs_namespace(
-    offloading_spec: base.OffloadingSpec, root_dir: object
-) -> tuple[FileMapper, dict[str, Any]]:
-    """Return where vLLM's own `fs` tier would keep its blocks, and the options that say so.
-
-    Raises:
-        ConfigError: `root_dir` is not a path, or the two would not meet there.
-    """
-    directory = _absolute(root_dir)
-    file_mapper = convert.file_mapper_of(offloading_spec, directory)
-    run_config, rank = file_mapper.get_run_config(), file_mapper.rank
+def _check_common_name(
+    offloading_spec: base.OffloadingSpec, directory: str, identity: Identity
+) -> None:
+    """Check that vLLM's own tier and this package's meet in one directory; raises ConfigError."""
     probe = make_offload_key(bytes(range(32)))
-    ours = Namespace(directory, run_config, rank).get_file_name(probe)
-    theirs = file_mapper.get_file_name(probe)
+    ours = Namespace(directory, identity.run_config, identity.rank).get_file_name(probe)
+    theirs = convert.file_mapper_of(offloading_spec, directory).get_file_name(probe)
     if ours != theirs:
         raise ConfigError(
             f"root_dir: {directory!r}: vLLM would keep blocks as {theirs!r} and this package as "
             f"{ours!r}; a model name this long cannot be shared, so serve it under a short path"
         )
-    return file_mapper, {"root_dir": directory, "run_config": run_config, "rank": rank}
 
 
 def _absolute(root_dir: object) -> str:

@@ -1,0 +1,91 @@
+"""vLLM's configuration, as far as a block's bytes depend on it, in a form that can be compared.
+
+Which field is held where stands in `settings.toml`, and in docs/kv-identity.md for people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePath
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+
+from kvoffload_async.errors import ConfigError
+
+_FOLDED: Final = "fingerprint"
+_PROCESS: Final = "process"
+_NOT_CONTENT: Final = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
+"""Where a model's configuration was found, and what read it."""
+
+
+@cache
+def held_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
+    """Return class -> field -> (what holds it, why); see settings.toml."""
+    text = files(__package__).joinpath("settings.toml").read_text()
+    held: dict[str, dict[str, tuple[str, str]]] = {}
+    for name, rows in tomllib.loads(text).items():
+        fields = dict.fromkeys(rows.pop("neutral", "").split(), ("neutral", ""))
+        held[name] = fields | {field: (where, why) for field, (where, why) in rows.items()}
+    return held
+
+
+def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's classes
+    """Return the fields of a configuration that the fingerprint covers, as JSON, nested ones too.
+
+    Raises:
+        ConfigError: A value cannot be written down.
+    """
+    held = held_settings().get(type(config).__name__, {})
+    return {
+        field.name: _written(getattr(config, field.name), f"{type(config).__name__}.{field.name}")
+        for field in dataclasses.fields(config)
+        if held.get(field.name, (_FOLDED, ""))[0] == _FOLDED
+    }
+
+
+def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's classes
+    """Yield why the content cannot be known, for each field that says so, of nested ones too."""
+    name = type(config).__name__
+    held = held_settings().get(name, {})
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        where, why = held.get(field.name, (_FOLDED, ""))
+        if where == _PROCESS and value is not None:
+            yield f"{name}.{field.name} is set: {why}"
+        elif where == _FOLDED and type(value).__name__ in held_settings():
+            yield from unknowable(value)
+
+
+def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - one line a kind of value
+    """Return a value as JSON; equal values give equal text in every process."""
+    if isinstance(value, enum.Enum):  # first, as some are texts or numbers as well
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype | PurePath):
+        return str(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        pairs = [(str(key), _written(value[key], f"{where}[{key!r}]")) for key in value]
+        return dict(sorted(pair for pair in pairs if pair[0] not in _NOT_CONTENT))
+    if isinstance(value, list | tuple):
+        return [_written(one, where) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_written(one, where) for one in value), key=repr)
+    if isinstance(value, type | FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        return folded(value)
+    if callable(to_dict := getattr(value, "to_dict", None)):  # a model's configuration
+        return _written(to_dict(), where)
+    if callable(compute_hash := getattr(value, "compute_hash", None)):  # vLLM's SupportsHash
+        return compute_hash()
+    raise ConfigError(f"{where}: a {type(value).__qualname__} cannot be written down")

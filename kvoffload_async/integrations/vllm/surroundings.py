@@ -1,0 +1,73 @@
+"""The configuration that a spec or a tier was made for.
+
+vLLM hands a spec, and through it a tier, a summary that lacks nearly everything that keys and
+values depend on. But it makes both while it makes the connector, which is given all of it, and the
+summary contains one of its objects: so the connector's frame is found, and cannot be mistaken for
+another's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredLayer:
+    """One layer's cache, as a worker has registered it.
+
+    Attributes:
+        kind: The attention backend that reads and writes it, or the kind of layer.
+        tensors: Views of its pages, of any dtype; the first dimension counts blocks.
+    """
+
+    kind: str
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the connector was given.
+
+    Attributes:
+        vllm_config: vLLM's `VllmConfig`, resolved.
+        kv_cache_config: vLLM's `KVCacheConfig`, or None.
+    """
+
+    vllm_config: Any
+    kv_cache_config: Any
+
+    def registered_layers(self) -> dict[str, RegisteredLayer]:
+        """Return the layers whose KV cache lies in this process; none where there is no worker."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        found = {}
+        for name, layer in layers.items():
+            cache = getattr(layer, "kv_cache", None)
+            views = cache if isinstance(cache, list | tuple) else [cache]
+            tensors = [one for one in views if isinstance(one, torch.Tensor) and one.dim() > 1]
+            if tensors:
+                backend = getattr(layer, "attn_backend", None)
+                kind = backend.get_name() if backend is not None else type(layer).__name__
+                found[name] = RegisteredLayer(kind, tuple(tensors))
+        return found
+
+
+def surroundings_of(extra_config: Mapping[str, Any]) -> Surroundings | None:
+    """Return what the connector was given that is being made by a caller, or None if none is.
+
+    Args:
+        extra_config: The summary's `extra_config`, which is the connector's own object.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, and inspect.currentframe does the same
+    while frame is not None:
+        vllm_config = frame.f_locals.get("vllm_config")
+        transfer = getattr(vllm_config, "kv_transfer_config", None)
+        if getattr(transfer, "kv_connector_extra_config", None) is extra_config:
+            return Surroundings(vllm_config, frame.f_locals.get("kv_cache_config"))
+        frame = frame.f_back
+    return None
