@@ -63,6 +63,7 @@ def fs(tmp_path):
         "type": "FsTier",
         "module_path": "kvoffload_async.integrations.vllm",
         "root_dir": str(tmp_path),
+        "fingerprint": "made up",  # there is no model whose content could be known
     }
 
 
@@ -74,6 +75,7 @@ def slab(tmp_path):
         "module_path": "kvoffload_async.integrations.vllm",
         "root_dir": str(tmp_path),
         "capacity_bytes": "8 MiB",
+        "fingerprint": "made up",
         "segment_bytes": "1 MiB",
     }
 
@@ -82,6 +84,13 @@ def slab(tmp_path):
 def tier(request):
     """The JSON of each of our tiers."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def trusting(fs):
+    """The JSON of our tier where vLLM's own tier keeps its blocks."""
+    del fs["fingerprint"]
+    return {**fs, "trust_vllm_directory": True}
 
 
 @pytest.fixture

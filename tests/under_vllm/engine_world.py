@@ -44,8 +44,9 @@ class Pair:
         extra=(),
         events=False,
         model="org/model",
+        **parallel,
     ):
-        config = make_config(list(tiers), engine_id, events=events, groups=len(groups))
+        config = make_config(list(tiers), engine_id, events=events, groups=len(groups), **parallel)
         row = num_tensors * PAGE_BYTES * blocks_per_chunk * (1 if replicated else ranks)
         stride = -(-row // 4096) * 4096
         self.config = replace(
@@ -75,7 +76,12 @@ class Pair:
             self.workers.append(spec.get_worker(canonical(tensors, groups)))
         scheduler = replace(config.parallel, rank=0, world_size=ranks, tp_size=ranks)
         self.spec = KVOffloadSpec(replace(self.config, parallel=scheduler))
-        self.manager = self.spec.get_manager()
+        try:
+            self.manager = self.spec.get_manager()
+        except BaseException:
+            for worker in self.workers:
+                worker.shutdown()
+            raise
         self._requests = 0
         self._jobs = 0
 

@@ -65,6 +65,14 @@ def spec_with(tiers=(), **extra):
         ({"secondary_tiers": [{"type": "fs"}]}, "root_dir"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "n": 1}]}, "unknown key 'n'"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "rank": 1}]}, "rank: 1 is not for"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": "x"}]}, "'x' is not an absolute path"),
+        ({"secondary_tiers": [{"type": "fs", "root_dir": None}]}, r"\[0\]: root_dir: None"),
+        ({"secondary_tiers": [{"type": "FsTier", "root_dir": "/x"}]}, r'\[0\]: .*use "fs" here'),
+        ({"secondary_tiers": [{"type": "SlabTier", "module_path": MODULE}]}, 'use "slab" here'),
+        (
+            {"secondary_tiers": [{"type": "slab", "root_dir": "/x", "trust_vllm_directory": True}]},
+            "trust_vllm_directory: vLLM has no tier of this kind",
+        ),
         ({"prefault": False}, "unknown key 'prefault'"),
     ],
 )
@@ -79,6 +87,7 @@ def test_vllms_own_keys_are_allowed():
         spec_name="KVOffloadSpec",
         spec_module_path=MODULE,
         offload_prompt_only=False,
+        canonical_layout=False,
         self_describing_kv_events=False,
         blocks_per_chunk=1,
     )

@@ -61,10 +61,10 @@ def test_a_slab_that_another_engine_has_open_is_refused(serving, slab):
         serving(slab)
 
 
-def test_a_slab_of_another_run_configuration_is_refused(serving, slab):
+def test_a_slab_of_another_run_configuration_is_refused_where_the_user_says_so(serving, slab):
     serving(slab).shutdown()
     with pytest.raises(ConfigError, match="on_mismatch"):
-        serving(slab, groups=2)
+        serving({**slab, "on_mismatch": "fail"}, groups=2)
 
 
 def test_a_block_that_is_used_outlives_those_that_are_not(serving, slab):

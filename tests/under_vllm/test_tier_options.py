@@ -17,7 +17,7 @@ from kvoffload_async.errors import ConfigError, UnknownNameError
 from kvoffload_async.integrations.vllm.metrics import CONFIG_INFO_KEYS, FAILED_JOBS
 
 
-def test_changing_the_type_is_the_whole_migration(serving, fs, theirs):
+def test_every_option_of_vllms_tier_is_taken(serving, fs, theirs):
     vllms = {"n_read_threads": 3, "n_write_threads": 2, "enable_kv_events": True}
     theirs = {**theirs, **vllms, "locality": "REMOTE"}
     ours = {**theirs, "type": fs["type"], "module_path": fs["module_path"]}
@@ -51,6 +51,11 @@ def test_our_own_options_go_beside_vllms(serving, fs):
         ({"root_dir": ""}, "root_dir: '' "),
         ({"root_dir": None}, "root_dir: None "),
         ({"verify": "maybe"}, "verify: 'maybe' is unknown"),
+        ({"namespace": ""}, "namespace: ''"),
+        ({"namespace": 5}, "namespace: 5"),
+        ({"fingerprint": "x" * 201}, "fingerprint: 'x*' is longer than 200 characters"),
+        ({"trust_vllm_directory": "yes"}, "trust_vllm_directory: 'yes'"),
+        ({"trust_vllm_directory": True}, "fingerprint: 'made up' does not go with trust_vllm"),
     ],
 )
 def test_a_bad_option_is_refused_by_name_before_anything_starts(serving, fs, options, message):
@@ -77,9 +82,9 @@ def test_a_bounded_tier_asks_for_its_bound(serving, slab):
     assert not list(Path(slab["root_dir"]).iterdir())
 
 
-def test_a_model_name_that_the_two_would_shorten_differently_is_refused(serving, fs):
+def test_a_model_name_that_the_two_would_shorten_differently_is_refused(serving, trusting):
     with pytest.raises(ConfigError, match="model name this long"):
-        serving(fs, model="m" * 220)
+        serving(trusting, model="m" * 220)
 
 
 def test_vllms_back_pressure_goes_with_our_tier(serving, fs):

@@ -60,6 +60,9 @@ def _tier_under_test(manager):
         _use_o_direct = False  # our default, whatever the filesystem can
         _store_job_keys: ClassVar = {}  # nothing of the kind is kept
 
+        def __init__(self, *args, **options):
+            super().__init__(*args, trust_vllm_directory=True, **options)
+
         def layout(self, offloading_spec, options):
             self.events = [] if options["enable_kv_events"] else None
             return {**super().layout(offloading_spec, options), "ops": Ops()}

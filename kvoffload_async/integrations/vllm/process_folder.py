@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -91,7 +92,8 @@ def _remove_if_dead(folder: Path) -> None:
     except OSError:
         return  # being made at this moment, or not one of ours
     try:
-        if _try_lock(fd):  # or else its process lives
+        # A lock that is held belongs to a living process; what is no file, to nobody of ours.
+        if stat.S_ISREG(os.fstat(fd).st_mode) and _try_lock(fd):
             shutil.rmtree(folder)
     except OSError as error:
         logger.warning("%s of a dead process could not be removed: %s", folder, error)

@@ -12,7 +12,7 @@ import pytest
 import kvoffload_async.integrations.vllm as integration
 from kvoffload_async.integrations.vllm.version import SUPPORTED, check_version, require_vllm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = ["FsTier", "HostTieringOffloadingSpec", "KVOffloadConnector", "KVOffloadSpec", "SlabTier"]
 
 
