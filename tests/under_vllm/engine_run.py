@@ -31,20 +31,21 @@ def main(run: dict[str, Any]) -> None:
     from vllm.config import KVTransferConfig
 
     connector = run.get("connector")
-    llm = LLM(
-        model=run["model"],
-        block_size=BLOCK_TOKENS,
-        disable_log_stats=False,
-        dtype="float32",
-        enforce_eager=True,
-        kv_transfer_config=None if connector is None else KVTransferConfig(**connector),
-        max_model_len=1024,
-        max_num_seqs=8,
-        num_gpu_blocks_override=DEVICE_BLOCKS,
-        seed=0,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=run.get("ranks", 1),
-    )
+    settings = {
+        "model": run["model"],
+        "block_size": BLOCK_TOKENS,
+        "disable_log_stats": False,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_transfer_config": None if connector is None else KVTransferConfig(**connector),
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": run.get("ranks", 1),
+    }
+    llm = LLM(**settings | run.get("llm", {}))
     greedy = SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True)
     prompts = [
         TokensPrompt(prompt_token_ids=prompt)
