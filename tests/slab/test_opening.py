@@ -139,6 +139,7 @@ def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
     assert str(shelves.folder) in message
     assert difference in message
     assert 'on_mismatch="new_namespace"' in message
+    assert '"replace" to discard them' in message
     for _ in range(2):
         with other.open(fields=fields, on_mismatch="new_namespace") as harness:
             assert not harness.announced() & set(K[:3])
