@@ -65,6 +65,7 @@ async def main() -> None:
     config = {
         "cpu_bytes_to_use": "192KiB",  # 48 blocks: less than all conversations together
         "block_bytes": BLOCK_BYTES,
+        "model": "org/example",
         "secondary_tiers": [{"type": "example"}],
     }
     draw = random.Random(0)  # noqa: S311 - prompts, not secrets

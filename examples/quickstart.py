@@ -8,7 +8,7 @@ from kvoffload_async import LookupResult, ReqContext, TieringOffloadingSpec, mak
 
 UNDECIDED = {LookupResult.RETRY, LookupResult.HIT_PENDING}
 folder = tempfile.TemporaryDirectory()
-tier = {"type": "fs", "root_dir": folder.name}
+tier = {"type": "fs", "root_dir": folder.name, "model": "org/model"}
 config = {"cpu_bytes_to_use": "1MiB", "block_bytes": "16KiB", "secondary_tiers": [tier]}
 keys = [make_offload_key(bytes([number]) * 32) for number in range(4)]  # chained prefix hashes
 

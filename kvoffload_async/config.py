@@ -22,6 +22,7 @@ _UNITS: Final = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _MAX_SECONDS: Final = 1e9
+_MAX_LABEL_CHARS: Final = 200
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -115,6 +116,17 @@ def parse_name(value: object, key: str) -> str:
     return value
 
 
+def parse_label(value: object, key: str) -> str:
+    """Return a text that tells apart what is otherwise alike; raises ConfigError."""
+    if (
+        not isinstance(value, str)
+        or not 0 < len(value) <= _MAX_LABEL_CHARS
+        or not value.isprintable()
+    ):
+        _reject(key, value, f"a text of 1 to {_MAX_LABEL_CHARS} printable characters")
+    return value
+
+
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -138,6 +150,9 @@ class OffloadConfig:
         block_size: Tokens of one device block.
         blocks_per_chunk: Device blocks of one offload unit.
         num_workers: Workers that share the primary; a row holds a cell for each.
+        model: Name of the model whose KV blocks these are. Tiers on disk need one.
+        fingerprint: The content of the model's weights, and everything else that KV bytes depend
+            on and that the name does not say; see docs/kv-identity.md.
         eviction_policy: Name of the primary's cache policy.
         store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
         max_tracker_size: Keys whose offers are remembered.
@@ -160,6 +175,8 @@ class OffloadConfig:
     block_size: int = _option(at_least(1), 16)
     blocks_per_chunk: int = _option(at_least(1), 1)
     num_workers: int = _option(at_least(1), 1)
+    model: str | None = _option(or_none(parse_name), None)
+    fingerprint: str | None = _option(or_none(parse_label), None)
     eviction_policy: str = _option(parse_name, "lru")
     store_threshold: int = _option(at_least(0), 0)
     max_tracker_size: int = _option(at_least(1), 64_000)

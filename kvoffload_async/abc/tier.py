@@ -68,6 +68,23 @@ class TierBounds:
 
 
 @dataclass(frozen=True, slots=True)
+class KVIdentity:
+    """Whose KV blocks a tier keeps, as its configuration says; docs/kv-identity.md says more.
+
+    A block may be loaded only where all of it is the same as when the block was stored.
+
+    Attributes:
+        model: Name of the model.
+        fingerprint: Content of its weights, and whatever else KV bytes depend on.
+        namespace: Whatever else the user wants to keep apart.
+    """
+
+    model: str | None = None
+    fingerprint: str | None = None
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CloseReport:
     """What closing a tier left behind.
 
@@ -111,6 +128,8 @@ class TierEnvironment(Protocol):
         kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8, C-contiguous. Slot s
             of a job may be touched only between the job's start and its end.
         io: Where blocking calls go.
+        identity: Whose blocks these are. A tier whose blocks outlive the process, or that shares
+            them with others, must keep those of different identities apart.
     """
 
     @property
@@ -118,6 +137,9 @@ class TierEnvironment(Protocol):
 
     @property
     def io(self) -> IoRunner: ...
+
+    @property
+    def identity(self) -> KVIdentity: ...
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
         """Announce blocks that can be loaded though this run did not store them."""

@@ -16,6 +16,8 @@ from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.buffer import row_stride_bytes
 
 DEFAULT_BLOCK_BYTES = 16 * 1024
+MODEL = "replay"
+"""Whose blocks these are, where nobody says: their bytes follow from their keys alone."""
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
 BUILT_IN_TIER = "fs"
@@ -78,6 +80,7 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
     elif flags.is_built_in and "secondary_tiers" not in config:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": scratch.path}]
+    config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
     config.setdefault("accept_prefix", True)
     _size_primary(config, flags)

@@ -63,7 +63,7 @@ class OffloadEngine:
         """Check the configuration; nothing is started before `async with`.
 
         Args:
-            config: See `OffloadConfig`.
+            config: See `OffloadConfig`; `model` is required here.
             create_transport: Makes the transport over the device's tensors, given the primary's
                 buffer; called on a helper thread. The transport is owned by the engine.
             bounds: See `EngineBounds`.
@@ -74,6 +74,11 @@ class OffloadEngine:
             ConfigError: A key or a value is unusable, or the tensors cannot be addressed by block.
         """
         self._config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
+        if self._config.model is None:
+            raise ConfigError(
+                "model: missing; OffloadEngine needs the name of the model whose KV blocks it "
+                'keeps: add "model": "org/name" to the configuration'
+            )
         spec = TieringOffloadingSpec(self._config)
         if create_transport is None and kv_caches is not None:
             create_transport = spec.transport_maker(kv_caches)

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from kvoffload_async.abc.tier import AsyncTier
-from kvoffload_async.config import nearest, reject_unknown
+from kvoffload_async.config import OffloadConfig, nearest, reject_unknown
 from kvoffload_async.core.backpressure import (
     LOCAL_BACKPRESSURE,
     Backpressure,
@@ -74,8 +74,15 @@ class SecondaryTierFactory:
             raise ConfigError("secondary tiers that cannot be used: " + "; ".join(broken))
 
     @classmethod
-    def check_config(cls, tier_config: Mapping[str, Any]) -> None:
+    def check_config(
+        cls, tier_config: Mapping[str, Any], config: OffloadConfig | None = None
+    ) -> None:
         """Check names, keys, and the types of those values whose default tells; creates nothing.
+
+        Args:
+            tier_config: The tier's configuration.
+            config: That of the spec which the tier is for, where there is one: a tier takes
+                `model` and `fingerprint` from it.
 
         Raises:
             ConfigError: As `create_secondary_tier`, or an option is missing, or its value is no
@@ -85,6 +92,8 @@ class SecondaryTierFactory:
         """
         loaded, _, options = cls._resolve(dict(tier_config))
         _check_values(options, loaded)
+        if issubclass(loaded, SecondaryTierManager):
+            loaded.check_options(options, config)
 
     @classmethod
     def create_secondary_tier(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from kvoffload_async.config import (
+    OffloadConfig,
     at_least,
     parse_bool,
     parse_fraction,
@@ -22,7 +23,9 @@ from kvoffload_async.facade.secondary import (
     read_threads,
 )
 from kvoffload_async.facade.storage import (
+    config_of,
     default_run_config,
+    identity_fields,
     parse_choice,
     parse_directory,
     parse_run_config,
@@ -49,7 +52,6 @@ class FileSystemTierManager(SecondaryTierManager):
         tier_type: str = "fs",
         *,
         root_dir: str,
-        model: str = "default",
         rank: int = 0,
         run_config: Mapping[str, Any] | None = None,
         verify: str = "when_present",
@@ -72,10 +74,10 @@ class FileSystemTierManager(SecondaryTierManager):
             primary_kv_view: See `SecondaryTierManager`.
             tier_type: See `SecondaryTierManager`.
             root_dir: Absolute path of the directory; made if it is not there.
-            model: Name of the model, part of the folder's name.
             rank: Which worker's blocks these are.
-            run_config: Everything that the layout of a block's bytes depends on. By default made
-                from `model`, the spec's configuration and the slot size.
+            run_config: Everything that the layout of a block's bytes depends on; by default the
+                spec's geometry and the slot size. What `model`, `fingerprint` and `namespace` say
+                is added to it.
             verify: "required", "when_present" or "off": which blocks are served.
             capacity_bytes: Disk bytes, as allocated, that are never exceeded; None: unbounded.
             eviction_policy: Who goes when there is a capacity.
@@ -107,7 +109,7 @@ class FileSystemTierManager(SecondaryTierManager):
         fields = parse_run_config(run_config) or default_run_config(
             offloading_spec, primary_kv_view
         )
-        fields.setdefault("model_name", parse_name(model, "model"))
+        fields |= identity_fields(run_config, options, config_of(offloading_spec))
         settings = FsSettings(
             root_dir=directory,
             run_config=fields,
@@ -125,3 +127,8 @@ class FileSystemTierManager(SecondaryTierManager):
         )
         tier = FsTier(settings, partial(create_policy, eviction_policy), ops)
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
+        """Check that the model is named; see `SecondaryTierManager`."""
+        identity_fields(options.get("run_config"), options, config)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final, TypedDict
 
-from kvoffload_async.abc.tier import AsyncTier, CloseReport
-from kvoffload_async.config import Parser, at_least, or_none, parse_bool, parse_seconds
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
+from kvoffload_async.config import (
+    OffloadConfig,
+    Parser,
+    at_least,
+    or_none,
+    parse_bool,
+    parse_label,
+    parse_name,
+    parse_seconds,
+)
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.port import TierPort
 from kvoffload_async.errors import StateError
+from kvoffload_async.facade.storage import completed, config_of
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.host import RuntimeHost
 from kvoffload_async.runtime.io_pool import suitable_threads
@@ -46,6 +57,9 @@ class TierOptions(TypedDict, total=False):
     n_write_threads: int
     enable_kv_events: bool
     backpressure_detector: Backpressure | None
+    model: str | None
+    fingerprint: str | None
+    namespace: str | None
 
 
 _PARSERS: Final[Mapping[str, Parser]] = {
@@ -56,6 +70,9 @@ _PARSERS: Final[Mapping[str, Parser]] = {
     "n_read_threads": or_none(at_least(1)),
     "n_write_threads": at_least(1),
     "enable_kv_events": parse_bool,
+    "model": or_none(parse_name),
+    "fingerprint": or_none(parse_label),
+    "namespace": or_none(parse_label),
 }
 
 
@@ -105,6 +122,9 @@ class SecondaryTierManager:
         n_write_threads: int = 1,
         enable_kv_events: bool = False,
         backpressure_detector: Backpressure | None = None,
+        model: str | None = None,
+        fingerprint: str | None = None,
+        namespace: str | None = None,
     ) -> None:
         """Open the tier; waits for that.
 
@@ -124,12 +144,17 @@ class SecondaryTierManager:
             n_write_threads: I/O threads that prefer stores.
             enable_kv_events: Whether `take_events` tells anything.
             backpressure_detector: See the class.
+            model: Name of the model whose blocks these are; by default the spec's.
+            fingerprint: Content of the model's weights and whatever else KV bytes depend on; by
+                default the spec's.
+            namespace: Keeps blocks apart from those of other namespaces.
 
         Raises:
             ConfigError: The tier cannot work with its options; nothing is left running.
             TierUnavailableError: The tier's place cannot be reached.
             TimeoutError: It did not open in time.
         """
+        identity = KVIdentity(model, fingerprint, namespace)
         check_tier_options(
             {
                 "io_timeout_s": io_timeout_s,
@@ -139,6 +164,7 @@ class SecondaryTierManager:
                 "n_read_threads": n_read_threads,
                 "n_write_threads": n_write_threads,
                 "enable_kv_events": enable_kv_events,
+                **asdict(identity),
             }
         )
         shape = primary_kv_view.shape
@@ -183,6 +209,7 @@ class SecondaryTierManager:
             ),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
+            identity=completed(identity, config_of(offloading_spec)),
         )
         try:
             self._link.open(open_timeout_s)
@@ -192,6 +219,15 @@ class SecondaryTierManager:
                 self._host.close()
             raise
         self._link.pump()
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
+        """Check what a subclass can tell of its options before it is made; raises ConfigError.
+
+        Args:
+            options: The tier's configuration, names and types of the values checked.
+            config: The spec's, where there is one.
+        """
 
     # -- a request's life -----------------------------------------------------------------------
 

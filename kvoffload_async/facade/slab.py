@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
-from kvoffload_async.config import at_least, or_none, parse_bool, parse_name, parse_size_bytes
+from kvoffload_async.config import (
+    OffloadConfig,
+    at_least,
+    or_none,
+    parse_bool,
+    parse_name,
+    parse_size_bytes,
+)
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.secondary import (
     SecondaryTierManager,
@@ -14,7 +21,9 @@ from kvoffload_async.facade.secondary import (
     check_tier_options,
 )
 from kvoffload_async.facade.storage import (
+    config_of,
     default_run_config,
+    identity_fields,
     parse_choice,
     parse_directory,
     parse_run_config,
@@ -42,7 +51,6 @@ class SlabTierManager(SecondaryTierManager):
         *,
         root_dir: str,
         capacity_bytes: int | str,
-        model: str = "default",
         rank: int = 0,
         run_config: Mapping[str, Any] | None = None,
         on_mismatch: str = "fail",
@@ -66,12 +74,13 @@ class SlabTierManager(SecondaryTierManager):
             root_dir: Absolute path of the directory; made if it is not there.
             capacity_bytes: Disk bytes, as allocated and with everything that the store needs
                 beside its blocks, that are never exceeded.
-            model: Name of the model, part of the folder's name.
             rank: Which worker's blocks these are.
-            run_config: Everything that the layout of a block's bytes depends on. By default made
-                from `model`, the spec's configuration and the slot size.
-            on_mismatch: "fail", or "new_namespace": make a store of its own, with a capacity of
-                its own, beside one that has blocks of another layout.
+            run_config: Everything that the layout of a block's bytes depends on; by default the
+                spec's geometry and the slot size. What `model`, `fingerprint` and `namespace` say
+                is added to it.
+            on_mismatch: What happens if the folder has blocks of another layout or content:
+                "fail"; "new_namespace", which makes a store of its own, with a capacity of its
+                own, beside them; or "replace", which discards them.
             segment_bytes: Size of the files, at most; as many are allocated at once as there are
                 threads, up to the capacity.
             eviction_policy: Who goes when the capacity is reached.
@@ -100,7 +109,7 @@ class SlabTierManager(SecondaryTierManager):
         fields = parse_run_config(run_config) or default_run_config(
             offloading_spec, primary_kv_view
         )
-        fields.setdefault("model_name", parse_name(model, "model"))
+        fields |= identity_fields(run_config, options, config_of(offloading_spec))
         threads = or_none(at_least(2))(io_threads, "io_threads") or suitable_threads()
         settings = SlabSettings(
             root_dir=parse_directory(root_dir),
@@ -121,3 +130,8 @@ class SlabTierManager(SecondaryTierManager):
         options["n_read_threads"] = settings.io_threads - 1
         options["n_write_threads"] = 1
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
+        """Check that the model is named; see `SecondaryTierManager`."""
+        identity_fields(options.get("run_config"), options, config)

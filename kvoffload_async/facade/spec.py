@@ -55,7 +55,7 @@ class _Spec(ABC):
         check_policy(self.config.eviction_policy)
         for index, tier in enumerate(self.config.secondary_tiers):
             try:
-                SecondaryTierFactory.check_config(tier)
+                SecondaryTierFactory.check_config(tier, self.config)
             except ConfigError as error:
                 raise type(error)(f"secondary_tiers[{index}]: {error}") from error
             except (ImportError, AttributeError) as error:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from kvoffload_async.config import OffloadConfig, nearest
+from kvoffload_async.abc.tier import KVIdentity
+from kvoffload_async.config import OffloadConfig, nearest, parse_name
 from kvoffload_async.errors import ConfigError
+
+_FIELDS: Final = {
+    "model": "model_name",
+    "fingerprint": "fingerprint",
+    "namespace": "namespace",
+}
+"""Options of a tier -> what they are called in its run configuration."""
 
 
 def parse_directory(root_dir: object) -> str:
@@ -53,10 +62,61 @@ def parse_run_config(given: object) -> dict[str, Any]:
     raise ConfigError(f"run_config: {given!r} is not valid; it must be an object with a key")
 
 
+def config_of(spec: object) -> OffloadConfig | None:
+    """Return a spec's configuration, where it has one of this package's."""
+    config = getattr(spec, "config", None)
+    return config if isinstance(config, OffloadConfig) else None
+
+
+def completed(own: KVIdentity, config: OffloadConfig | None) -> KVIdentity:
+    """Return a tier's identity: what it leaves out is what its spec's configuration says."""
+    if config is None:
+        return own
+    return replace(
+        own, model=own.model or config.model, fingerprint=own.fingerprint or config.fingerprint
+    )
+
+
+def identity_fields(
+    run_config: object, options: Mapping[str, Any], config: OffloadConfig | None
+) -> dict[str, Any]:
+    """Return what goes into a tier's run configuration to say whose blocks these are.
+
+    An option of the tier counts before the spec's, and so does what `run_config` says.
+
+    Args:
+        run_config: The tier's, as given.
+        options: The tier's.
+        config: The spec's, where there is one.
+
+    Raises:
+        ConfigError: Nothing says what the model is, or two options of the tier disagree.
+    """
+    given = parse_run_config(run_config)
+    if "model_name" in given:
+        parse_name(given["model_name"], "run_config: model_name")
+    fields: dict[str, Any] = {}
+    for key, name in _FIELDS.items():
+        own, other = options.get(key), given.get(name)
+        if own is not None and other is not None and own != other:
+            raise ConfigError(
+                f"{key}: {own!r} contradicts run_config, in which {name} is {other!r}; "
+                "leave one of them out"
+            )
+        value = next((v for v in (own, other, getattr(config, key, None)) if v is not None), None)
+        if value is not None:
+            fields[name] = value
+    if "model_name" not in fields:
+        raise ConfigError(
+            'model: missing; blocks on disk need the name of their model: add "model": "org/name" '
+            "to the tier, or to the whole configuration"
+        )
+    return fields
+
+
 def default_run_config(spec: object, kv_view: memoryview) -> dict[str, Any]:
     """Return what the layout of a block's bytes depends on, as far as this package knows."""
-    config = getattr(spec, "config", None)
-    known = config if isinstance(config, OffloadConfig) else None
+    known = config_of(spec)
     return {
         "inference_engine": "kvoffload_async",
         "block_bytes": kv_view.nbytes // len(kv_view),

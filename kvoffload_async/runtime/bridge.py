@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvoffload_async.abc.events import TierEvent
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.port import TierPort
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.runtime.interpreter import execute
@@ -51,6 +51,7 @@ class TierLink:
         pool: PoolRunner,
         io_timeout_s: float,
         probe_timeout_s: float,
+        identity: KVIdentity,
     ) -> None:
         """Connect; nothing runs before `open`. The pool is closed with the link."""
         self.port = port
@@ -60,7 +61,7 @@ class TierLink:
         self.actor = TierActor(
             name,
             tier,
-            ActorEnvironment(kv_view, pool, self._post),
+            ActorEnvironment(kv_view, pool, self._post, identity),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
         )

@@ -23,7 +23,7 @@ from kvoffload_async.abc.events import (
     ProbeAnswered,
     TierEvent,
 )
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.errors import (
     BlockMissingError,
     JobCancelledError,
@@ -55,6 +55,7 @@ class ActorEnvironment:
     kv_view: memoryview
     io: IoRunner
     post: Post
+    identity: KVIdentity = field(default_factory=KVIdentity)
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
         """Post the news to the owner."""

@@ -231,6 +231,17 @@ class TestCheckConfig:
     def test_refuses(self, command, keys, reason):
         assert reason in command.refusal("check-config", command.config(**keys))
 
+    @pytest.mark.parametrize("tier", [{"type": "fs"}, {"type": "slab", "capacity_bytes": "1MiB"}])
+    def test_refuses_a_tier_on_disk_whose_model_nobody_names(self, command, tier):
+        tiers = [{"type": "example"}, tier | {"root_dir": str(command.directory / "new")}]
+        keys = {"cpu_bytes_to_use": 4096, "block_bytes": 1, "secondary_tiers": tiers}
+        message = command.refusal("check-config", command.config(**keys))
+        assert "secondary_tiers[1]: model: missing; " in message
+        assert 'add "model"' in message
+        assert not (command.directory / "new").exists()
+        named = command.config(**keys, model="m")
+        assert command.run("check-config", named).exit_code == 0
+
     def test_refuses_a_tier_option_of_another_type(self, command):
         tier = {"type": "example", "custom_param": "3"}
         config = command.config(cpu_bytes_to_use=4096, block_bytes=1, secondary_tiers=[tier])

@@ -104,6 +104,26 @@ def test_a_trace_is_read_again_by_every_pass(command):
     assert list(root.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("tier", "others"),
+    [
+        ("fs:root_dir={}", [",namespace=other", ",fingerprint=other", ",model=org/other"]),
+        ("slab:capacity_bytes=1MiB,root_dir={}", [",model=org/other"]),
+    ],
+)
+def test_a_later_replay_over_the_same_directory_finds_its_blocks(command, tier, others):
+    trace = command.trace([[1, 2], [3, 4]])
+    tier = tier.format(command.directory / "store")
+
+    def hit_ratio(option=""):
+        return command.figures(trace, "--tier", tier + option)["hit_ratio"]
+
+    assert hit_ratio() == 0
+    assert hit_ratio() == 1
+    assert not any(hit_ratio(option) for option in others)
+    assert hit_ratio() == 1
+
+
 def test_a_tier_that_forgets_is_cold_in_every_pass(command):
     report = command.figures("--tier", "example", "--passes", 2, "--limit", 50)
     assert report["warm"]["hits"] == report["hits"]

@@ -21,6 +21,8 @@ from kvoffload_async.config import OffloadConfig
 from kvoffload_async.engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
 
+CONFIG = {"cpu_bytes_to_use": 4096, "block_bytes": 64, "model": "test"}
+
 # -- load ---------------------------------------------------------------------------------------
 
 
@@ -199,7 +201,7 @@ async def test_a_request_is_of_no_use_when_it_has_ended():
 
 @on_loop
 async def test_an_engine_that_is_not_open_takes_no_calls():
-    engine = OffloadEngine({"cpu_bytes_to_use": 4096, "block_bytes": 64}, lambda _view: None)
+    engine = OffloadEngine(CONFIG, lambda _view: None)
     await engine.close()
     with pytest.raises(ClosedError):
         async with engine.request("r", []):
@@ -207,22 +209,23 @@ async def test_an_engine_that_is_not_open_takes_no_calls():
 
 
 def test_the_configuration_is_checked_before_anything_starts():
-    config = {"cpu_bytes_to_use": 4096, "block_bytes": 64}
     with pytest.raises(ConfigError, match="unknown key"):
-        OffloadEngine({**config, "cpu": 1}, lambda _view: None)
+        OffloadEngine({**CONFIG, "cpu": 1}, lambda _view: None)
     with pytest.raises(ConfigError, match="either create_transport or kv_caches"):
-        OffloadEngine(config)
+        OffloadEngine(CONFIG)
     tensors = {"l": torch.zeros(4, 65, dtype=torch.uint8)}
     with pytest.raises(ConfigError, match="either"):
-        OffloadEngine(config, lambda _view: None, kv_caches=tensors)
+        OffloadEngine(CONFIG, lambda _view: None, kv_caches=tensors)
     with pytest.raises(ConfigError, match="do not hold a chunk"):
-        OffloadEngine(config, kv_caches=tensors)
+        OffloadEngine(CONFIG, kv_caches=tensors)
 
 
 @on_loop
 async def test_an_engine_over_a_callers_tensors():
     tensors = {"l": torch.zeros(8, PAGE_BYTES, dtype=torch.uint8)}
-    config = OffloadConfig.parse({"cpu_bytes_to_use": 8 * 4096, "block_bytes": PAGE_BYTES})
+    config = OffloadConfig.parse(
+        {"cpu_bytes_to_use": 8 * 4096, "block_bytes": PAGE_BYTES, "model": "test"}
+    )
     async with OffloadEngine(config, kv_caches=tensors) as engine:
         for index, block_hash in enumerate(hashes("abc")):
             tensors["l"][index] = torch.from_numpy(content(block_hash).copy())

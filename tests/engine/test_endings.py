@@ -31,7 +31,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing import ScriptedTier
 
-CONFIG = {"cpu_bytes_to_use": 4 * 4096, "block_bytes": 32}
+CONFIG = {"cpu_bytes_to_use": 4 * 4096, "block_bytes": 32, "model": "test"}
 DEADLINE_S = 10.0
 
 

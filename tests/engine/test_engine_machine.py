@@ -248,6 +248,7 @@ async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monke
     config = {
         "cpu_bytes_to_use": 16 * 4096,
         "block_bytes": PAGE_BYTES,
+        "model": "test",
         "check_laws": True,
         "secondary_tiers": [{"type": "faulty", "seed": seed}],
     }

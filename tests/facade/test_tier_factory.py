@@ -90,7 +90,9 @@ def test_an_option_is_checked_against_its_default_before_anything_starts(module,
 
 def test_the_old_name_of_the_fs_tier_is_understood_with_a_warning():
     with pytest.warns(DeprecationWarning, match="'fs_python' is called 'fs' now"):
-        SecondaryTierFactory.check_config({"type": "fs_python", "root_dir": "/made/up"})
+        SecondaryTierFactory.check_config(
+            {"type": "fs_python", "root_dir": "/made/up", "model": "m"}
+        )
 
 
 def test_an_out_of_tree_manager_is_found_by_module_path(create, module):
@@ -212,4 +214,6 @@ def test_a_value_of_another_type_than_its_default_is_refused(config, message):
 
 
 def test_a_whole_number_will_do_for_a_fraction():
-    SecondaryTierFactory.check_config({"type": "fs", "root_dir": "/x", "high_watermark": 1})
+    SecondaryTierFactory.check_config(
+        {"type": "fs", "root_dir": "/x", "model": "m", "high_watermark": 1}
+    )

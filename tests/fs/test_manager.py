@@ -239,7 +239,9 @@ def test_a_real_hang_in_the_kernel_is_reported_and_released(place, fifo):
 
 
 def hung_manager(place: Place, ops: FaultyFileOps, view, **options) -> FileSystemTierManager:
-    return FileSystemTierManager(None, view, root_dir=str(place.root), ops=ops, **options)
+    return FileSystemTierManager(
+        None, view, root_dir=str(place.root), model="test", ops=ops, **options
+    )
 
 
 def hang_everything(ops: FaultyFileOps) -> Hang:
@@ -297,6 +299,7 @@ def tiering(place: Place, ops: FaultyFileOps, **options):
         {
             "cpu_bytes_to_use": 64 * BLOCK,
             "block_bytes": BLOCK,
+            "model": "test",
             "secondary_tiers": [
                 {"type": "fs", "root_dir": str(place.root), "ops": ops, **options},
                 {"type": "example"},

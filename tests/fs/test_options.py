@@ -26,10 +26,10 @@ def view():
 
 
 def make(view, config: dict, spec: object = None):
-    return SecondaryTierFactory.create_secondary_tier({"type": "fs", **config}, view, spec)
+    return SecondaryTierFactory.create_secondary_tier(
+        {"type": "fs", "model": "test", **config}, view, spec
+    )
 
-
-GOOD = {"root_dir": "/tmp/x"}
 
 # option, value, what the message must say besides the option and the value
 BAD = [
@@ -102,7 +102,7 @@ def test_a_directory_that_cannot_be_written_is_refused(view, tmp_path, call):
     ops = FaultyFileOps()
     ops.fail(13, on=call)
     with pytest.raises(ConfigError) as raised:
-        FileSystemTierManager(None, view, root_dir=str(tmp_path / "r"), ops=ops)
+        FileSystemTierManager(None, view, model="test", root_dir=str(tmp_path / "r"), ops=ops)
     assert "root_dir" in str(raised.value)
     assert str(tmp_path / "r") in str(raised.value)
     assert "may write" in str(raised.value)
@@ -119,14 +119,16 @@ def test_required_checksums_need_a_filesystem_with_attributes(view, tmp_path):
     ops = FaultyFileOps()
     ops.fail(95, on="set_xattr")
     with pytest.raises(ConfigError, match="verify: 'required' needs extended attributes"):
-        FileSystemTierManager(None, view, root_dir=str(tmp_path), verify="required", ops=ops)
+        FileSystemTierManager(
+            None, view, model="test", root_dir=str(tmp_path), verify="required", ops=ops
+        )
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_the_old_name_still_works_with_a_warning(view, tmp_path):
     with pytest.warns(DeprecationWarning, match="'fs_python' is called 'fs' now"):
         tier = SecondaryTierFactory.create_secondary_tier(
-            {"type": "fs_python", "root_dir": str(tmp_path)}, view, None
+            {"type": "fs_python", "root_dir": str(tmp_path), "model": "test"}, view, None
         )
     assert isinstance(tier, FileSystemTierManager)
     assert tier.tier_type == "fs"
@@ -181,7 +183,7 @@ def test_inodes_are_reused_in_namespaces_of_this_package_alone(view, tmp_path):
 
 
 def test_a_root_may_be_a_path_object(view, tmp_path):
-    tier = FileSystemTierManager(None, view, root_dir=tmp_path)
+    tier = FileSystemTierManager(None, view, model="test", root_dir=tmp_path)
     assert list(tmp_path.iterdir())
     tier.shutdown()
 
@@ -212,7 +214,7 @@ def test_the_configuration_lies_beside_the_blocks_for_people(tmp_path):
     "change", [{"block_size": 64}, {"blocks_per_chunk": 2}, {"num_workers": 2}]
 )
 def test_another_layout_is_another_namespace(tmp_path, change):
-    base = {"cpu_bytes_to_use": 16 * BLOCK, "block_bytes": BLOCK}
+    base = {"cpu_bytes_to_use": 16 * BLOCK, "block_bytes": BLOCK, "model": "test"}
     base["secondary_tiers"] = [{"type": "fs", "root_dir": str(tmp_path)}]
     for config in (base, base | change):
         with TieringOffloadingSpec(config) as spec:

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.port import TierPort
@@ -224,6 +225,7 @@ class Links:
             pool=UnpooledIo(),
             io_timeout_s=30.0,
             probe_timeout_s=2.0,
+            identity=KVIdentity(),
         )
         link.open(1.0)
         return link

@@ -1,6 +1,7 @@
 """Workloads on a `slab` store, and the server that runs them. Its own script."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from crashes import load, serve
@@ -45,6 +46,23 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False, verify: bool
     return {"calls": [call.name for call in ops.calls]}
 
 
+def replacing(root: str, kill_at: int | None, *, torn: bool = False, verify: bool = True) -> dict:
+    """Replace the store of another identity, which has blocks of the same keys."""
+    shelves = Shelves(Path(root))
+    with shelves.open_other(UnsyncedFileOps(), verify=verify, **OPTIONS) as harness:
+        for first in range(0, 15, 3):
+            harness.store(K[first : first + 3])
+    ops = UnsyncedFileOps()
+    if kill_at is not None:
+        ops.kill(kill_at, torn=torn)
+    with shelves.open(ops, on_mismatch="replace", verify=verify, **OPTIONS) as harness:
+        load_or_miss(harness, K[:15])
+        for first in (3, 12):
+            harness.store(K[first : first + 6])
+        load_or_miss(harness, K[:18])
+    return {"calls": [call.name for call in ops.calls]}
+
+
 def load_or_miss(harness: TierHarness, keys) -> None:
     """Load blocks, some of which may be missing or bad."""
     for error in load(harness, keys).values():
@@ -54,9 +72,20 @@ def load_or_miss(harness: TierHarness, keys) -> None:
 
 def traffic(root: str, seed: int, *, verify: bool = True) -> dict:
     """Random stores and loads until the process is killed."""
+    return work(Shelves(Path(root)).open, seed, verify=verify)
+
+
+def contested(root: str, seed: int, *, other: bool, verify: bool = True) -> dict:
+    """The same, on a store that may be another identity's until then."""
+    shelves = Shelves(Path(root))
+    open_store = shelves.open_other if other else shelves.open
+    return work(open_store, seed, verify=verify, on_mismatch="replace")
+
+
+def work(open_store: Callable[..., TierHarness], seed: int, **given) -> dict:
     draw = random.Random(seed)
-    options = OPTIONS | {"io_threads": 3, "piece_bytes": 2 * BLOCK, "verify": verify}
-    with Shelves(Path(root)).open(**options) as harness:
+    options = OPTIONS | {"io_threads": 3, "piece_bytes": 2 * BLOCK} | given
+    with open_store(**options) as harness:
         while True:
             keys = draw.sample(K, draw.randint(1, 8))
             if draw.random() < 0.7:
@@ -69,4 +98,4 @@ def traffic(root: str, seed: int, *, verify: bool = True) -> dict:
 
 if __name__ == "__main__":
     budget._LEAST_STRIPE = 4  # so that a store as small as this one has stripes
-    serve(scripted=scripted, traffic=traffic)
+    serve(scripted=scripted, replacing=replacing, traffic=traffic, contested=contested)

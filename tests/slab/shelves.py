@@ -5,9 +5,11 @@ import os
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from kvoffload_async.factory import create_policy
 from kvoffload_async.testing.fileops import Hang
-from kvoffload_async.testing.harness import ManagerHarness, TierHarness, key_of
+from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.opening import OnMismatch
@@ -20,8 +22,21 @@ from kvoffload_async.types import OffloadKey
 BLOCK = 4096
 KIB = 1024
 FIELDS = {"model_name": "m/x"}
+OTHER_FIELDS = {"model_name": "m/x", "fingerprint": "other"}
+"""Another identity, whose store has the same folder."""
 FIXED = 96 * KIB
 """Enough for everything but the slots of a small store."""
+
+
+class OtherHarness(TierHarness):
+    """Another identity's blocks: other bytes under the same keys."""
+
+    def fill(self, keys, slots) -> None:
+        for key, slot in zip(keys, slots, strict=True):
+            self.rows[slot] = ~content_of(key, self.slot_bytes)
+
+    def holds(self, key, slot) -> bool:
+        return np.array_equal(self.rows[slot], ~content_of(key, self.slot_bytes))
 
 
 class Shelves:
@@ -61,6 +76,10 @@ class Shelves:
 
     def open(self, ops: FileOps | None = None, *, num_slots: int = 64, **options) -> TierHarness:
         return TierHarness(self.tier(ops, **options), num_slots, self.block_bytes)
+
+    def open_other(self, ops: FileOps | None = None, **options) -> OtherHarness:
+        """Open the store as that of the other identity."""
+        return OtherHarness(self.tier(ops, fields=OTHER_FIELDS, **options), 64, self.block_bytes)
 
     def manage(self, ops: FileOps | None = None, **options) -> ManagerHarness:
         return ManagerHarness(self.tier(ops, **options), 64, self.block_bytes)

@@ -139,6 +139,7 @@ def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
     assert str(shelves.folder) in message
     assert difference in message
     assert 'on_mismatch="new_namespace"' in message
+    assert '"replace" to discard them' in message
     for _ in range(2):
         with other.open(fields=fields, on_mismatch="new_namespace") as harness:
             assert not harness.announced() & set(K[:3])
@@ -146,6 +147,85 @@ def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
     with shelves.open(on_mismatch="new_namespace") as harness:
         assert harness.announced() == set(K[:3])
     assert len(list(shelves.root.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "block", "difference"),
+    [
+        ({"model_name": "m/x", "fingerprint": "f"}, BLOCK, "another fingerprint"),
+        ({"model_name": "m_x"}, BLOCK, "another model_name"),
+        (None, 2 * BLOCK, "blocks of 4096 bytes instead of 8192"),
+    ],
+)
+def test_a_store_of_another_layout_is_emptied_if_that_is_asked_for(
+    shelves, caplog, fields, block, difference
+):
+    with shelves.open() as harness:
+        assert harness.store(K[:20]) == {}
+        harness.load(K[:3])
+    held = list(shelves.folder.glob("segment-*"))
+    assert len(held) > 1
+    (shelves.folder / "notes").write_bytes(b"somebody's")
+    other = Shelves(shelves.root, block_bytes=block)
+    ops = FaultyFileOps()
+    with other.open(ops, fields=fields, on_mismatch="replace") as harness:
+        assert not harness.announced()
+        assert not harness.contains(K)
+        assert not list(shelves.folder.glob("segment-*"))
+        assert harness.store(K[2:8]) == {}
+        assert harness.load(K[2:8]) == {}
+        assert all(harness.holds(key, slot) for slot, key in enumerate(K[2:8]))
+        sound(harness.tier)
+    assert not ops.open_fds
+    (message,) = caplog.messages
+    assert str(shelves.folder) in message
+    assert f"({difference}): all 20 of them, {20 * BLOCK} bytes, are discarded" in message
+    caplog.clear()
+    with other.open(fields=fields, on_mismatch="replace") as harness:
+        assert harness.announced() == set(K[2:8])
+    assert not caplog.messages, "nothing is discarded where nothing differs"
+    with pytest.raises(ConfigError, match="has other blocks"):
+        shelves.open()
+    assert (shelves.folder / "notes").read_bytes() == b"somebody's"
+
+
+def test_a_store_that_is_in_use_is_not_replaced(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:3])
+        with pytest.raises(ConfigError, match="in use by process"):
+            shelves.open_other(on_mismatch="replace")
+        assert harness.load(K[:3]) == {}
+        assert harness.store(K[3:6]) == {}
+    with shelves.open() as harness:
+        assert harness.announced() == set(K[:6])
+
+
+def test_a_store_that_cannot_be_emptied_is_refused_and_serves_nobody_else(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:20])
+    for on in ("unlink", "rename"):
+        ops = FaultyFileOps()
+        ops.fail(13, on=on)
+        with pytest.raises(ConfigError, match="root_dir"):
+            shelves.open_other(ops, on_mismatch="replace")
+        assert not ops.open_fds
+        with shelves.open() as harness:
+            assert harness.announced() == (set(K[:20]) if on == "unlink" else set())
+    with shelves.open_other(on_mismatch="replace") as harness:
+        assert not harness.announced()
+        assert harness.store(K[:3]) == {}
+
+
+def test_what_cannot_be_told_apart_is_not_replaced(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:3])
+    flip(shelves.manifest, 12)
+    with pytest.raises(ConfigError, match="is unreadable"):
+        shelves.open_other(on_mismatch="replace")
+    shelves.manifest.unlink()
+    with pytest.raises(ConfigError, match="has lost its manifest"):
+        shelves.open_other(on_mismatch="replace")
+    assert shelves.journal.exists()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ def view():
 
 
 def make(view, config: dict, spec: object = None):
-    return SecondaryTierFactory.create_secondary_tier({"type": "slab", **config}, view, spec)
+    return SecondaryTierFactory.create_secondary_tier(
+        {"type": "slab", "model": "test", **config}, view, spec
+    )
 
 
 # option, value, what the message must say besides the option and the value
@@ -122,5 +124,7 @@ def test_a_failed_constructor_leaves_nothing_open(view, tmp_path):
     ops = FaultyFileOps()
     ops.fail(13, on="lock")
     with pytest.raises(ConfigError, match="root_dir"):
-        SlabTierManager(None, view, root_dir=str(tmp_path), capacity_bytes="1MiB", ops=ops)
+        SlabTierManager(
+            None, view, model="m", root_dir=str(tmp_path), capacity_bytes="1MiB", ops=ops
+        )
     assert not ops.open_fds

@@ -8,6 +8,8 @@ from crashes import RANDOM_KILLS, Process
 from slab.crash_server import BAD, CAPACITY, OPTIONS, K, UnsyncedFileOps
 from slab.shelves import Shelves, sound
 
+from kvoffload_async.errors import ConfigError
+
 SERVER = Path(__file__).with_name("crash_server.py")
 
 
@@ -17,10 +19,20 @@ def server():
         yield process
 
 
-def check_after_crash(shelves: Shelves, *, verify: bool = True) -> None:
+CHANGING = {"pwritev", "pwrite", "rename", "truncate", "fallocate", "unlink", "open"}
+TEARABLE = {"pwritev", "pwrite", "fallocate"}
+
+
+def kill_points(calls: list[str]) -> list[tuple[int, bool]]:
+    """Return each call that changes something, and once more torn where it can be."""
+    points = [(n, False) for n, name in enumerate(calls, 1) if name in CHANGING]
+    return points + [(n, True) for n, name in enumerate(calls, 1) if name in TEARABLE]
+
+
+def check_after_crash(shelves: Shelves, open_store=None, **options) -> None:
     """No wrong byte, exact accounting, work is accepted; what was announced is there."""
     assert shelves.disk_bytes() <= CAPACITY
-    with shelves.open(UnsyncedFileOps(), verify=verify, **OPTIONS) as harness:
+    with (open_store or shelves.open)(UnsyncedFileOps(), **OPTIONS, **options) as harness:
         sound(harness.tier)
         assert not list(shelves.folder.glob("*.tmp"))
         announced = sorted(harness.announced())
@@ -42,11 +54,7 @@ def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_p
     assert dry[-1] == {"killed": False, "status": 0}
     calls = dry[0]["calls"]
     assert {"pwritev", "pwrite", "rename", "truncate", "fallocate", "preadv", "lock"} <= set(calls)
-    changing = {"pwritev", "pwrite", "rename", "truncate", "fallocate", "unlink", "open"}
-    points = [(n, False) for n, name in enumerate(calls, 1) if name in changing]
-    points += [(n, True) for n, name in enumerate(calls, 1) if name in {"pwritev", "pwrite"}]
-    points += [(n, True) for n, name in enumerate(calls, 1) if name == "fallocate"]
-    for number, torn in points:
+    for number, torn in kill_points(calls):
         shelves = Shelves(tmp_path / f"{number}-{torn}")
         said = server.run(
             "scripted", root=str(shelves.root), kill_at=number, torn=torn, verify=verify
@@ -57,6 +65,63 @@ def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_p
         except BaseException as error:
             error.add_note(f"killed at call {number} of {len(calls)}, a {calls[number - 1]}")
             raise
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+@pytest.mark.parametrize("next_one", ["the same", "the replaced", "one that replaces back"])
+def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
+    server, tmp_path, verify, next_one
+):
+    dry = server.run("replacing", root=str(tmp_path / "dry"), kill_at=None, verify=verify)
+    assert dry[-1] == {"killed": False, "status": 0}
+    calls = dry[0]["calls"]
+    assert calls.index("unlink") < calls.index("rename") < calls.index("fallocate")
+    refused = []
+    for number, torn in kill_points(calls):
+        shelves = Shelves(tmp_path / f"{number}-{torn}")
+        said = server.run(
+            "replacing", root=str(shelves.root), kill_at=number, torn=torn, verify=verify
+        )
+        assert said[-1]["killed"], f"call {number} was not reached"
+        try:
+            if next_one == "the same":
+                check_after_crash(shelves, verify=verify, on_mismatch="replace")
+            elif next_one == "one that replaces back":
+                check_after_crash(shelves, shelves.open_other, verify=verify, on_mismatch="replace")
+            else:
+                try:
+                    check_after_crash(shelves, shelves.open_other, verify=verify)
+                except ConfigError as error:
+                    if "another fingerprint" not in str(error):
+                        raise
+                    refused.append(number)
+        except BaseException as error:
+            error.add_note(f"killed at call {number} of {len(calls)}, a {calls[number - 1]}")
+            raise
+    if next_one == "the replaced":
+        manifest = calls.index("rename") + 1
+        assert set(refused) == {n for n, _ in kill_points(calls) if n > manifest}
+
+
+@pytest.mark.timeout(60 + RANDOM_KILLS)
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+def test_kills_while_two_identities_replace_each_other_serve_nobody_what_is_not_his(
+    server, tmp_path, verify
+):
+    draw = random.Random(11)
+    shelves = Shelves(tmp_path)
+    for number in range(RANDOM_KILLS // 2):
+        said = server.run(
+            "contested",
+            root=str(tmp_path),
+            seed=number,
+            other=draw.random() < 0.5,
+            verify=verify,
+            delay_s=draw.uniform(0.001, 0.05),
+        )
+        assert said[-1]["killed"]
+        open_store = draw.choice([shelves.open, shelves.open_other])
+        check_after_crash(shelves, open_store, verify=verify, on_mismatch="replace")
 
 
 @pytest.mark.timeout(60 + RANDOM_KILLS)

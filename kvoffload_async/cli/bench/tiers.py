@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter
+from types import SimpleNamespace
 from typing import Any, Final
 
 from kvoffload_async.cli.bench.contender import UnfitError
 from kvoffload_async.cli.bench.places import Place
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.tierspec import parse_tier
-from kvoffload_async.config import parse_size_bytes
+from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.facade.factory import (
     SecondaryTierFactory,
     accepted_options,
@@ -30,6 +31,8 @@ _DIRECTORY: Final = "root_dir"
 _CAPACITY: Final = "capacity_bytes"
 _SPARE_BYTES: Final = 16 << 20
 """Beside the blocks: indexes, journals, and what a rehearsal needs of a tier's least size."""
+_SPEC: Final = SimpleNamespace(config=OffloadConfig(model="bench"))
+"""In the place of a spec: names the model of blocks that are made up."""
 
 
 class OpenOwnTier:
@@ -87,12 +90,12 @@ class OwnTier:
                 raise InputError(f"--tier: {_DIRECTORY}: {directory!r} is not valid; give a path")
             self.place = Place(directory, f"--tier {self.name}: {_DIRECTORY}")
         self._config = config
-        SecondaryTierFactory.check_config(self._configured("/", 1))
+        SecondaryTierFactory.check_config(self._configured("/", 1), _SPEC.config)
 
     def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenOwnTier:
         """Open it; raises what its constructor raises."""
         config = self._configured(directory, stored_bytes)
-        return OpenOwnTier(SecondaryTierFactory.create_secondary_tier(config, view, None))
+        return OpenOwnTier(SecondaryTierFactory.create_secondary_tier(config, view, _SPEC))
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
         """Return its capacity, given or made up."""

@@ -9,7 +9,7 @@ The format, version 1
 
 All numbers are little-endian. A store is a folder; its files are
 
-    manifest.json         what the store is; written once
+    manifest.json         what the store is; written when it is made or replaced
     lock                  locked (flock) by the process that has the store open, whose id it holds
     journal               which block lies where
     segment-NNNNNN.slab   the blocks; NNNNNN is the segment's number, in decimal, from 0
@@ -17,6 +17,9 @@ All numbers are little-endian. A store is a folder; its files are
 
 The folder is `<root_dir>/<model>_r<rank>`, with slashes and zero bytes of the model's name replaced
 by underscores; `<that>_<digest>_<block bytes>` if another layout has it and that was asked for.
+If it was asked to replace the other store instead, that is emptied under its lock: the journal is
+removed, then the segments, then the new manifest is renamed over the old one. A kill in between
+leaves an empty store of the old layout.
 
 **Manifest.** A JSON object: `format` ("kvoffload-slab"), `version`, `block_bytes`, `slot_bytes`
 (block_bytes rounded up to 4096), `rank`, `run_config` (everything that the layout of a block's

@@ -25,6 +25,7 @@ from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.journal import Journal
 from kvoffload_async.tiers.slab.layout import (
+    JOURNAL,
     LOCK,
     MANIFEST,
     TEMP_SUFFIX,
@@ -58,10 +59,11 @@ logger = logging.getLogger(__name__)
 
 
 class OnMismatch(enum.StrEnum):
-    """What happens if the store in the folder has blocks of another layout."""
+    """What happens if the store in the folder has blocks of another layout or content."""
 
     FAIL = "fail"
     NEW_NAMESPACE = "new_namespace"
+    REPLACE = "replace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,8 @@ class OpenStore:
         """Open the store, or make it; after a failure nothing is left open.
 
         Raises:
-            ConfigError: It is somebody else's, of another layout, or its manifest is unreadable.
+            ConfigError: It is somebody else's, of another layout and not to be replaced, or its
+                manifest is unreadable.
             OSError: The folder cannot be used.
         """
         self._ops = ops
@@ -152,7 +155,7 @@ class OpenStore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _check_manifest(self, found: Folder, layout: StoreLayout) -> None:
-        """Check that the store has this layout; a new one gets its manifest."""
+        """See to it that the store has this layout; a new one gets its manifest."""
         manifest = _readable_manifest(self._ops, self.folder)
         if manifest is None:
             if not found.is_empty:
@@ -162,10 +165,35 @@ class OpenStore:
                 )
             _write_manifest(self._ops, self.folder, layout.manifest)
         elif difference := layout.difference(manifest):
-            raise ConfigError(
-                f"root_dir: {self.folder!r} has blocks of another layout ({difference}); give "
-                'another directory or model, or on_mismatch="new_namespace"'
-            )
+            if self._settings.on_mismatch is not OnMismatch.REPLACE:
+                raise ConfigError(
+                    f"root_dir: {self.folder!r} has other blocks ({difference}); give another "
+                    'directory, or on_mismatch="new_namespace" for a store beside them, or '
+                    '"replace" to discard them'
+                )
+            self._empty(found, manifest, difference)
+            _write_manifest(self._ops, self.folder, layout.manifest)
+
+    def _empty(self, found: Folder, manifest: Manifest, difference: str) -> None:
+        """Discard every block of the store; until the manifest changes, the store is still its own.
+
+        The journal goes first: what it does not name is free, whoever opens the store next.
+        """
+        scanned = read_journal(self._ops, self.folder, manifest.layout)
+        num_blocks = len(live_in(found, scanned, manifest.slot_bytes))
+        logger.warning(
+            "%s: it has other blocks (%s): all %d of them, %d bytes, are discarded, as on_mismatch "
+            "says",
+            self.folder,
+            difference,
+            num_blocks,
+            num_blocks * manifest.block_bytes,
+        )
+        if found.has_journal:
+            self._ops.unlink(f"{self.folder}/{JOURNAL}")
+        while found.segments:
+            number, _ = found.segments.popitem()
+            self._ops.unlink(f"{self.folder}/{segment_name(number)}")
 
     def _take_in(self, found: Folder, scanned: Scan) -> None:
         """Take in what the journal says of the segments that fit into the capacity."""

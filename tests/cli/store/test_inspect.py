@@ -18,7 +18,7 @@ def test_inspect_counts_what_is_there(store):
     assert found["block_length_bytes"] == 4096 * len(blocks)
     assert found["block_disk_bytes"] == sum(p.stat().st_blocks * 512 for p in blocks)
     assert found["disk_bytes"] == disk_bytes(store.folder)
-    assert (found["model"], found["has_manifest"]) == ("default", True)
+    assert (found["model"], found["has_manifest"]) == ("replay", True)
     assert found["counted_bytes"] is None
     times = [path.stat().st_mtime for path in blocks]
     assert (found["oldest_s"], found["newest_s"]) == (min(times), max(times))
@@ -42,7 +42,7 @@ def test_inspect_tells_the_namespaces_apart(store):
     assert any(name.startswith("org_other_") for name in names)
     table = other.command.run("store", "inspect", store.root).stdout
     assert "org/other" in table
-    assert "default" in table
+    assert "replay" in table
 
 
 def test_inspect_sorts_temporary_files_by_their_writers(store):
