@@ -4,7 +4,11 @@ The mapping needs a name only until every participant has it. Whoever comes firs
 exclusively, in a directory that lies in memory; the others open it and wait for its full size; and
 the last one to arrive removes the name, so that from then on no kind of ending can leak it. Until
 then everybody keeps a shared lock on the file: a file that nobody locks belongs to participants
-that were killed on their way, and is removed by whoever starts next.
+that were killed on their way, and is removed by whoever of the same user starts next.
+
+The directory is usually open to every user of the machine, so a name proves nothing. A file is used
+or removed only if this user owns it, it is a regular file that nobody else may read or write, and
+it has no second name; everything else is left untouched.
 
 In the file: the rows of the primary, one flag byte a slot, one arrival byte a participant.
 """
@@ -13,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import mmap
 import os
-import re
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -62,11 +67,12 @@ class SharedBuffer(PrimaryBuffer):
             free_bytes: Tells how many bytes a directory has room for, None for "no limit".
 
         Raises:
-            ConfigError: There is no room for it, or another engine uses the name.
+            ConfigError: There is no room for it, another engine uses the name, or the file under
+                the name is not a private file of this user.
             TimeoutError: Whoever makes the file did not do so in time.
         """
         self._directory = Path(directory)
-        self._path = self._directory / (_PREFIX + re.sub(r"[^\w.-]", "_", name))
+        self._path = self._directory / file_name(name)
         rows_bytes = num_slots * stride_bytes
         self._arrivals_at = rows_bytes + num_slots
         size_bytes = -(-(self._arrivals_at + num_participants) // PAGE_BYTES) * PAGE_BYTES
@@ -119,7 +125,7 @@ class SharedBuffer(PrimaryBuffer):
         os.pwrite(self._file, b"\1", self._arrivals_at + participant)
         arrived = os.pread(self._file, num_participants, self._arrivals_at)
         if arrived == b"\1" * num_participants:
-            self._unlink()
+            _remove_name(self._path, self._file)
 
     def leave(self, *, remove: bool) -> None:
         """Let go of the file; the mapping stays."""
@@ -127,14 +133,16 @@ class SharedBuffer(PrimaryBuffer):
             return
         self._has_left = True
         if remove:
-            self._unlink()
+            _remove_name(self._path, self._file)
         os.close(self._file)
 
-    def _unlink(self) -> None:
-        """Remove the name, unless it is another file's by now."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._path.stat().st_ino == os.fstat(self._file).st_ino:
-                self._path.unlink()
+
+def file_name(name: str) -> str:
+    """Return what the file for a `SharedBuffer` of this name and this user is called.
+
+    A hash, as any text is a name; the user's number, so that users never meet by accident.
+    """
+    return f"{_user_prefix()}{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def free_space_bytes(directory: Path) -> int | None:
@@ -146,14 +154,14 @@ def free_space_bytes(directory: Path) -> int | None:
 def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
     """Open the file and lock it; return its descriptor, and whether it was made here."""
     while True:
-        for flags in (os.O_CREAT | os.O_EXCL, 0):
+        for create in (True, False):
             try:
-                file = os.open(path, flags | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+                file = _open_private(path, create=create)
             except (FileExistsError, FileNotFoundError):
                 continue
             # Without a name by now: it was taken for an orphan before it was locked.
             if _try_lock(file, fcntl.LOCK_SH) and os.fstat(file).st_nlink:
-                return file, bool(flags)
+                return file, create
             os.close(file)
         if not _pause(deadline_s):
             raise TimeoutError(f"{path} could neither be made nor opened in time")
@@ -201,17 +209,72 @@ def _no_room(size_bytes: int, directory: Path, why: str) -> ConfigError:
 
 def _remove_orphans(directory: Path) -> None:
     """Remove the files of participants that were all killed before the last one arrived."""
-    for path in directory.glob(f"{_PREFIX}*"):
+    for path in directory.glob(f"{_user_prefix()}*"):
         try:
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            continue  # gone, or another user's
+            if _objection(path.lstat()):
+                continue  # not even opened
+            file = _open_private(path)
+        except (FileNotFoundError, ConfigError):
+            continue  # gone, and perhaps another file has taken the name
         try:
-            # Locked and named: nobody but us may remove the name, so it is this file's.
-            if _try_lock(file, fcntl.LOCK_EX) and os.fstat(file).st_nlink:
-                path.unlink()
+            if _try_lock(file, fcntl.LOCK_EX):
+                _remove_name(path, file)
         finally:
             os.close(file)
+
+
+def _user_prefix() -> str:
+    return f"{_PREFIX}{os.geteuid()}-"
+
+
+def _open_private(path: Path, *, create: bool = False) -> int:
+    """Open a file that belongs to this user alone, without waiting; return its descriptor.
+
+    Raises:
+        ConfigError: There is a file, and it is not a private one of this user.
+        FileExistsError: It was to be created.
+        FileNotFoundError: It is not there.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+    if create:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        file = os.open(path, flags)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _not_private(path, str(error)) from error
+    objection = _objection(os.fstat(file))
+    if objection:
+        os.close(file)
+        raise _not_private(path, objection)
+    return file
+
+
+def _objection(found: os.stat_result) -> str:
+    """Return why a file is not this user's alone; empty if it is. One without a name may be."""
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}"
+    if not stat.S_ISREG(found.st_mode):
+        return "it is not a regular file"
+    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return f"its mode {stat.S_IMODE(found.st_mode):o} gives rights to other users"
+    return f"it has {found.st_nlink} names" if found.st_nlink > 1 else ""
+
+
+def _not_private(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"engine_id: {path} cannot be the shared memory of user {os.geteuid()}'s engine: {why}; "
+        "this engine has not made it: have it removed, or choose another engine_id"
+    )
+
+
+def _remove_name(path: Path, file: int) -> None:
+    """Remove the name of an open file, unless it is another file's by now."""
+    # Where only the owner may remove a name, another user's file that took it stays.
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        if os.path.samestat(path.lstat(), os.fstat(file)):
+            path.unlink()
 
 
 def _try_lock(file: int, kind: int) -> bool:

@@ -14,9 +14,10 @@ import pytest
 from engine_run import BLOCK_TOKENS
 from tiny_model import save_tiny_model
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-from vllm_world import MODULE
+from vllm_world import MODULE, make_config, shared_files_of
 
 from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.integrations.vllm import KVOffloadSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -76,12 +77,17 @@ def run(**settings):
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
     assert lines, (done.stdout + done.stderr)[-6000:]
-    assert ours_in_shared_memory() == []
+    assert shared_files_of(ENGINE_ID) == []
     return json.loads(lines[-1])
 
 
-def ours_in_shared_memory():
-    return [path.name for path in Path("/dev/shm").glob(f"*{ENGINE_ID}*")]
+def test_the_files_that_this_module_looks_for_are_those_of_the_engine():
+    spec = KVOffloadSpec(make_config([], ENGINE_ID))
+    buffer = spec.map_primary(0)
+    assert len(shared_files_of(ENGINE_ID)) == 1
+    assert shared_files_of(ENGINE_ID + "0") == []
+    assert buffer.release()
+    assert shared_files_of(ENGINE_ID) == []
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +246,9 @@ def test_a_signal_leaves_no_file_in_shared_memory(model, tmp_path, ending):
             if line.strip() == "waiting":
                 break
         assert told[-1:] == ["waiting\n"], "".join(told)[-6000:]
-        assert ours_in_shared_memory() == []
+        assert shared_files_of(ENGINE_ID) == []
         os.killpg(process.pid, ending)
         process.stdin.close()
         process.stdout.read()  # until the last process of the engine is gone
         process.wait(DEADLINE_S)
-    assert ours_in_shared_memory() == []
+    assert shared_files_of(ENGINE_ID) == []

@@ -12,9 +12,9 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from vllm_world import is_shared_file_of, shared_files_of
 
 RECIPE = Path(__file__).parents[2] / "examples" / "vllm_cpu"
-SHARED_MEMORY = Path("/dev/shm")
 REQUESTS = 8
 TOKENS_PER_BLOCK = 32
 BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * TOKENS_PER_BLOCK  # layers, keys and values, heads, float32
@@ -116,7 +116,7 @@ def test_small_primary_gives_the_same_tokens_and_no_ending_leaves_shared_memory(
     engine_id, start = offloading
 
     with start() as running:
-        ours = {path for path in mapped_files(running.group) if engine_id in path}
+        ours = {path for path in mapped_files(running.group) if is_shared_file_of(engine_id, path)}
         assert ours, "the primary is not where this test looks for it"
         assert all(path.endswith(" (deleted)") for path in ours)
         assert tokens_of(ask_all(running, pool)) == expected
@@ -128,7 +128,7 @@ def test_small_primary_gives_the_same_tokens_and_no_ending_leaves_shared_memory(
         running.kill()
         for future in asked:
             future.exception(timeout=server.REQUEST_S)  # most are cut off, and none hangs
-    assert not list(SHARED_MEMORY.glob(f"*{engine_id}*"))
+    assert shared_files_of(engine_id) == []
     for path in left_behind:
         Path(path.removesuffix(" (deleted)")).unlink(missing_ok=True)
 
@@ -137,4 +137,4 @@ def test_small_primary_gives_the_same_tokens_and_no_ending_leaves_shared_memory(
         assert tokens_of(ask_all(running, pool)) == expected
         counters = running.counters()
         assert counters["external_prefix_cache_hits"] > 0, counters
-    assert not list(SHARED_MEMORY.glob(f"*{engine_id}*"))
+    assert shared_files_of(engine_id) == []

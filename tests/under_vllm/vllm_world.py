@@ -8,6 +8,7 @@ import hashlib
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvoffload_async.integrations.vllm import FsTier
+from kvoffload_async.runtime.shared_region import file_name
 from kvoffload_async.testing.fileops import FaultyFileOps
 
 DEADLINE_S = 20.0
@@ -30,6 +32,16 @@ def key_of(number, group=0):
 
 def keys_of(*numbers):
     return [key_of(number) for number in numbers]
+
+
+def is_shared_file_of(engine_id, path):
+    """Tell whether a path is that of an engine's shared memory: vLLM's own, or this package's."""
+    return engine_id in str(path) or file_name(engine_id) in str(path)
+
+
+def shared_files_of(engine_id):
+    """Return the files that an engine has in shared memory now."""
+    return [path for path in Path("/dev/shm").iterdir() if is_shared_file_of(engine_id, path)]
 
 
 def content_of(key):
