@@ -6,8 +6,6 @@ that was deleted: nobody would find them again.
 
 from __future__ import annotations
 
-import errno
-
 from kvoffload_async.tiers.files.ops import FileOps
 
 
@@ -57,7 +55,6 @@ class Anchor:
 
     def _lost(self, why: str) -> LostDirectoryError:
         return LostDirectoryError(
-            errno.ESTALE,
             f"root_dir: {self._path!r} is not what was opened any more ({why}): "
-            "mount it again, or restart the engine to begin with what is there",
+            "mount it again, or restart the engine to begin with what is there"
         )
