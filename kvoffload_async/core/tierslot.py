@@ -38,6 +38,7 @@ class TierCounters:
     stored_bytes: int = 0
     loaded_bytes: int = 0
     failed_jobs: int = 0
+    failed_loads: int = 0
     dropped_blocks: int = 0
 
 
@@ -89,6 +90,7 @@ class TierSlot:
         worked = result.success or isinstance(result.error, _FAULT_OF_ONE_BLOCK)
         self.breaker.note(BreakerEvent.WORKED if worked else BreakerEvent.FAULTED, now_s)
         self.counters.failed_jobs += not result.success
+        self.counters.failed_loads += job.is_promotion and not result.success
         num_bytes = result.transfer_bytes or 0
         landed = len(job.keys) if result.success else len(result.successful_keys or ())
         if job.is_promotion:

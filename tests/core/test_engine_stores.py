@@ -65,7 +65,7 @@ def test_of_a_partly_failed_cascade_the_blocks_that_landed_are_counted():
     assert (counters.stored_blocks, counters.failed_jobs) == (2, 1)
     world.store(ctx, "d")
     world.settle(failed={0})
-    assert (counters.stored_blocks, counters.failed_jobs) == (2, 2)
+    assert (counters.stored_blocks, counters.failed_jobs, counters.failed_loads) == (2, 2, 0)
     world.wind_down()
 
 
