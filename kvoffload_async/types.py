@@ -183,8 +183,8 @@ class JobResult:
     Attributes:
         job_id: The job.
         success: True if and only if every key succeeded.
-        successful_keys: For a promotion that did not fully succeed, the keys that landed, any
-            subset of the job's; None or empty means none.
+        successful_keys: For a job that did not fully succeed, the keys that landed, any subset of
+            the job's; None or empty means none.
         transfer_time: Seconds from submission to the end, where known.
         transfer_bytes: Bytes moved, where known.
         error: Why it failed: the first failed block's error, or the job's.

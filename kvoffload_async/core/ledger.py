@@ -167,7 +167,7 @@ class Ledger:
             JobResult(
                 job.job_id,
                 success=error is None,
-                successful_keys=frozenset(landed) if error and job.is_promotion else None,
+                successful_keys=frozenset(landed) if error else None,
                 transfer_time=event.seconds,
                 transfer_bytes=(len(job.keys) - len(failures)) * self._slot_bytes
                 if event.job_error is None

@@ -38,6 +38,7 @@ class TierCounters:
     stored_bytes: int = 0
     loaded_bytes: int = 0
     failed_jobs: int = 0
+    failed_loads: int = 0
     dropped_blocks: int = 0
 
 
@@ -89,16 +90,17 @@ class TierSlot:
         worked = result.success or isinstance(result.error, _FAULT_OF_ONE_BLOCK)
         self.breaker.note(BreakerEvent.WORKED if worked else BreakerEvent.FAULTED, now_s)
         self.counters.failed_jobs += not result.success
+        self.counters.failed_loads += job.is_promotion and not result.success
         num_bytes = result.transfer_bytes or 0
+        landed = len(job.keys) if result.success else len(result.successful_keys or ())
         if job.is_promotion:
             self.counters.loaded_bytes += num_bytes
-            landed = len(job.keys) if result.success else len(result.successful_keys or ())
             self.counters.loaded_blocks += landed
             return
         if not result.disowned:
             self.cascading_blocks -= len(job.keys)
         self.counters.stored_bytes += num_bytes
-        self.counters.stored_blocks += len(job.keys) if result.success else 0
+        self.counters.stored_blocks += landed
         if self.backpressure is None:
             return
         if result.success:

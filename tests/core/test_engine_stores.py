@@ -56,6 +56,19 @@ def test_a_refused_submission_is_a_failed_job_and_leaks_nothing():
     world.wind_down()
 
 
+def test_of_a_partly_failed_cascade_the_blocks_that_landed_are_counted():
+    world = World()
+    ctx = world.begin()
+    world.store(ctx, "abc")
+    world.settle(failed={1})
+    counters = world.engine.tiers[0].counters
+    assert (counters.stored_blocks, counters.failed_jobs) == (2, 1)
+    world.store(ctx, "d")
+    world.settle(failed={0})
+    assert (counters.stored_blocks, counters.failed_jobs, counters.failed_loads) == (2, 2, 0)
+    world.wind_down()
+
+
 def test_what_is_over_the_bound_of_a_tier_is_dropped_and_counted_50031_50045():
     """50031, 50045: cascades to a slow tier piled up without bound."""
     world = World(8, limits=EngineLimits(8, cascade_blocks=3, deferral_s=100.0))

@@ -121,11 +121,11 @@ def test_a_partly_failed_promotion_names_what_landed_50321():
     assert (result.error, result.transfer_bytes, result.transfer_time) == (missing, 20, 1.5)
 
 
-def test_a_partly_failed_cascade_names_nothing():
+def test_a_partly_failed_cascade_names_what_landed():
     ledger = ledger_in(JobState.FLYING)
     ledger.handle(JobSettled(0, {0: BlockMissingError("a")}))
     (result,) = ledger.take_results()
-    assert (result.success, result.successful_keys) == (False, None)
+    assert (result.success, result.successful_keys) == (False, frozenset(ks("bc")))
 
 
 def test_the_error_is_that_of_the_first_failed_block():

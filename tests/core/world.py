@@ -198,7 +198,7 @@ class World:
             JobResult(
                 job_id,
                 success=not failed,
-                successful_keys=landed if failed and job.is_promotion else None,
+                successful_keys=landed if failed else None,
                 transfer_time=seconds,
                 transfer_bytes=len(landed) * MIB,
                 error=error,

@@ -224,7 +224,7 @@ def test_nothing_is_overwritten_before_the_removal_is_journalled(shelves):
         ops.heal()
         before = len(ops.calls)
         assert harness.store(K[62:63]) == {}
-        names = [call.name for call in ops.calls[before:]]
+        names = [call.name for call in ops.calls[before:] if "write" in call.name]
         assert names == ["pwrite", "pwritev", "pwrite"]
         assert len(harness.contains(K)) == count - 1
         sound(harness.tier)

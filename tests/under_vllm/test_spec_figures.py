@@ -1,6 +1,7 @@
 """What `KVOffloadSpec` tells people: figures, events, and the length of copies."""
 
 from engine_world import EXAMPLE, PAGE_BYTES
+from vllm.v1.kv_offload import base
 from vllm_world import keys_of
 
 from kvoffload_async.integrations.vllm import KVOffloadSpec, engine_metrics
@@ -18,12 +19,90 @@ def test_every_figure_has_a_definition(pair):
         for labels in values:
             assert len(labels) == len(definitions[name].labelnames)
     figures = stats.reduce()
-    assert figures["vllm:kvoffload_async_stored_blocks:('example',)"] == 2
-    assert figures["vllm:kv_offload_tiering_write_bytes:('example',)"] == 2 * 4096
+    assert figures["vllm:kvoffload_async_stored_blocks:('1:example',)"] == 2
+    assert figures["vllm:kv_offload_tiering_write_bytes:('1:example',)"] == 2 * 4096
     assert figures["vllm:kv_offload_cpu_allocation_size_sum"] == 2
     assert "vllm:kvoffload_async_stored_blocks" not in str(here.manager.get_stats().reduce())
     (info,) = here.manager.config_info()
     assert tuple(info) == engine_metrics.CONFIG_INFO_KEYS == KVOffloadSpec.config_info_keys({})
+
+
+TIERING = "vllm:kv_offload_tiering_"
+
+
+def figures_of(here, *names):
+    """Return figures by label, of those that vLLM counts a tier."""
+    data = here.manager.get_stats().data["data"]
+    return [{labels[0]: v for labels, v in data.get(TIERING + name, {}).items()} for name in names]
+
+
+def test_tiers_of_one_type_are_told_apart(pair):
+    here = pair([*EXAMPLE, *EXAMPLE])
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.settle()
+    assert figures_of(here, "write_bytes") == [{"1:example": 8192, "2:example": 8192}]
+
+
+def test_chunks_are_counted_as_vllm_counts_them(pair):
+    """Once a request, tier and key, and only until the request is scheduled."""
+    here = pair([*EXAMPLE, *EXAMPLE])
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.settle()
+    here.manager.reset_cache()
+    here.manager.on_reset_flushed()
+    here.manager.get_stats()
+    request = here.request()
+    for _ in range(2):
+        here.until(lambda: here.lookups(keys_of(0, 1, 2), request) == ["HIT", "HIT", "MISS"])
+    queries, hits = figures_of(here, "chunk_queries", "chunk_hits")
+    assert (queries, hits) == ({"0:primary": 3, "1:example": 3, "2:example": 1}, {"1:example": 2})
+
+
+def test_chunks_are_counted_until_their_request_is_scheduled(pair):
+    here = pair(EXAMPLE)
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    request = here.request()
+    assert here.lookups(keys_of(0, 2), request) == ["HIT", "MISS"]
+    here.manager.on_schedule_end(base.ScheduleEndContext([request.req_id], ()))
+    assert here.lookups(keys_of(1), request) == ["HIT"]
+    data = here.manager.get_stats().data["data"]
+    assert data[TIERING + "chunk_queries"] == {("0:primary",): 2, ("1:example",): 1}
+    assert data[TIERING + "chunk_hits"] == {("0:primary",): 1}
+
+
+def test_what_is_still_being_written_is_neither_hit_nor_miss(pair):
+    here = pair()
+    assert here.manager.prepare_store(keys_of(0), here.request()) is not None
+    assert here.lookups(keys_of(0)) == ["HIT_PENDING"]
+    assert figures_of(here, "chunk_queries") == [{}]
+
+
+def test_the_requests_whose_lookups_count_are_forgotten(pair):
+    here = pair(EXAMPLE)
+    first, second = here.request(), here.request()
+    here.lookups(keys_of(0), first)
+    here.manager.on_request_finished(first)
+    here.manager.on_schedule_end(base.ScheduleEndContext([second.req_id], ()))
+    assert here.manager._counts.lookups._open == {}
+
+
+def test_jobs_under_way_and_failed_jobs_are_told_by_tier_and_direction(pair):
+    here = pair(EXAMPLE)
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    names = ("active_cascade_jobs", "active_promotion_jobs", "primary_read_usage_perc")
+    data = here.manager.get_stats().data["data"]
+    assert [data[TIERING + name]["1:example",] for name in names] == [1, 0, 0.25]
+    here.settle()
+    data = here.manager.get_stats().data["data"]
+    assert [data[TIERING + name]["1:example",] for name in names] == [0, 0, 0.0]
+    counters = here.manager.manager.engine.tiers[0].counters
+    counters.failed_jobs, counters.failed_loads = 5, 2
+    failures = figures_of(here, "promotion_job_failures", "cascade_job_failures")
+    assert failures == [{"1:example": 2}, {"1:example": 3}]
 
 
 def test_events_tell_of_both_tiers(pair):

@@ -283,10 +283,12 @@ def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
         yield made
 
 
-def gauge_definitions(documentation: Mapping[str, str]) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return the definitions of gauges without labels, given what each one shows."""
+def gauge_definitions(
+    documentation: Mapping[str, str], labels: tuple[str, ...]
+) -> dict[str, base.OffloadingMetricMetadata]:
+    """Return the definitions of gauges that share their labels, given what each one shows."""
     return {
-        name: base.OffloadingGaugeMetadata(documentation=text)
+        name: base.OffloadingGaugeMetadata(documentation=text, labelnames=labels)
         for name, text in documentation.items()
     }
 
@@ -301,13 +303,13 @@ def block_histogram_definition(
 
 def engine_stats(
     counted: Iterable[tuple[str, tuple[str, ...], int]],
-    gauges: Mapping[str, float],
+    gauges: Iterable[tuple[str, tuple[str, ...], float]],
     observed: Mapping[str, Sequence[float]],
 ) -> OffloadingConnectorStats:
     """Return increments, states and observations."""
     stats: Any = counter_stats(counted) or OffloadingConnectorStats()
-    for name, value in gauges.items():
-        stats.set_gauge(name, value)
+    for name, labels, value in gauges:
+        stats.set_gauge(name, value, labels)
     for name, values in observed.items():
         for value in values:
             stats.observe_histogram(name, value)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
+from itertools import repeat
 from typing import Any, Final
 
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvoffload_async.core.engine import Engine
+from kvoffload_async.core.tierslot import TierLookup, TierSlot
 from kvoffload_async.integrations.vllm import convert
+from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
+
+_FINAL: Final = {LookupResult.HIT, LookupResult.MISS}
 
 _COUNTERS: Final = {
     TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES: (
@@ -24,9 +30,15 @@ _COUNTERS: Final = {
         "Requests that had waited for blocks too long, and were computed instead."
     ),
 }
+_LOOKUP_COUNTERS: Final = {
+    TieringOffloadingMetrics.CHUNK_QUERIES: "Blocks that a tier was asked for, once a request.",
+    TieringOffloadingMetrics.CHUNK_HITS: "Blocks of these that it had.",
+}
 _TIER_COUNTERS: Final = {
     TieringOffloadingMetrics.READ_BYTES: "Bytes read from a secondary tier.",
     TieringOffloadingMetrics.WRITE_BYTES: "Bytes written to a secondary tier.",
+    TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: "Promotions with a failed block.",
+    TieringOffloadingMetrics.CASCADE_JOB_FAILURES: "Cascades with a failed block.",
     "vllm:kvoffload_async_loaded_blocks": "Blocks promoted from a secondary tier.",
     "vllm:kvoffload_async_stored_blocks": "Blocks cascaded to a secondary tier.",
     "vllm:kvoffload_async_failed_tier_jobs": "Jobs of a secondary tier with a failed block.",
@@ -36,6 +48,12 @@ _GAUGES: Final = {
     CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary that is in use by copies.",
     CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: "Share of the primary that is being written.",
     CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: "Share of the primary that is being read.",
+}
+_TIER_GAUGES: Final = {
+    TieringOffloadingMetrics.ACTIVE_PROMOTION_JOBS: "Promotions under way.",
+    TieringOffloadingMetrics.ACTIVE_CASCADE_JOBS: "Cascades under way.",
+    TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC: "Share of the primary that they write.",
+    TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC: "Share of the primary that they read.",
 }
 _ALLOCATIONS: Final = CPUOffloadingMetrics.CPU_ALLOCATION_SIZE
 CONFIG_INFO_KEYS: Final = (
@@ -49,24 +67,97 @@ def definitions() -> dict[str, Any]:
     """Return vLLM's definitions of everything that `EngineCounts` tells."""
     return (
         convert.counter_definitions(_COUNTERS, ())
-        | convert.counter_definitions(_TIER_COUNTERS, ("tier",))
-        | convert.gauge_definitions(_GAUGES)
+        | convert.counter_definitions(_LOOKUP_COUNTERS | _TIER_COUNTERS, ("tier",))
+        | convert.gauge_definitions(_GAUGES, ())
+        | convert.gauge_definitions(_TIER_GAUGES, ("tier",))
         | convert.block_histogram_definition(
             _ALLOCATIONS, "Blocks that one call of prepare_store was granted."
         )
     )
 
 
+class LookupCounts:
+    """How often each tier was asked for a block and had it; a block counts once a request.
+
+    As vLLM counts: the first answer that is a hit or a miss, until the request is scheduled.
+
+    Attributes:
+        totals: By counter and label.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Hear every answer of the tiers from now on."""
+        self._primary = engine.primary
+        self._labels = [("0:primary",), *map(_label, range(len(engine.tiers)), engine.tiers)]
+        self._open: dict[str, list[set[OffloadKey]]] = {}
+        """Request that was not scheduled yet -> what is counted already, by tier, primary first."""
+        self._has_asked = False
+        self.totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for index, tier in enumerate(engine.tiers, 1):
+            tier.source = _Observed(tier.source, partial(self._answered, index))
+
+    def began(self, req_id: str) -> None:
+        """Note a new request."""
+        self._open[req_id] = [set() for _ in self._labels]
+
+    def scheduled(self, req_ids: Iterable[str]) -> None:
+        """Note that requests are computed, or have finished: what they look up counts no more."""
+        for req_id in req_ids:
+            self._open.pop(req_id, None)
+
+    def looked_up(self, key: OffloadKey, req_id: str, answer: LookupResult) -> None:
+        """Note the engine's answer, from which that of the primary follows."""
+        has_asked, self._has_asked = self._has_asked, False
+        if has_asked:
+            answer = LookupResult.MISS  # else no tier would have been asked
+        elif answer is not LookupResult.HIT:
+            answer = self._primary.lookup(key)
+        self._count(0, key, req_id, answer)
+
+    def _answered(self, index: int, key: OffloadKey, req_id: str, answer: LookupResult) -> None:
+        self._has_asked = True
+        self._count(index, key, req_id, answer)
+
+    def _count(self, index: int, key: OffloadKey, req_id: str, answer: LookupResult) -> None:
+        counted = self._open.get(req_id)
+        if counted is None or answer not in _FINAL or key in counted[index]:
+            return
+        counted[index].add(key)
+        label = self._labels[index]
+        self.totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] += 1
+        if answer is LookupResult.HIT:
+            self.totals[TieringOffloadingMetrics.CHUNK_HITS, label] += 1
+
+
+class _Observed:
+    """A tier's answers to lookups, and who hears of them."""
+
+    __slots__ = ("_answered", "_source")
+
+    def __init__(
+        self, source: TierLookup, answered: Callable[[OffloadKey, str, LookupResult], None]
+    ) -> None:
+        self._source = source
+        self._answered = answered
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        answer = self._source.lookup(key, req_context)
+        self._answered(key, req_context.req_id, answer)
+        return answer
+
+
 class EngineCounts:
     """What an engine has counted since it was last asked.
 
     Attributes:
+        lookups: See `LookupCounts`; the caller tells it.
         allocations: Blocks that each `prepare_store` was granted; the caller adds to it.
         failed_stores: Blocks that did not arrive; the caller adds to it.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.lookups = LookupCounts(engine)
         self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
         self.failed_stores = 0
@@ -82,7 +173,10 @@ class EngineCounts:
         reading = counts["pinned"] / self._engine.primary.num_slots
         return convert.engine_stats(
             [(name, labels, amount) for (name, labels), amount in increments.items()],
-            dict(zip(_GAUGES, (writing + reading, writing, reading), strict=True)),
+            [
+                *zip(_GAUGES, repeat(()), (writing + reading, writing, reading), strict=False),
+                *self._transfers(),
+            ],
             {_ALLOCATIONS: allocations},
         )
 
@@ -96,20 +190,38 @@ class EngineCounts:
     def _totals(self) -> Counter[tuple[str, tuple[str, ...]]]:
         counters = self._engine.counters
         values = (counters.promotions_refused, self.failed_stores, counters.deferrals_expired)
-        totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        totals = self.lookups.totals.copy()
         for name, value in zip(_COUNTERS, values, strict=True):
             totals[name, ()] = value
-        for tier in self._engine.tiers:
-            own = tier.counters
+        for index, tier in enumerate(self._engine.tiers):
+            own, label = tier.counters, _label(index, tier)
             values_of_tier = (
                 own.loaded_bytes,
                 own.stored_bytes,
+                own.failed_loads,
+                own.failed_jobs - own.failed_loads,
                 own.loaded_blocks,
                 own.stored_blocks,
                 own.failed_jobs,
                 own.dropped_blocks,
             )
-            # Several tiers may have one name: their figures add up.
             for name, value in zip(_TIER_COUNTERS, values_of_tier, strict=True):
-                totals[name, (tier.name,)] += value
+                totals[name, label] = value
         return totals
+
+    def _transfers(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yield the gauges of each tier."""
+        jobs = [[0, 0] for _ in self._engine.tiers]
+        blocks = [[0, 0] for _ in self._engine.tiers]
+        for index, job in self._engine.jobs.values():
+            jobs[index][not job.is_promotion] += 1
+            blocks[index][not job.is_promotion] += len(job.keys)
+        slots = self._engine.primary.num_slots
+        for index, tier in enumerate(self._engine.tiers):
+            values = (*jobs[index], *(count / slots for count in blocks[index]))
+            yield from zip(_TIER_GAUGES, repeat(_label(index, tier)), values, strict=False)
+
+
+def _label(index: int, tier: TierSlot) -> tuple[str]:
+    """Return what vLLM's own tiering calls a tier; the primary has number 0."""
+    return (f"{index + 1}:{tier.name}",)

@@ -59,18 +59,22 @@ class KVOffloadManager(base.OffloadingManager):
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         """Begin a request."""
         context = self.manager.on_new_request(convert.request_of(req_context))
+        self._counts.lookups.began(req_context.req_id)
         return convert.offloading_context(context)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """End a request; its transfers may still end afterwards."""
         self._promoted.pop(req_context.req_id, None)
+        self._counts.lookups.scheduled((req_context.req_id,))
         self.manager.on_request_finished(convert.request_of(req_context))
 
     # -- loads ----------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
-        return convert.lookup_result(self.manager.lookup(key, convert.request_of(req_context)))
+        answer = self.manager.lookup(key, convert.request_of(req_context))
+        self._counts.lookups.looked_up(key, req_context.req_id, answer)
+        return convert.lookup_result(answer)
 
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
@@ -144,6 +148,7 @@ class KVOffloadManager(base.OffloadingManager):
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """End a step."""
         self.manager.on_schedule_end(convert.schedule_end(context))
+        self._counts.lookups.scheduled(context.new_req_ids)
 
     def has_pending_work(self) -> bool:
         """Tell whether steps are needed although no request is scheduled."""

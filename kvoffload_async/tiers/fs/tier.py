@@ -22,6 +22,8 @@ from kvoffload_async.errors import (
     TierError,
     TierFullError,
 )
+from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.keeper import Keeper
@@ -124,6 +126,9 @@ class FsTier(AsyncTier):
         self._keeper = Keeper(self._ops, namespace, writers, self._files, env)
         try:
             await env.io.run(Direction.NONE, partial(self._keeper.enter, settings.verify))
+            self._root = await env.io.run(
+                Direction.NONE, partial(Anchor, self._ops, settings.root_dir)
+            )
             if settings.space is not None:
                 self._space = await self._keeper.open_space(
                     settings.space, self._create_policy, self._row_bytes
@@ -140,8 +145,12 @@ class FsTier(AsyncTier):
         return await self._opened().io.run(Direction.NONE, partial(self._files.present, keys))
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        """Write the blocks that have no file yet."""
-        keys, slots = job.keys, job.block_ids.tolist()
+        """Write the blocks that have no file yet.
+
+        Raises:
+            TierUnavailableError: The root is not the directory that was opened.
+        """
+        keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
         if self._space is None:
             outcomes: list[StoreOutcome] = []
 
@@ -149,7 +158,7 @@ class FsTier(AsyncTier):
                 items = [StoreItem(index, keys[index], self._row(slots[index])) for index in turn]
                 self._files.writer.store(items, outcomes)
 
-            await self._spread(Direction.STORE, write, len(keys))
+            await self._spread(Direction.STORE, check, write, len(keys))
             return _failures(outcomes)
         items = [
             StoreItem(index, key, self._row(slot))
@@ -157,13 +166,17 @@ class FsTier(AsyncTier):
         ]
         self._space.pin(keys)
         try:
-            return await self._store_within(self._space, items)
+            return await self._store_within(self._space, items, check)
         finally:
             self._space.unpin(keys)
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        """Read blocks straight into the job's slots, and verify them there."""
-        keys, slots = job.keys, job.block_ids.tolist()
+        """Read blocks straight into the job's slots, and verify them there.
+
+        Raises:
+            TierUnavailableError: The root is not the directory that was opened.
+        """
+        keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
         failures: list[LoadFailure] = []
 
         def read(turn: range) -> None:
@@ -171,11 +184,11 @@ class FsTier(AsyncTier):
             self._files.load(items, failures)
 
         if self._space is None:
-            await self._spread(Direction.LOAD, read, len(keys))
+            await self._spread(Direction.LOAD, check, read, len(keys))
         else:
             self._space.pin(keys)
             try:
-                await self._spread(Direction.LOAD, read, len(keys))
+                await self._spread(Direction.LOAD, check, read, len(keys))
             finally:
                 self._space.unpin(keys)
                 await self._note_loads(self._space, job, failures)
@@ -204,17 +217,26 @@ class FsTier(AsyncTier):
 
     # -- storing within a capacity --------------------------------------------------------------
 
-    async def _store_within(self, space: Space, items: list[StoreItem]) -> BlockFailures:
+    async def _store_within(
+        self, space: Space, items: list[StoreItem], check: Callable[[], None]
+    ) -> BlockFailures:
         """Store blocks, and go on with those whose room was gone before they came to it."""
+
+        async def run_checked(call: Callable[[], T], /) -> T:
+            def checked() -> T:
+                check()
+                return call()
+
+            return await self._run_store(checked)
+
         failures: dict[int, TierError] = {}
         is_full = has_looked = False
         for _ in range(_ROUNDS):
-            plan = await space.plan(items, self._run_store, squeeze=is_full)
+            plan = await space.plan(items, run_checked, squeeze=is_full)
             outcomes: list[StoreOutcome] = []
             try:
-                await self._spread(
-                    Direction.STORE, partial(self._write, plan.items, outcomes), len(plan.items)
-                )
+                write = partial(self._write, plan.items, outcomes)
+                await self._spread(Direction.STORE, check, write, len(plan.items))
             finally:
                 await space.account(plan, outcomes, self._run_store)
             roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
@@ -256,8 +278,30 @@ class FsTier(AsyncTier):
     def _write(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome], turn: range) -> None:
         self._files.writer.store(items[turn.start : turn.stop], outcomes)
 
+    def _check_once(self) -> Callable[[], None]:
+        """Return a check of the root for one job: made once, before its first block.
+
+        Raises:
+            TierUnavailableError: The root is not the directory that was opened.
+        """
+        unchecked = [self._root]
+
+        def check() -> None:
+            if unchecked:
+                try:
+                    self._root.check()
+                except OSError as error:
+                    raise mapped(error) from error
+                unchecked.clear()
+
+        return check
+
     async def _spread(
-        self, direction: Direction, call: Callable[[range], None], count: int
+        self,
+        direction: Direction,
+        check: Callable[[], None],
+        call: Callable[[range], None],
+        count: int,
     ) -> None:
         """Run a call over `range(count)`, a few numbers at a time, on one or several threads."""
         io = self._opened().io
@@ -265,6 +309,7 @@ class FsTier(AsyncTier):
         turns = iter(range(0, count, by_turn))
 
         def work() -> None:
+            check()
             for first in turns:  # shared: the thread that is free takes the next turn
                 call(range(first, min(first + by_turn, count)))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
+from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.journal import Journal, PackedRun
@@ -38,6 +39,7 @@ class Shelf:
     """What a batch works with.
 
     Attributes:
+        anchor: Of the store's folder.
         digester: Computes checksums.
         verify: Whether they are computed and compared.
         fdatasync: Whether blocks must be on the device before they are journalled.
@@ -45,6 +47,7 @@ class Shelf:
     """
 
     rows: Rows
+    anchor: Anchor
     segments: Segments
     table: RecordTable
     journal: Journal
@@ -215,8 +218,10 @@ class StoreBatch(Batch):
         if not written:
             return
         try:
+            numbers = {segment_of(place) for place, _ in written}
+            shelf.segments.check(numbers)
             if shelf.fdatasync:
-                shelf.segments.sync({segment_of(place) for place, _ in written})
+                shelf.segments.sync(numbers)
             shelf.journal.commit(written)
         except OSError as error:
             for batch in batches:
@@ -231,14 +236,17 @@ class LoadBatch(Batch):
 
     Attributes:
         corrupt: Index in the batch of each block whose bytes are wrong; their records are gone.
+        segments: Those that were read.
     """
 
     def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
         super().__init__(shelf, blocks)
         self.corrupt: list[int] = []
         self._is_verified = False
+        self.segments: set[int] = set()
 
     def _move(self, run: Run) -> None:
+        self.segments.add(segment_of(run.place))
         shelf, part = self._shelf, slice(run.start, run.start + run.length)
         rows = shelf.rows.each(self._rows[part])
         whole = shelf.segments.read(run.place, rows)
@@ -280,9 +288,16 @@ class LoadBatch(Batch):
     @classmethod
     def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
         """Verify; journal that bad blocks are gone, or failing that, with the next append."""
+        batches = [batch for batch in batches if batch.error is None]
+        try:
+            shelf.anchor.check()
+            shelf.segments.check(set[int]().union(*(batch.segments for batch in batches)))
+        except OSError as error:
+            for batch in batches:
+                batch.failures = dict.fromkeys(batch.indices, mapped(error))
+            return
         for batch in batches:
-            if batch.error is None:
-                batch.check()
+            batch.check()
         if any(batch.corrupt for batch in batches):
             try:
                 shelf.journal.flush()

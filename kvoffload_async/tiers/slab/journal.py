@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.ops import FileOps, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.places import Place
@@ -48,6 +49,7 @@ class Journal:
         self,
         ops: FileOps,
         folder: str,
+        anchor: Anchor,
         table: RecordTable,
         seed: int,
         *,
@@ -59,6 +61,7 @@ class Journal:
         Args:
             ops: The system calls.
             folder: The store's.
+            anchor: Of that folder; nothing is written once it is another.
             table: What it says; kept up to date here.
             seed: Binds it to the layout.
             tail_units: See `Budget`.
@@ -66,6 +69,7 @@ class Journal:
         """
         self._ops = ops
         self._path = f"{folder}/{JOURNAL}"
+        self._anchor = anchor
         self._table = table
         self._seed = seed
         self._max_tail = tail_units
@@ -183,6 +187,7 @@ class Journal:
 
     def _append(self, body: bytes) -> None:
         fd = self._opened()
+        self._check()
         framed = frame(self._generation + 1, body, self._seed)
         try:
             write_all(self._ops, fd, framed, self._end_bytes)
@@ -197,6 +202,7 @@ class Journal:
 
     def _rewrite(self) -> None:
         """Write the whole table into a new file, and put that in the old one's place."""
+        self._check()  # else it could be put in the place of another store's
         records = self._table.live()
         temp = self._path + TEMP_SUFFIX
         fd = self._ops.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -231,6 +237,11 @@ class Journal:
             self._ops.fdatasync(fd)
         finally:
             self._ops.close(fd)
+
+    def _check(self) -> None:
+        """Raise an OSError if what is written would not be found again."""
+        self._anchor.check()
+        self._anchor.check_file(self._opened(), JOURNAL)
 
     def _opened(self) -> int:
         if self._fd is None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.ops import FileOps, write_all
 from kvoffload_async.tiers.files.sealing import BlockDigester
@@ -107,16 +108,19 @@ class OpenStore:
         self._lock_fd: int | None = None
         self.folder = _choose_folder(ops, layout, settings.on_mismatch)
         ops.make_folders(self.folder)
+        anchor = Anchor(ops, self.folder)
         table = RecordTable()
         direct = DirectIo(wanted=settings.direct_io, where=self.folder)
         text = layout.manifest.layout
         self.shelf = Shelf(
             rows=rows,
-            segments=Segments(ops, self.folder, rows, direct),
+            anchor=anchor,
+            segments=Segments(ops, self.folder, anchor, rows, direct),
             table=table,
             journal=Journal(
                 ops,
                 self.folder,
+                anchor,
                 table,
                 seed_of(text),
                 tail_units=settings.budget.tail_units,
@@ -131,6 +135,7 @@ class OpenStore:
         self.catalog = Catalog(policy, self.shelf.piece_slots)
         try:
             self._lock_fd = _take_lock(ops, self.folder)
+            anchor.watch(self._lock_fd, LOCK)
             found = list_folder(ops, self.folder)
             self._check_manifest(found, layout)
             self._take_in(found, read_journal(ops, self.folder, text))

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.tiers.files.anchor import LostDirectoryError
+from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
 from kvoffload_async.tiers.slab.places import Place
@@ -104,6 +106,8 @@ class Room:
             try:
                 create = partial(self._store.shelf.segments.create, slots)
                 segment = await self._env.io.run(Direction.STORE, create)
+            except LostDirectoryError as error:
+                raise mapped(error) from error  # a fault, and no want of room
             except OSError as error:
                 slots = self._smaller(slots, error)
             else:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import segment_name
@@ -45,9 +46,12 @@ class Segment:
 class Segments:
     """The open segment files of one store."""
 
-    def __init__(self, ops: FileOps, folder: str, rows: Rows, direct: DirectIo) -> None:
+    def __init__(
+        self, ops: FileOps, folder: str, anchor: Anchor, rows: Rows, direct: DirectIo
+    ) -> None:
         self._ops = ops
         self._folder = folder
+        self._anchor = anchor
         self._rows = rows
         self._direct = direct
         self._open: dict[int, Segment] = {}
@@ -82,6 +86,7 @@ class Segments:
         Raises:
             OSError: It could not be made, ENOSPC included; nothing of it is left.
         """
+        self._anchor.check()
         number = self._next
         self._next += 1
         path = self._path(number)
@@ -97,6 +102,7 @@ class Segments:
 
     def remove(self, number: int) -> None:
         """Delete a segment that nobody reads or writes; raises OSError, and then it stays."""
+        self._anchor.check()  # else it would be another store's
         self._ops.unlink(self._path(number))
         self._close(self._open.pop(number))
 
@@ -106,6 +112,11 @@ class Segments:
             self._close(self._open.popitem()[1])
         while self._bounce:
             self._bounce.pop().close()
+
+    def check(self, numbers: set[int]) -> None:
+        """Raise an OSError if one of these was deleted: its open file goes on as if nothing had."""
+        for number in numbers:
+            self._anchor.check_file(self._open[number].fd, segment_name(number))
 
     def sync(self, numbers: set[int]) -> None:
         """Wait until what was written to these segments is on the device."""

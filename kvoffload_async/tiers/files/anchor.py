@@ -1,0 +1,60 @@
+"""Whether a tier's directory is still the one that was opened, and its files still have names.
+
+A path that leads elsewhere after an unmount takes files without an error, and so does an open file
+that was deleted: nobody would find them again.
+"""
+
+from __future__ import annotations
+
+from kvoffload_async.tiers.files.ops import FileOps
+
+
+class LostDirectoryError(OSError):
+    """The directory of a tier, or a file in it, is not there any more; names the remedy."""
+
+
+class Anchor:
+    """Remembers which directory was opened. Thread: an I/O thread."""
+
+    def __init__(self, ops: FileOps, path: str) -> None:
+        """Remember the directory at a path; raises OSError."""
+        self._ops = ops
+        self._path = path
+        self._identity = self._find()
+        self._watched: list[tuple[int, str]] = []
+
+    def watch(self, fd: int, name: str) -> None:
+        """Have `check` look after an open file of the directory as well."""
+        self._watched.append((fd, name))
+
+    def check(self) -> None:
+        """Check that the path leads there still, and that no watched file was deleted.
+
+        Raises:
+            LostDirectoryError: It does not.
+            OSError: That cannot be told now.
+        """
+        try:
+            found = self._find()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._lost("it is gone") from error
+        if found != self._identity:
+            raise self._lost("another directory or filesystem is in its place")
+        for fd, name in self._watched:
+            self.check_file(fd, name)
+
+    def check_file(self, fd: int, name: str) -> None:
+        """Check that an open file of the directory was not deleted; raises as `check` does."""
+        if not self._ops.fstat(fd).st_nlink:
+            raise self._lost(f"{name} was deleted")
+
+    def _find(self) -> tuple[int, int]:
+        # The dot: of a symbolic link, where it leads.
+        status = self._ops.stat(f"{self._path}/.")
+        return status.st_dev, status.st_ino
+
+    def _lost(self, why: str) -> LostDirectoryError:
+        return LostDirectoryError(
+            f"root_dir: {self._path!r} is not what was opened any more ({why}): "
+            "mount it again, or restart the engine to begin with what is there"
+        )

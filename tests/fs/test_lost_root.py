@@ -1,0 +1,109 @@
+"""A root that is not the directory that was opened: nothing is served, and nothing written."""
+
+import pytest
+from fs.places import BLOCK, Place
+from unmounting import unmounted
+
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.testing.harness import key_of
+
+K = [key_of(number) for number in range(16)]
+CAPACITIES = [{}, {"capacity_bytes": 64 * BLOCK}]
+
+
+def replace(place):
+    place.root.rename(place.root.with_name("away"))
+    place.root.mkdir()
+
+
+def take_away(place):
+    place.root.rename(place.root.with_name("away"))
+
+
+def turn_into_a_file(place):
+    place.root.rename(place.root.with_name("away"))
+    place.root.touch()
+
+
+def result_of(harness, job):
+    harness.wait()
+    return harness.result_of(job)
+
+
+def is_lost(result, root) -> bool:
+    assert type(result.error) is TierUnavailableError  # which is a fault of the tier
+    assert not result.successful_keys
+    assert f"root_dir: '{root}' is not what was opened any more" in str(result.error)
+    assert "mount it again, or restart the engine" in str(result.error)
+    return True
+
+
+@pytest.mark.parametrize("options", CAPACITIES)
+@pytest.mark.parametrize("lose", [replace, take_away, turn_into_a_file])
+def test_a_lost_root_is_a_fault_and_nothing_is_written_in_its_place(place, options, lose):
+    with place.manage(**options) as harness:
+        assert result_of(harness, harness.submit_store(K[:4], range(4))).success
+        lose(place)
+        left = sorted(place.root.rglob("*"))
+        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), place.root)
+        assert is_lost(result_of(harness, harness.submit_store(K[:4], range(4))), place.root)
+        assert is_lost(result_of(harness, harness.submit_load(K[:4], range(8, 12))), place.root)
+        assert all(harness.is_untouched(slot) for slot in range(8, 12))
+    assert sorted(place.root.rglob("*")) == left
+
+
+@pytest.mark.parametrize("options", CAPACITIES)
+def test_a_root_that_comes_back_is_used_again(place, options):
+    away = place.root.with_name("away")
+    with place.manage(**options) as harness:
+        assert result_of(harness, harness.submit_store(K[:4], range(4))).success
+        take_away(place)
+        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), place.root)
+        away.rename(place.root)
+        assert result_of(harness, harness.submit_store(K[4:8], range(4, 8))).success
+        assert result_of(harness, harness.submit_load(K[:8], range(8, 16))).success
+        assert all(harness.holds(K[i], 8 + i) for i in range(8))
+
+
+def test_a_full_store_evicts_nothing_for_a_lost_root(place):
+    with place.manage(capacity_bytes=24 * BLOCK) as harness:
+        for first in range(0, 12, 4):
+            harness.submit_store(K[first : first + 4], range(4))
+            harness.wait()
+        before = place.blocks()
+        take_away(place)
+        assert is_lost(result_of(harness, harness.submit_store(K[12:], range(4))), place.root)
+        place.root.with_name("away").rename(place.root)
+        assert place.blocks() == before
+        assert result_of(harness, harness.submit_store(K[12:], range(4))).success
+
+
+def test_a_link_that_leads_elsewhere_is_a_lost_root(tmp_path):
+    first, second, link = tmp_path / "first", tmp_path / "second", tmp_path / "link"
+    first.mkdir()
+    second.mkdir()
+    link.symlink_to(first)
+    with Place(link).manage() as harness:
+        assert result_of(harness, harness.submit_store(K[:1], [0])).success
+        link.unlink()
+        link.symlink_to(second)
+        assert is_lost(result_of(harness, harness.submit_store(K[1:2], [1])), link)
+    assert list(second.iterdir()) == []
+
+
+def test_a_namespace_that_was_emptied_below_its_root_is_filled_again(place):
+    with place.manage() as harness:
+        assert result_of(harness, harness.submit_store(K[:4], range(4))).success
+        place.folder.rename(place.root.with_name("away"))
+        assert result_of(harness, harness.submit_store(K[:4], range(4))).success
+        assert place.blocks() == set(K[:4])
+
+
+@pytest.mark.parametrize("below", ["", "root"])
+def test_a_filesystem_that_was_unmounted_is_a_fault_and_the_disk_below_stays_empty(tmp_path, below):
+    told = unmounted("fs", tmp_path, tmp_path / below)
+    if told is None:
+        pytest.skip("nobody may mount here")
+    assert [name for name, _ in told["ends"]] == ["NoneType", *["TierUnavailableError"] * 2]
+    assert all("is not what was opened any more" in text for _, text in told["ends"][1:])
+    assert told["below"] == []
