@@ -51,6 +51,8 @@ _DECIDED: Final = {
     "block_bytes",
     "block_size",
     "enable_kv_cache_events",
+    "fingerprint",
+    "model",
     "num_workers",
     "prefault",
 }
