@@ -41,12 +41,12 @@ class Flights:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._flights: set[_Flight] = set()
+        self._flights: dict[_Flight, None] = {}  # ordered: who came first is told first
 
     def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
         """Follow a transfer; the future never fails, and cancelling it ends nothing."""
         flight = _Flight(transfer, ended, self._loop.create_future())
-        self._flights.add(flight)
+        self._flights[flight] = None
         self._follow(flight)
         return flight.landed
 
@@ -57,12 +57,12 @@ class Flights:
             left_s = deadline_s - self._loop.time()
             if left_s <= 0:
                 return False
-            await asyncio.wait({f.landed for f in self._flights}, timeout=left_s)
+            await asyncio.wait([f.landed for f in self._flights], timeout=left_s)
         return True
 
     def abandon(self, error: Exception) -> None:
         """Stop following: who waits is told `error`, and `ended` is never called."""
-        abandoned, self._flights = self._flights, set()
+        abandoned, self._flights = self._flights, {}
         for flight in abandoned:
             flight.landed.set_result(TransferOutcome(0, error=error))
             flight.task.cancel()
@@ -79,7 +79,7 @@ class Flights:
             self._follow(flight)
             return
         outcome = task.result() if error is None else TransferOutcome(0, error=_as_error(error))
-        self._flights.discard(flight)
+        del self._flights[flight]
         try:
             flight.ended(outcome.error is None)
         finally:

@@ -301,6 +301,7 @@ class TieringOffloadingSpec(_Spec):
             drain_timeout_s=config.drain_timeout_s,
             shutdown_timeout_s=config.shutdown_timeout_s,
             check_laws=config.check_laws,
+            clock=self.runtime.runner.now_s,
         )
 
 

@@ -96,6 +96,10 @@ class SameLoopRunner(ThreadsafeRunner):
         else:
             super().call_soon(callback, *args)
 
+    def now_s(self) -> float:
+        """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
+        return self._loop.time()
+
     def notify(self) -> None:
         """See `LoopRunner.notify`."""
         super().notify()

@@ -125,7 +125,7 @@ class TierActor:
         self._due: dict[JobId, _Run] = {}
         """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
         self._next_deadline: asyncio.TimerHandle | None = None
-        self._probes: set[asyncio.Task[frozenset[OffloadKey]]] = set()
+        self._probes: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
         self._unanswered: dict[int, asyncio.TimerHandle] = {}
         self._closing = False
         # Asked for once: the interpreter makes a system call for every answer.
@@ -165,7 +165,7 @@ class TierActor:
         task = loop.create_task(
             _contained(self._tier.contains, keys), name=f"{self.name}:probe:{generation}"
         )
-        self._probes.add(task)
+        self._probes[task] = None
         self._unanswered[generation] = loop.call_later(
             self._probe_timeout_s, self._answer_probe, generation, frozenset()
         )
@@ -213,9 +213,10 @@ class TierActor:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _tasks(self) -> set[asyncio.Task[BlockFailures] | asyncio.Task[frozenset[OffloadKey]]]:
+    def _tasks(self) -> list[asyncio.Task[BlockFailures] | asyncio.Task[frozenset[OffloadKey]]]:
+        """Return what runs, in the order in which it began: loads, stores, probes."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
-        return {run.task for run in runs if run.task} | self._probes
+        return [*(run.task for run in runs if run.task), *self._probes]
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
@@ -321,7 +322,7 @@ class TierActor:
             self._post(JobOverdue(run.job.job_id, error))
 
     def _probe_ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
-        self._probes.discard(task)
+        del self._probes[task]
         present: frozenset[OffloadKey] = frozenset()
         if task.cancelled():
             logger.warning("%s: probe %s was cancelled", self.name, generation)

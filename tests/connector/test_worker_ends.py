@@ -54,7 +54,7 @@ def test_a_hung_copy_is_given_up_in_time_and_reported_once():
     assert world.worker.get_finished() == []
 
 
-def test_an_end_that_nobody_published_is_given_up_too():
+def test_ends_that_nobody_published_are_given_up_too_in_the_order_of_the_jobs():
     class Silent(Broken):
         class Never(Transfer):
             async def outcome(self):
@@ -68,10 +68,12 @@ def test_an_end_that_nobody_published_is_given_up_too():
             return self.Never()
 
     worker = OffloadingConnectorWorker(Silent())
-    worker.submit_store(1, job((1,), (1,)))
-    assert not worker.wait({1}, 0)
+    jobs = range(1, 21)
+    for job_id in jobs:
+        worker.submit_store(job_id, job((job_id,), (job_id,)))
+    assert not worker.wait(jobs, 0)
     assert worker.shutdown(0)
-    assert ended(worker.get_finished()) == {1: False}
+    assert list(ended(worker.get_finished()).items()) == [(job_id, False) for job_id in jobs]
 
 
 # -- made by a spec -----------------------------------------------------------------------------

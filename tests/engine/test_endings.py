@@ -206,6 +206,25 @@ async def test_a_copy_that_hangs_is_given_up_and_the_memory_stays():
 
 
 @on_loop
+async def test_those_whose_copies_are_given_up_are_told_in_the_order_in_which_they_came():
+    names, told = "abcdefghijklmnopqrst", []
+
+    async def store(world, name):
+        async with world.engine.request(name, hashes(name)) as request:
+            with pytest.raises(TransportError, match="closed before the copy had ended"):
+                await world.engine.store(request, [0], 0, FAR_S)
+        told.append(name)
+
+    async with opened(slots=20, bounds=EngineBounds(concurrent_stores=20)) as world:
+        storing = [asyncio.create_task(store(world, name)) for name in names]
+        await turns()
+        await world.engine.close(0.1)
+        await asyncio.wait(storing)
+        assert "".join(told) == names
+        world.transport.settle_all()
+
+
+@on_loop
 async def test_an_error_of_a_tier_is_raised_and_everything_else_is_closed():
     class Stubborn(Tier):
         def __init__(self):

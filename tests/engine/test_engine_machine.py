@@ -37,6 +37,10 @@ from kvoffload_async.transport.layout import register_kv_caches
 
 ORDINARY = (BusyError, TransportError, TimeoutError)
 DEVICE_BLOCKS = 4096
+THREADS_END_S = 10.0
+"""On a busy machine a thread that has nothing left to do may be a while about ending."""
+CLOSING_S = 20.0
+"""Real seconds: only opening and closing take any, on threads that everything waits for."""
 texts = st.text("ab", min_size=1, max_size=4)
 
 
@@ -76,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
             tiers=[{"type": "scripted"}, {"type": "scripted", "probed": True}],
             bounds=bounds,
             device_blocks=DEVICE_BLOCKS,
+            shutdown_timeout_s=CLOSING_S,
         )
         self.world = self.run(self.opening.__aenter__())
 
@@ -175,7 +180,10 @@ class EngineMachine(RuleBasedStateMachine):
         finally:
             self.runner.close()
             self.patch.undo()
-        assert not [t.name for t in threading.enumerate() if "kvoffload-io" in t.name]
+        for thread in threading.enumerate():
+            if "kvoffload-io" in thread.name:
+                thread.join(THREADS_END_S)
+                assert not thread.is_alive()
 
 
 TestEngineMachine = pytest.mark.stateful(EngineMachine.TestCase)

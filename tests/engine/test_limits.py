@@ -131,6 +131,26 @@ async def test_a_defect_of_the_core_reaches_everybody_who_waits():
         await world.calm()
 
 
+@on_loop
+async def test_a_tier_that_is_left_alone_is_tried_again_at_the_loops_time():
+    breaker = {"breaker_fault_threshold": 1, "breaker_retry_s": FAR_S}
+    async with opened(slots=4, tiers=[SCRIPTED], **breaker) as world:
+        await only_in_the_tier(world, "ab")
+        (tier,) = world.tiers
+        async with world.engine.request("failing", hashes("ab")) as request:
+            task = asyncio.create_task(world.engine.lookup(request))
+            await turns()
+            tier.settle(tier.parked[0], error=OSError("injected"))
+            assert await task == 0
+        async with world.engine.request("early", hashes("ab")) as request:
+            await jump(FAR_S - 1)
+            assert await world.engine.lookup(request) == 0
+        async with world.engine.request("later", hashes("ab")) as request:
+            await jump(1.0)
+            assert await world.during(world.engine.lookup(request)) == 2
+        await world.check_rest()
+
+
 # -- deadlines, lines ---------------------------------------------------------------------------
 
 

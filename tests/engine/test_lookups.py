@@ -119,8 +119,6 @@ async def test_a_deadline_of_zero_never_waits():
 @on_loop
 async def test_the_cores_limit_on_deferrals_ends_a_lookup_too():
     async with opened(slots=4, tiers=[SCRIPTED], deferral_timeout_s=1) as world:
-        clock = asyncio.get_running_loop()
-        world.engine.manager._clock = clock.time
         await only_in_the_tier(world, "ab")
         async with world.engine.request("r", hashes("ab")) as request:
             task = asyncio.create_task(world.engine.lookup(request, FAR_S))

@@ -6,6 +6,7 @@ Nothing here runs on a thread once the engine is open: what happens, and when, i
 import asyncio
 import functools
 import hashlib
+import selectors
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -34,19 +35,37 @@ JUMP_S = FAR_S + 1
 
 
 class JumpLoop(asyncio.SelectorEventLoop):
-    """A real loop, with a clock that the test can set ahead."""
+    """A real loop whose clock stands still while anything happens.
+
+    The test sets it ahead. Otherwise it goes on only where the loop has slept until its next timer
+    and nothing came, by as much as that: how long the loop computes has no part in what it does.
+    """
 
     def __init__(self):
-        super().__init__()
-        self.ahead_s = 0.0
+        super().__init__(PatientSelector(self.jump))
+        self.now_s = 0.0
         self.unhandled = []
         self.set_exception_handler(lambda _loop, context: self.unhandled.append(context))
 
     def time(self):
-        return super().time() + self.ahead_s
+        return self.now_s
 
     def jump(self, seconds):
-        self.ahead_s += seconds
+        self.now_s += seconds
+
+
+class PatientSelector(selectors.DefaultSelector):
+    """Reports how long it has slept in vain."""
+
+    def __init__(self, slept):
+        super().__init__()
+        self.slept = slept
+
+    def select(self, timeout=None):
+        events = super().select(timeout)
+        if timeout and not events:
+            self.slept(timeout)
+        return events
 
 
 def on_loop(test):

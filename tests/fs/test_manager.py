@@ -3,6 +3,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Iterable
 
 import pytest
 from fs.places import BLOCK, Place
@@ -108,7 +109,7 @@ def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(place, ops):
         assert answers(harness, ReqContext("third"), K[0]) == [HIT]
 
 
-async def _ended(tasks: set) -> None:
+async def _ended(tasks: Iterable) -> None:
     await asyncio.wait([*tasks, asyncio.get_running_loop().create_task(asyncio.sleep(0))])
     await asyncio.sleep(0)
 

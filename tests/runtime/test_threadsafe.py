@@ -7,6 +7,7 @@ import pytest
 
 from kvoffload_async.errors import ClosedError, StateError
 from kvoffload_async.runtime.threadsafe import SameLoopRunner, ThreadsafeRunner
+from kvoffload_async.testing import VirtualLoop
 
 DEADLINE_S = 10.0
 
@@ -62,6 +63,14 @@ def test_the_owner_on_the_loop_needs_no_wake_up_and_hears_of_progress():
         assert called == ["here", "there"]
 
     asyncio.run(main())
+
+
+def test_the_time_of_an_owner_on_the_loop_is_the_loops():
+    loop = VirtualLoop()
+    runner = SameLoopRunner(loop, int)
+    loop.advance(40.0)
+    assert runner.now_s() == 40.0
+    loop.close()
 
 
 def test_waiting_is_for_a_helper_thread_and_is_woken_by_progress():

@@ -134,6 +134,19 @@ def test_close_cancels_what_does_not_end_and_waits_for_it_a_little(worlds):
     assert isinstance(world.settled()[0].job_error, JobCancelledError)
 
 
+def test_what_close_cancels_ends_in_the_order_in_which_it_began(worlds):
+    world = worlds(concurrent_stores=20)
+
+    async def store(job):
+        await asyncio.sleep(3600)
+
+    world.tier.store = store
+    for job_id in range(20):
+        world.start(job_id)
+    assert world.close(1.0).is_clean
+    assert list(world.settled()) == list(range(20))
+
+
 def test_close_names_the_jobs_whose_copies_still_run_and_leaves_the_tier_open(worlds):
     world = worlds()
     world.start(3)

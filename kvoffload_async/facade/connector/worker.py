@@ -63,7 +63,7 @@ class OffloadingConnectorWorker:
         """Stores whose device blocks may have been overwritten before they were read."""
         self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
-        self._tasks: set[asyncio.Task[TransferOutcome]] = set()
+        self._tasks: dict[asyncio.Task[TransferOutcome], None] = {}
         self._closed = False
 
     # -- jobs -----------------------------------------------------------------------------------
@@ -202,12 +202,12 @@ class OffloadingConnectorWorker:
     def _follow(self, job_id: JobId, transfer: Transfer) -> None:
         """Await a transfer's end in a task of its own. Thread: loop."""
         task = asyncio.get_running_loop().create_task(transfer.outcome(), name=f"transfer:{job_id}")
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(partial(self._note_end, job_id))
 
     def _note_end(self, job_id: JobId, task: asyncio.Task[TransferOutcome]) -> None:
         """Thread: loop."""
-        self._tasks.discard(task)
+        del self._tasks[task]
         self._ended.append((job_id, task))
         self._loop.notify()
 
