@@ -78,6 +78,13 @@ def test_a_lost_store_that_has_to_grow_is_not_taken_for_a_full_one(shelves, lose
     assert not shelves.folder.exists() or list(shelves.folder.iterdir()) == []
 
 
+def test_a_store_that_was_lost_before_its_first_block_is_not_taken_for_a_full_one(shelves):
+    with shelves.manage() as harness:
+        take_away(shelves)
+        assert is_lost(result_of(harness, harness.submit_store(K[:4], range(4))), shelves)
+    assert not shelves.root.exists()
+
+
 def test_without_its_journal_a_store_takes_no_block_and_serves_those_that_it_has(shelves):
     with shelves.manage() as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success

@@ -21,9 +21,9 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierError,
     TierFullError,
+    TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.keeper import Keeper
@@ -290,8 +290,8 @@ class FsTier(AsyncTier):
             if unchecked:
                 try:
                     self._root.check()
-                except OSError as error:
-                    raise mapped(error) from error
+                except OSError as error:  # of whatever number: a fault, and no want of room
+                    raise TierUnavailableError(str(error)) from error
                 unchecked.clear()
 
         return check
