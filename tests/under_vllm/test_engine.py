@@ -64,10 +64,10 @@ def environment():
     return {**os.environ, "PYTHONPATH": path.lstrip(os.pathsep)}
 
 
-def run(**settings):
-    """Run an engine to its end; return what it found."""
+def run(*, under=(), **settings):
+    """Run an engine to its end, under a command that starts it; return what it found."""
     done = subprocess.run(
-        command(**settings),
+        [*under, *command(**settings)],
         capture_output=True,
         check=False,
         cwd=HERE,
