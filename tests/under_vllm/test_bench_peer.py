@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from kvoffload_async.cli.app import app
 from kvoffload_async.cli.bench.peers import load_peer
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import InputError
 
 SMALL = (
     *("--block-bytes", "4KiB", "--total-bytes", "128KiB", "--keys-per-job", "4"),

@@ -28,11 +28,11 @@ from kvoffload_async.cli.ending import (
     complain,
     errors_as_one_line,
 )
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, write_figures
 from kvoffload_async.cli.progress import progress_bar
+from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 from kvoffload_async.runtime.io_pool import suitable_threads
 

@@ -22,7 +22,7 @@ from kvoffload_async.cli.bench.payload import Payload
 from kvoffload_async.cli.bench.places import PIECE_BYTES, Place
 from kvoffload_async.cli.bench.plan import Jobs, Plan
 from kvoffload_async.cli.bench.sample import Sample, of_pass
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import InputError
 
 _START_S = 30.0
 

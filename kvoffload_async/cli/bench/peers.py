@@ -7,9 +7,9 @@ from typing import Final, NamedTuple, cast
 
 from kvoffload_async.cli.bench.contender import Contender
 from kvoffload_async.cli.bench.places import Place
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import nearest, reject_unknown
+from kvoffload_async.errors import InputError
 from kvoffload_async.factory import load_class
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import InputError
 
 WARM_UP: Final = 2
 PIECE_BYTES: Final = 1 << 20

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from kvoffload_async.cli.bench.contender import UnfitError
 from kvoffload_async.cli.bench.places import Place
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import parse_size_bytes
+from kvoffload_async.errors import InputError
 from kvoffload_async.facade.factory import (
     SecondaryTierFactory,
     accepted_options,

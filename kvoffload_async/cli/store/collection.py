@@ -15,12 +15,12 @@ from typing import Any
 
 import anyio.to_thread
 
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.store.inspection import Writers, judge_writers, sort_temps
 from kvoffload_async.cli.store.namespaces import FoundNamespace
 from kvoffload_async.cli.store.survey import FoundFile, Survey, Walker, take_survey
 from kvoffload_async.cli.store.verification import verify_blocks
 from kvoffload_async.cli.store.wishes import Wishes
+from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.inventory import take_inventory, writer_of
 from kvoffload_async.tiers.fs.outcome import DiskChange

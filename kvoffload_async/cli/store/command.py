@@ -21,7 +21,6 @@ from kvoffload_async.cli.ending import (
     complain,
     errors_as_one_line,
 )
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.progress import progress_bar
@@ -47,6 +46,7 @@ from kvoffload_async.cli.store.tables import (
 )
 from kvoffload_async.cli.store.verification import verify_blocks
 from kvoffload_async.cli.store.wishes import Wishes
+from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.ops import FileOps
 
 IO_THREADS: Final = 4

@@ -11,7 +11,7 @@ from typing import Any, Final
 import aiofiles
 import anyio
 
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.fs.layout import Namespace
 
 _FOLDER: Final = re.compile(

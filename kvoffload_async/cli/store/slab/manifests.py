@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.store.slab.stores import SlabStore, read_journal_bytes
+from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.budget import slot_bytes_of
 from kvoffload_async.tiers.slab.layout import MANIFEST, TEMP_SUFFIX, StoreLayout

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_number
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvoffload_async.cli.device import FramePool
-from kvoffload_async.cli.errors import StalledError
-from kvoffload_async.cli.flight import Flight
-from kvoffload_async.cli.roads.room import require_room
-from kvoffload_async.cli.tally import Tally
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.engine import EngineRequest, OffloadEngine
-from kvoffload_async.errors import BusyError, TransportError
+from kvoffload_async.errors import BusyError, StalledError, TransportError
+from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers.room import require_room
+from kvoffload_async.replay.prompt import Prompt
+from kvoffload_async.replay.tally import Tally
 from kvoffload_async.types import LookupResult, OffloadKey
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before
@@ -33,7 +32,7 @@ _ROOM_S = 1.0
 """How long a store waits for room in the primary."""
 
 
-class AwaitedRoad:
+class AsyncDriver:
     """Replays requests, `concurrency` in flight at once, begun in their order.
 
     Thread: the loop's.
@@ -53,7 +52,7 @@ class AwaitedRoad:
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start with nothing in flight; the arguments are those of `StepwiseRoad`."""
+        """Start with nothing in flight; the arguments are those of `StepwiseDriver`."""
         self._engine = engine
         self._manager = engine.manager
         self._memory = memory
@@ -111,33 +110,33 @@ class AwaitedRoad:
             block_ids = next(requests, None)
             if block_ids is None:
                 return
-            flight = Flight(self._admitted, block_ids)
-            require_room(flight, self._pool)
+            prompt = Prompt(self._admitted, block_ids)
+            require_room(prompt, self._pool)
             self._admitted += 1
-            await self._enter(flight)
-            await self._replay(flight)
-            found = flight.found_on_device + flight.found_beyond
-            self._computing.difference_update(flight.ids[found:])
-            self._pool.release(flight.frames)
+            await self._enter(prompt)
+            await self._replay(prompt)
+            found = prompt.found_on_device + prompt.found_beyond
+            self._computing.difference_update(prompt.ids[found:])
+            self._pool.release(prompt.frames)
             self._released.set()
-            await self._follow_jobs(flight.request_id)
-            self._tally.end(flight)
+            await self._follow_jobs(prompt.request_id)
+            self._tally.end(prompt)
             now_ns = time.thread_time_ns()
             self._tally.owner_ns.append(max(0, now_ns - self._mark_ns))
             self._mark_ns = now_ns
             self._on_step()
 
-    async def _enter(self, flight: Flight) -> None:
+    async def _enter(self, prompt: Prompt) -> None:
         """Take frames for the whole request, in turn."""
         async with self._turn:
             while True:
-                on_device = self._pool.match(flight.ids)
-                others = self._pool.claim(on_device, len(flight.ids) - len(on_device))
+                on_device = self._pool.match(prompt.ids)
+                others = self._pool.claim(on_device, len(prompt.ids) - len(on_device))
                 if others is not None:
                     break
                 await self._next_release()
-        flight.frames = on_device + others
-        flight.ready = len(on_device)
+        prompt.frames = on_device + others
+        prompt.ready = len(on_device)
 
     async def _next_release(self) -> None:
         """Wait until a request has given its frames away."""
@@ -150,52 +149,52 @@ class AwaitedRoad:
                 f"no progress for {self._stall_timeout_s:g} s: no request gives its frames away"
             ) from None
 
-    async def _replay(self, flight: Flight) -> None:
-        on_device = flight.ready
-        self._check(flight, 0, on_device)
-        name = flight.request_id
-        async with self._engine.request(name, flight.block_hashes[on_device:]) as request:
-            await self._load(flight, request)
-            self._compute(flight)
+    async def _replay(self, prompt: Prompt) -> None:
+        on_device = prompt.ready
+        self._check(prompt, 0, on_device)
+        name = prompt.request_id
+        async with self._engine.request(name, prompt.block_hashes[on_device:]) as request:
+            await self._load(prompt, request)
+            self._compute(prompt)
             if not on_device:
-                await self._store(flight, request)
+                await self._store(prompt, request)
         if on_device:
-            async with self._engine.request(f"{name}/whole", flight.block_hashes) as request:
-                await self._store(flight, request)
+            async with self._engine.request(f"{name}/whole", prompt.block_hashes) as request:
+                await self._store(prompt, request)
 
-    async def _load(self, flight: Flight, request: EngineRequest) -> None:
+    async def _load(self, prompt: Prompt, request: EngineRequest) -> None:
         absent = self._absent(request)
-        first = flight.ready
+        first = prompt.ready
         while True:
             found = await self._engine.lookup(request, self._stall_timeout_s)
-            if self._computing.isdisjoint(flight.ids[first + found :]):
+            if self._computing.isdisjoint(prompt.ids[first + found :]):
                 break  # else somebody computes some of them: once they are, they are found
             await self._next_release()
-        self._computing.update(flight.ids[first + found :])
-        frames = flight.frames[first : first + found]
+        self._computing.update(prompt.ids[first + found :])
+        frames = prompt.frames[first : first + found]
         try:
             await self._engine.load(request, self._memory.device_blocks(frames))
         except (TimeoutError, TransportError):
             await self._engine.quiesce()  # the blocks are computed, once nothing writes them
             found = 0
-        flight.start(first, found)
-        flight.ready += found
+        prompt.start(first, found)
+        prompt.ready += found
         self._tally.loaded_blocks += found
         for key in absent.intersection(request.keys[:found]):
-            flight.origins[key] = self._origin(key, request)
-        self._check(flight, first, flight.ready)
-        self._pool.publish(flight.ids[first : flight.ready], frames[:found])
+            prompt.origins[key] = self._origin(key, request)
+        self._check(prompt, first, prompt.ready)
+        self._pool.publish(prompt.ids[first : prompt.ready], frames[:found])
 
-    def _compute(self, flight: Flight) -> None:
-        first = flight.ready
+    def _compute(self, prompt: Prompt) -> None:
+        first = prompt.ready
         start_ns = time.thread_time_ns()
-        self._memory.compute(flight.names[first:], flight.frames[first:])
+        self._memory.compute(prompt.names[first:], prompt.frames[first:])
         self._mark_ns += time.thread_time_ns() - start_ns
-        self._pool.publish(flight.ids[first:], flight.frames[first:])
-        flight.ready = len(flight.ids)
+        self._pool.publish(prompt.ids[first:], prompt.frames[first:])
+        prompt.ready = len(prompt.ids)
 
-    async def _store(self, flight: Flight, request: EngineRequest) -> None:
-        blocks = self._memory.device_blocks(flight.frames)
+    async def _store(self, prompt: Prompt, request: EngineRequest) -> None:
+        blocks = self._memory.device_blocks(prompt.frames)
         try:
             stored = await self._engine.store(request, blocks, timeout_s=_ROOM_S)
         except BusyError:
@@ -205,11 +204,11 @@ class AwaitedRoad:
         else:
             self._tally.stored_blocks += stored
 
-    def _check(self, flight: Flight, first: int, last: int) -> None:
+    def _check(self, prompt: Prompt, first: int, last: int) -> None:
         if not self._verify or last == first:
             return
         start_ns = time.thread_time_ns()
-        wrong = self._memory.count_wrong(flight.names[first:last], flight.frames[first:last])
+        wrong = self._memory.count_wrong(prompt.names[first:last], prompt.frames[first:last])
         self._mark_ns += time.thread_time_ns() - start_ns
         self._tally.verified_blocks += last - first
         self._tally.corrupt_blocks += wrong

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvoffload_async.cli.errors import InputError
-from kvoffload_async.cli.source import MAX_BLOCK_ID, RequestSource
+from kvoffload_async.errors import InputError
+from kvoffload_async.replay.source import MAX_BLOCK_ID, RequestSource
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Far above any request, and it keeps a file that is no trace from being read as one line."""

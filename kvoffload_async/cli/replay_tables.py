@@ -1,97 +1,32 @@
-"""The figures of all passes of a replay: as JSON, and as a table."""
+"""The figures of a replay as tables, and how far it is."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.replay import Manner, replay
-from kvoffload_async.cli.report import Report
-from kvoffload_async.cli.source import RequestSource
-from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.passes import Follow, PassReports
+from kvoffload_async.replay.report import Report
+from kvoffload_async.replay.source import RequestSource
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
 
 
-@dataclass(frozen=True, slots=True)
-class PassReports:
-    """The reports of the passes, the first one cold; at least one."""
+def bar_per_pass(console: Console, num_passes: int) -> Follow:
+    """Return what shows a progress bar for each pass, if the console is a terminal."""
 
-    passes: tuple[Report, ...]
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the last one ended before its requests did."""
-        return self.passes[-1].interrupted
-
-    @property
-    def complaints(self) -> list[str]:
-        """What must never happen, and did; behind the first pass with the pass's number."""
-        return [
-            complaint if number == 1 else f"pass {number}: {complaint}"
-            for number, report in enumerate(self.passes, 1)
-            for complaint in report.complaints
-        ]
-
-    def to_json(self) -> str:
-        """Return one JSON object: the first pass's figures, with those of the others in it.
-
-        The second pass is under `warm`, those behind it are a list under `later_passes`.
-        """
-        figures, *others = map(asdict, self.passes)
-        if others:
-            figures["warm"] = others[0]
-        if others[1:]:
-            figures["later_passes"] = others[1:]
-        return json.dumps(figures, indent=2)
-
-
-def replay_passes(
-    spec: TieringOffloadingSpec,
-    open_source: Callable[[], RequestSource],
-    console: Console,
-    manner: Manner,
-    num_passes: int,
-) -> PassReports:
-    """Replay the same requests several times, each time on a new engine over the same tiers.
-
-    Args:
-        spec: The engine's; the first pass uses it, the others its configuration.
-        open_source: Returns the requests, from the first on.
-        console: Where to show how far it is, if that is a terminal.
-        manner: How to replay.
-        num_passes: How often, at most: an interrupted pass is the last.
-
-    Raises:
-        OffloadError: See `replay`.
-    """
-    reports: list[Report] = []
-    for number in range(1, num_passes + 1):
-        if reports:
-            spec = TieringOffloadingSpec(spec.config)
+    @contextmanager
+    def follow(source: RequestSource, number: int) -> Iterator[Callable[[], None]]:
         title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
-        with closing(open_source()) as source:
-            reports.append(_shown(spec, source, manner, console, title))
-        if reports[-1].interrupted:
-            break
-    return PassReports(tuple(reports))
+        with progress_bar(console, lambda: source.fraction_done, title) as on_step:
+            yield on_step
 
-
-def _shown(
-    spec: TieringOffloadingSpec, source: RequestSource, manner: Manner, console: Console, title: str
-) -> Report:
-    with progress_bar(console, lambda: source.fraction_done, title) as on_step:
-        return replay(spec, source, replace(manner, on_step=on_step))
-
-
-# -- for people ---------------------------------------------------------------------------------
+    return follow
 
 
 def print_table(console: Console, reports: PassReports) -> None:

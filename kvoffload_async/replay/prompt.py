@@ -25,7 +25,7 @@ class Stage(enum.Enum):
     ENDED = enum.auto()
 
 
-class Flight:
+class Prompt:
     """A request's blocks, each once; what a scheduler knows of it: see `SchedulerRequest`.
 
     A block has a token a device block, and behind the blocks comes one more token, since the last

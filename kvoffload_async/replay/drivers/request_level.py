@@ -18,7 +18,7 @@ from kvoffload_async.types import (
 )
 
 
-class WholeRequests(OffloadingManager):
+class RequestLevelManager(OffloadingManager):
     """Another manager, but every request is offered for storing from its head on.
 
     What a request has found is then neither evicted by what it adds, nor loses its rank.

@@ -4,7 +4,7 @@
 found when it first started is what counts, not what it found after a preemption.
 
 A request is in flight until every copy and every job that works for it has ended. With one in
-flight, each request therefore finds the engine at rest, and the figures are the same in every run.
+prompt, each request therefore finds the engine at rest, and the figures are the same in every run.
 
 A hit counts for a tier if the tier was read for this very request, and for the primary otherwise:
 also where it shares a promotion that another has asked for, as the block was read only once.
@@ -15,22 +15,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvoffload_async.cli.device import FramePool
-from kvoffload_async.cli.errors import StalledError
-from kvoffload_async.cli.flight import Flight, Stage
-from kvoffload_async.cli.roads.batch import Batch
-from kvoffload_async.cli.roads.room import require_room
-from kvoffload_async.cli.roads.whole import WholeRequests
-from kvoffload_async.cli.roads.workers import Workers
-from kvoffload_async.cli.tally import Tally
+from kvoffload_async.errors import StalledError
 from kvoffload_async.facade.connector.protocol import ConnectorGeometry, KVGroup, StepOutput
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers.batch import Batch
+from kvoffload_async.replay.drivers.request_level import RequestLevelManager
+from kvoffload_async.replay.drivers.room import require_room
+from kvoffload_async.replay.drivers.workers import Workers
+from kvoffload_async.replay.prompt import Prompt, Stage
+from kvoffload_async.replay.tally import Tally
 
 _WAIT_S = 0.1
 
 
-class StepwiseRoad:
+class StepwiseDriver:
     """Replays requests, `concurrency` in flight at once, in their order.
 
     Thread: owner.
@@ -73,7 +73,7 @@ class StepwiseRoad:
         geometry = ConnectorGeometry(
             (KVGroup(1),), blocks_per_chunk, blocks_per_chunk, num_workers=num_workers
         )
-        self._whole = WholeRequests(manager)
+        self._whole = RequestLevelManager(manager)
         self._connector = OffloadingConnectorScheduler(self._whole, geometry)
         self._manager = manager
         self._engine = manager.engine
@@ -88,7 +88,7 @@ class StepwiseRoad:
         self._stall_timeout_s = stall_timeout_s
         self._should_stop = should_stop
         self._on_step = on_step
-        self._active: dict[str, Flight] = {}  # the one that came first, first
+        self._active: dict[str, Prompt] = {}  # the one that came first, first
         self._admitted = 0
         self._seen_job_id = -1
         self._has_news = False
@@ -115,9 +115,9 @@ class StepwiseRoad:
 
     def drain(self, timeout_s: float) -> bool:
         """End what is in flight and step until the engine is at rest; False at the deadline."""
-        for flight in self._active.values():
-            flight.stage = Stage.ENDED
-            self._connector.request_finished(flight)
+        for prompt in self._active.values():
+            prompt.stage = Stage.ENDED
+            self._connector.request_finished(prompt)
         self._active.clear()
         deadline_s = time.monotonic() + timeout_s
         self._step()
@@ -137,10 +137,10 @@ class StepwiseRoad:
             return False
         first = self._admitted
         for block_ids in waiting:
-            flight = Flight(self._admitted, block_ids, self._per_block)
-            require_room(flight, self._pool)
+            prompt = Prompt(self._admitted, block_ids, self._per_block)
+            require_room(prompt, self._pool)
             self._admitted += 1
-            self._active[flight.request_id] = flight
+            self._active[prompt.request_id] = prompt
             if self._admitted - first == room:
                 break
         return self._admitted > first
@@ -193,36 +193,36 @@ class StepwiseRoad:
         self._owner_ns += time.perf_counter_ns() - start_ns
         self._tally.preemptions += len(plan.preempted)
         self._tally.stores_refused = len(self._whole.refused)
-        for flight in plan.placed:
-            self._check(flight, 0, flight.ready)
+        for prompt in plan.placed:
+            self._check(prompt, 0, prompt.ready)
         self._workers.begin_step(meta)
-        for flight, count in plan.blocks:
-            self._compute(flight, count)
+        for prompt, count in plan.blocks:
+            self._compute(prompt, count)
         self._workers.end_step(meta)
         self._take_in()
         self._tally.owner_ns.append(self._owner_ns)
         self._owner_ns = 0
         self._note_promotions()
 
-    def _compute(self, flight: Flight, count: int) -> None:
+    def _compute(self, prompt: Prompt, count: int) -> None:
         """Compute the next blocks; with the last one the request ends."""
         self._has_news = True
-        first, last = flight.ready, flight.ready + count
+        first, last = prompt.ready, prompt.ready + count
         if count:
-            self._workers.compute(flight.names[first:last], flight.frames[first:last])
-            self._pool.publish(flight.ids[first:last], flight.frames[first:last])
-        flight.ready = last
-        flight.num_computed_tokens = last * self._per_block
-        if last < len(flight.ids):
+            self._workers.compute(prompt.names[first:last], prompt.frames[first:last])
+            self._pool.publish(prompt.ids[first:last], prompt.frames[first:last])
+        prompt.ready = last
+        prompt.num_computed_tokens = last * self._per_block
+        if last < len(prompt.ids):
             return
-        flight.num_computed_tokens = flight.num_tokens
-        flight.stage = Stage.ENDED
+        prompt.num_computed_tokens = prompt.num_tokens
+        prompt.stage = Stage.ENDED
         start_ns = time.perf_counter_ns()
-        self._connector.request_finished(flight)
+        self._connector.request_finished(prompt)
         self._owner_ns += time.perf_counter_ns() - start_ns
-        self._pool.release(flight.frames)
-        del self._active[flight.request_id]
-        self._tally.end(flight)
+        self._pool.release(prompt.frames)
+        del self._active[prompt.request_id]
+        self._tally.end(prompt)
 
     # -- what has ended -------------------------------------------------------------------------
 
@@ -237,21 +237,21 @@ class StepwiseRoad:
         invalid = self._connector.take_invalid_blocks()
         self._owner_ns += time.perf_counter_ns() - start_ns
         for req_id in loaded:
-            flight = self._active.get(req_id)
-            if flight is None:  # stopped while it was loading
+            prompt = self._active.get(req_id)
+            if prompt is None:  # stopped while it was loading
                 continue
-            flight.stage = Stage.RUNNING
-            if not invalid.isdisjoint(self._workers.device_blocks(flight.frames)):
-                flight.found_beyond = 0  # it has to be computed
-                flight.num_computed_tokens = flight.ready * self._per_block
+            prompt.stage = Stage.RUNNING
+            if not invalid.isdisjoint(self._workers.device_blocks(prompt.frames)):
+                prompt.found_beyond = 0  # it has to be computed
+                prompt.num_computed_tokens = prompt.ready * self._per_block
                 continue
-            first, flight.ready = flight.ready, len(flight.frames)
-            self._check(flight, first, flight.ready)
-            self._pool.publish(flight.ids[first : flight.ready], flight.frames[first:])
+            first, prompt.ready = prompt.ready, len(prompt.frames)
+            self._check(prompt, first, prompt.ready)
+            self._pool.publish(prompt.ids[first : prompt.ready], prompt.frames[first:])
 
-    def _check(self, flight: Flight, first: int, last: int) -> None:
+    def _check(self, prompt: Prompt, first: int, last: int) -> None:
         if self._verify and last > first:
-            self._workers.verify(flight.names[first:last], flight.frames[first:last])
+            self._workers.verify(prompt.names[first:last], prompt.frames[first:last])
 
     def _note_promotions(self) -> None:
         """Remember which tier is being read for which request: the jobs of the step that ended."""
@@ -262,7 +262,7 @@ class StepwiseRoad:
                 break
             newest = max(newest, job_id)
             tier, job = jobs[job_id]
-            flight = self._active.get(job.req_context.req_id)
-            if job.is_promotion and flight is not None:
-                flight.origins.update(dict.fromkeys(job.keys, self._tier_names[tier]))
+            prompt = self._active.get(job.req_context.req_id)
+            if job.is_promotion and prompt is not None:
+                prompt.origins.update(dict.fromkeys(job.keys, self._tier_names[tier]))
         self._seen_job_id = newest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvoffload_async.cli.device import FramePool
-from kvoffload_async.cli.flight import Flight, Stage
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.prompt import Prompt, Stage
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class StepPlan:
         is_full: Whether nobody else is to be placed.
     """
 
-    placed: list[Flight] = field(default_factory=list)
-    blocks: list[tuple[Flight, int]] = field(default_factory=list)
+    placed: list[Prompt] = field(default_factory=list)
+    blocks: list[tuple[Prompt, int]] = field(default_factory=list)
     names: set[int] = field(default_factory=set)
     tokens: dict[str, int] = field(default_factory=dict)
     new_blocks: dict[str, Sequence[Sequence[int]]] = field(default_factory=dict)
@@ -64,26 +64,26 @@ class Batch:
         self._per_block = connector.geometry.blocks_per_chunk
         self._blocks_per_step = blocks_per_step
 
-    def plan(self, flights: Sequence[Flight]) -> StepPlan:
+    def plan(self, prompts: Sequence[Prompt]) -> StepPlan:
         """Decide about requests in flight, the one that came first first."""
         plan = StepPlan()
-        for flight in flights:
-            if flight.stage is Stage.WAITING and not plan.is_full:
-                self._place(flight, plan)
-            if flight.stage is Stage.RUNNING:
-                plan.names.update(flight.ids[flight.ready :])
-                self._grow(flight, flights, plan)
-            elif flight.stage is Stage.LOADING:
-                plan.names.update(flight.ids[len(flight.frames) :])
+        for prompt in prompts:
+            if prompt.stage is Stage.WAITING and not plan.is_full:
+                self._place(prompt, plan)
+            if prompt.stage is Stage.RUNNING:
+                plan.names.update(prompt.ids[prompt.ready :])
+                self._grow(prompt, prompts, plan)
+            elif prompt.stage is Stage.LOADING:
+                plan.names.update(prompt.ids[len(prompt.frames) :])
         return plan
 
-    def _place(self, flight: Flight, plan: StepPlan) -> None:
+    def _place(self, prompt: Prompt, plan: StepPlan) -> None:
         """Give frames to a request for what is there of it, and begin to load it."""
-        if not plan.names.isdisjoint(flight.ids):
+        if not plan.names.isdisjoint(prompt.ids):
             return  # once they are computed, they are found
-        on_device = self._pool.match(flight.ids)
+        on_device = self._pool.match(prompt.ids)
         tokens, _ = self._connector.get_num_new_matched_tokens(
-            flight, len(on_device) * self._per_block
+            prompt, len(on_device) * self._per_block
         )
         if tokens is None:
             return
@@ -92,39 +92,39 @@ class Batch:
         if others is None:
             plan.is_full = True
             return
-        flight.frames = on_device + others
-        flight.ready = len(on_device)
-        flight.start(len(on_device), beyond)
-        table = self._device_blocks(flight.frames)
-        self._connector.update_state_after_alloc(flight, (table,), tokens)
-        flight.num_computed_tokens = (flight.ready + beyond) * self._per_block
-        flight.stage = Stage.LOADING if tokens else Stage.RUNNING
-        plan.placed.append(flight)
+        prompt.frames = on_device + others
+        prompt.ready = len(on_device)
+        prompt.start(len(on_device), beyond)
+        table = self._device_blocks(prompt.frames)
+        self._connector.update_state_after_alloc(prompt, (table,), tokens)
+        prompt.num_computed_tokens = (prompt.ready + beyond) * self._per_block
+        prompt.stage = Stage.LOADING if tokens else Stage.RUNNING
+        plan.placed.append(prompt)
 
-    def _grow(self, flight: Flight, flights: Sequence[Flight], plan: StepPlan) -> None:
+    def _grow(self, prompt: Prompt, prompts: Sequence[Prompt], plan: StepPlan) -> None:
         """Find frames for the blocks that are to be computed in this plan."""
-        count = len(flight.ids) - flight.ready
+        count = len(prompt.ids) - prompt.ready
         if self._blocks_per_step is not None:
             count = min(count, self._blocks_per_step)
-        have = len(flight.frames) - flight.ready  # given for a load that has failed
+        have = len(prompt.frames) - prompt.ready  # given for a load that has failed
         if count > have:
             while (frames := self._pool.claim((), count - have)) is None:
                 plan.is_full = True
-                victim = next(f for f in reversed(flights) if f.stage is Stage.RUNNING)
-                if victim is flight and any(f.stage is Stage.LOADING for f in flights):
+                victim = next(f for f in reversed(prompts) if f.stage is Stage.RUNNING)
+                if victim is prompt and any(f.stage is Stage.LOADING for f in prompts):
                     return  # what they hold can be taken from them as soon as it is there
                 self._preempt(victim, plan)
-                if victim is flight:
+                if victim is prompt:
                     return
-            flight.frames += frames
-            plan.new_blocks[flight.request_id] = (self._device_blocks(frames),)
-        is_last = flight.ready + count == len(flight.ids)
-        plan.tokens[flight.request_id] = count * self._per_block + is_last
-        plan.blocks.append((flight, count))
+            prompt.frames += frames
+            plan.new_blocks[prompt.request_id] = (self._device_blocks(frames),)
+        is_last = prompt.ready + count == len(prompt.ids)
+        plan.tokens[prompt.request_id] = count * self._per_block + is_last
+        plan.blocks.append((prompt, count))
 
-    def _preempt(self, flight: Flight, plan: StepPlan) -> None:
-        plan.preempted.append(flight.request_id)
-        self._pool.release(flight.frames)
-        flight.frames = []
-        flight.ready = flight.num_computed_tokens = 0
-        flight.stage = Stage.WAITING
+    def _preempt(self, prompt: Prompt, plan: StepPlan) -> None:
+        plan.preempted.append(prompt.request_id)
+        self._pool.release(prompt.frames)
+        prompt.frames = []
+        prompt.ready = prompt.num_computed_tokens = 0
+        prompt.stage = Stage.WAITING

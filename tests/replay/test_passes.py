@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_async.cli.passes import PassReports
-from kvoffload_async.cli.replay import Manner, replay
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import Flags, resolve
-from kvoffload_async.cli.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.passes import PassReports
+from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_the_table_has_a_column_a_pass(command):
 
 def test_complaints_of_later_passes_say_which_pass():
     spec = resolve(Flags(tiers=["example"]), ScratchFolder())
-    good = replay(spec, ChatWorkload(limit=3), Manner())
+    good = replay(spec, ChatWorkload(limit=3), ReplayOptions())
     bad = dataclasses.replace(good, corrupt_blocks=1)
     complaint = "1 loaded blocks had wrong bytes"
     assert PassReports((good, good)).complaints == []

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvoffload_async.cli.device import FramePool
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.replay.device import FramePool
 from kvoffload_async.transport.paged import PagedMemory
 
 

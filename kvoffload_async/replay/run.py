@@ -9,18 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvoffload_async.cli.device import FramePool
-from kvoffload_async.cli.errors import InputError
-from kvoffload_async.cli.report import Report, build_report
-from kvoffload_async.cli.roads.awaited import AwaitedRoad
-from kvoffload_async.cli.roads.stepwise import StepwiseRoad
-from kvoffload_async.cli.roads.workers import Workers
-from kvoffload_async.cli.source import RequestSource
-from kvoffload_async.cli.tally import DEVICE, PRIMARY, Tally
 from kvoffload_async.engine import EngineBounds, OffloadEngine
-from kvoffload_async.errors import OffloadError
+from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers.asynchronous import AsyncDriver
+from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
+from kvoffload_async.replay.drivers.workers import Workers
+from kvoffload_async.replay.report import Report, build_report
+from kvoffload_async.replay.source import RequestSource
+from kvoffload_async.replay.tally import DEVICE, PRIMARY, Tally
 from kvoffload_async.runtime.loop_thread import new_event_loop
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before
@@ -41,8 +40,8 @@ _BLOCKS_PER_STEP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """How requests are replayed; see `Report`, and `StepwiseRoad`.
+class ReplayOptions:
+    """How requests are replayed; see `Report`, and `StepwiseDriver`.
 
     Attributes:
         device: `"cpu"` or `"cuda"`: where the device's memory lies.
@@ -61,7 +60,7 @@ class Manner:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a road has left behind."""
+    """What a driver has left behind."""
 
     manager: TieringOffloadingManager
     tier_names: Sequence[str]
@@ -70,7 +69,7 @@ class _Outcome:
     interrupted: bool
 
 
-def replay(spec: TieringOffloadingSpec, source: RequestSource, manner: Manner) -> Report:
+def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
     """Start an engine, replay every request, bring it to rest, shut it down.
 
     Raises:
@@ -79,28 +78,28 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, manner: Manner) -
         StalledError: The engine makes no progress.
         OffloadError: A tier did not shut down.
     """
-    num_frames = manner.device_blocks
+    num_frames = options.device_blocks
     if num_frames is None:
         most = source.most_blocks()
         size = _UNKNOWN_REQUEST_BLOCKS if most is None else max(1, most)
-        num_frames = manner.concurrency * size
-    pool = FramePool(num_frames, keeps_contents=manner.device_blocks is not None)
-    if manner.engine == SYNC:
-        outcome = _replay_stepwise(spec, source, manner, pool)
+        num_frames = options.concurrency * size
+    pool = FramePool(num_frames, keeps_contents=options.device_blocks is not None)
+    if options.engine == SYNC:
+        outcome = _replay_stepwise(spec, source, options, pool)
     else:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            outcome = runner.run(_replay_awaited(spec, source, manner, pool))
+            outcome = runner.run(_replay_awaited(spec, source, options, pool))
     return build_report(
         spec,
         outcome.manager,
         outcome.tier_names,
         outcome.tally,
         wall_s=outcome.wall_s,
-        concurrency=manner.concurrency,
+        concurrency=options.concurrency,
         interrupted=outcome.interrupted,
-        engine=manner.engine,
+        engine=options.engine,
         device_blocks=num_frames,
-        layers=manner.layers,
+        layers=options.layers,
     )
 
 
@@ -127,23 +126,23 @@ def unique_names(tier_types: Sequence[str]) -> list[str]:
     return names
 
 
-# -- the two roads ------------------------------------------------------------------------------
+# -- the two drivers ----------------------------------------------------------------------------
 
 
 def _replay_stepwise(
-    spec: TieringOffloadingSpec, source: RequestSource, manner: Manner, pool: FramePool
+    spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
 ) -> _Outcome:
     memories = [
-        _open_memory(spec, manner, pool, worker) for worker in range(spec.config.num_workers)
+        _open_memory(spec, options, pool, worker) for worker in range(spec.config.num_workers)
     ]
     with _start_errors():
         manager = spec.get_manager()
     workers: Workers | None = None
     try:
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
-        tally = Tally.of_tiers(tier_names, device_keeps=manner.device_blocks is not None)
+        tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
         workers = Workers(spec, memories, tally)
-        road = StepwiseRoad(
+        driver = StepwiseDriver(
             manager,
             workers,
             pool,
@@ -151,72 +150,72 @@ def _replay_stepwise(
             tier_names=tier_names,
             blocks_per_chunk=spec.config.blocks_per_chunk,
             num_workers=spec.config.num_workers,
-            blocks_per_step=None if manner.device_blocks is None else _BLOCKS_PER_STEP,
-            concurrency=manner.concurrency,
-            verify=manner.verify,
+            blocks_per_step=None if options.device_blocks is None else _BLOCKS_PER_STEP,
+            concurrency=options.concurrency,
+            verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
-            should_stop=manner.should_stop,
-            on_step=manner.on_step,
+            should_stop=options.should_stop,
+            on_step=options.on_step,
         )
         start_s = time.perf_counter()
-        road.run(source)
-        interrupted = manner.should_stop()
-        road.drain(_bounded(spec, manner))
+        driver.run(source)
+        interrupted = options.should_stop()
+        driver.drain(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
     finally:
         if workers is not None:
-            workers.shutdown(_bounded(spec, manner))
-        spec.shutdown(_bounded(spec, manner))
+            workers.shutdown(_bounded(spec, options))
+        spec.shutdown(_bounded(spec, options))
     return _Outcome(manager, tier_names, tally, wall_s, interrupted)
 
 
 async def _replay_awaited(
-    spec: TieringOffloadingSpec, source: RequestSource, manner: Manner, pool: FramePool
+    spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
 ) -> _Outcome:
     if spec.config.num_workers > 1:
         raise InputError("--engine async: it has one worker; give num_workers 1, or --engine sync")
-    memory = _open_memory(spec, manner, pool, 0)
-    bounds = EngineBounds(waiting_calls=manner.concurrency)
+    memory = _open_memory(spec, options, pool, 0)
+    bounds = EngineBounds(waiting_calls=options.concurrency)
     engine = OffloadEngine(spec.config, bounds=bounds, kv_caches=memory.kv_caches)
     with _start_errors():
         await engine.__aenter__()
     try:
         manager = engine.manager
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
-        tally = Tally.of_tiers(tier_names, device_keeps=manner.device_blocks is not None)
-        road = AwaitedRoad(
+        tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
+        driver = AsyncDriver(
             engine,
             memory,
             pool,
             tally,
             tier_names=tier_names,
-            concurrency=manner.concurrency,
-            verify=manner.verify,
+            concurrency=options.concurrency,
+            verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
-            should_stop=manner.should_stop,
-            on_step=manner.on_step,
+            should_stop=options.should_stop,
+            on_step=options.on_step,
         )
         start_s = time.perf_counter()
-        await road.run(iter(source))
-        interrupted = manner.should_stop()
-        await road.rest(_bounded(spec, manner))
+        await driver.run(iter(source))
+        interrupted = options.should_stop()
+        await driver.rest(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
     finally:
-        await engine.close(_bounded(spec, manner))
+        await engine.close(_bounded(spec, options))
     return _Outcome(manager, tier_names, tally, wall_s, interrupted)
 
 
 def _open_memory(
-    spec: TieringOffloadingSpec, manner: Manner, pool: FramePool, worker: int
+    spec: TieringOffloadingSpec, options: ReplayOptions, pool: FramePool, worker: int
 ) -> PagedMemory:
     from kvoffload_async.transport.paged import PagedMemory  # noqa: PLC0415 - loads torch
 
     return PagedMemory(
         pool.num_frames,
         spec.config.block_bytes,
-        layers=manner.layers,
+        layers=options.layers,
         blocks_per_chunk=spec.config.blocks_per_chunk,
-        device=manner.device,
+        device=options.device,
         salt=worker,
     )
 
@@ -230,5 +229,5 @@ def _start_errors() -> Iterator[None]:
         raise InputError(f"the engine does not start: {error}") from error
 
 
-def _bounded(spec: TieringOffloadingSpec, manner: Manner) -> float:
-    return _INTERRUPTED_TIMEOUT_S if manner.should_stop() else spec.config.shutdown_timeout_s
+def _bounded(spec: TieringOffloadingSpec, options: ReplayOptions) -> float:
+    return _INTERRUPTED_TIMEOUT_S if options.should_stop() else spec.config.shutdown_timeout_s

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from kvoffload_async.cli.tally import Tally
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.replay.tally import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Report:
     Attributes:
         interrupted: Whether it ended before the requests did.
         requests: Requests that ended, and `block_refs` their blocks, repeated ones included.
-        hits: Block references found, by where they came from; see `roads`.
+        hits: Block references found, by where they came from; see `drivers`.
         verified_blocks: Loaded blocks that were compared, and `corrupt_blocks` those that differed.
         bytes_stored: Bytes of the primary's rows that requests have written, and `bytes_loaded` of
             those that they have read.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvoffload_async.cli.flight import Flight
+from kvoffload_async.replay.prompt import Prompt
 
 DEVICE: Final = "device"
 """What the device is called among the tiers."""
@@ -42,9 +42,9 @@ class Tally:
         places = (*((DEVICE,) if device_keeps else ()), PRIMARY, *names)
         return cls(hits=Counter(dict.fromkeys(places, 0)))
 
-    def end(self, flight: Flight) -> None:
+    def end(self, prompt: Prompt) -> None:
         """Count a request that has ended."""
         self.requests += 1
-        self.block_refs += flight.refs
-        if flight.found_on_device or flight.found_beyond:
-            flight.count_hits(self.hits, DEVICE, PRIMARY)
+        self.block_refs += prompt.refs
+        if prompt.found_on_device or prompt.found_beyond:
+            prompt.count_hits(self.hits, DEVICE, PRIMARY)

@@ -1,4 +1,4 @@
-"""Both roads, from the device to the tiers and back."""
+"""Both drivers, from the device to the tiers and back."""
 
 import json
 import os
@@ -7,12 +7,11 @@ import threading
 import pytest
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.cli.errors import StalledError
-from kvoffload_async.cli.replay import Manner, replay
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import Flags, resolve
-from kvoffload_async.cli.workload import NUM_REQUESTS, ChatWorkload
-from kvoffload_async.errors import TransportError
+from kvoffload_async.errors import StalledError, TransportError
+from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
 from kvoffload_async.transport.host import HostTransport
 
 ENGINES = ["sync", "async"]
@@ -202,7 +201,7 @@ def test_a_pipe_is_replayed_although_nobody_knows_how_large_requests_are(command
 
 
 class TestAsync:
-    """What the synchronous road's tests ask of it, asked of the other one."""
+    """What the synchronous driver's tests ask of it, asked of the other one."""
 
     @pytest.mark.parametrize("tier", ["BitFlip", "Swapped", "Stale"])
     def test_a_tier_that_hands_back_wrong_bytes(self, command, faulty_tiers, tier):
@@ -234,7 +233,7 @@ class TestAsync:
         assert report["stores_refused"] == 1  # the second: the primary is full of its own head
 
     def test_no_room_for_anything(self, command, monkeypatch):
-        monkeypatch.setattr("kvoffload_async.cli.roads.awaited._ROOM_S", 0.01)
+        monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous._ROOM_S", 0.01)
         config = command.config(accept_prefix=False)
         trace = command.trace([range(10)])
         report = command.figures(
@@ -255,16 +254,16 @@ class TestAsync:
         stops = threading.Event()
         timer = threading.Timer(0.3, stops.set)
         timer.start()
-        manner = Manner(engine="async", should_stop=stops.is_set)
-        report = replay(spec, ChatWorkload(limit=3), manner)
+        options = ReplayOptions(engine="async", should_stop=stops.is_set)
+        report = replay(spec, ChatWorkload(limit=3), options)
         timer.join()
         assert report.interrupted
         assert report.jobs_submitted == report.job_results == 1
 
     def test_work_that_never_ends_is_given_up(self, faulty_tiers, monkeypatch):
-        monkeypatch.setattr("kvoffload_async.cli.replay.stall_timeout_s", lambda _spec: 0.2)
+        monkeypatch.setattr("kvoffload_async.replay.run.stall_timeout_s", lambda _spec: 0.2)
         config = {"type": "Stuck", "module_path": faulty_tiers}
         spec = resolve(Flags(tiers=[f"Stuck:module_path={config['module_path']}"]), ScratchFolder())
-        monkeypatch.setattr("kvoffload_async.cli.replay._bounded", lambda _spec, _manner: 0.3)
+        monkeypatch.setattr("kvoffload_async.replay.run._bounded", lambda _spec, _manner: 0.3)
         with pytest.raises(StalledError, match="1 jobs have no result"):
-            replay(spec, ChatWorkload(limit=3), Manner(engine="async"))
+            replay(spec, ChatWorkload(limit=3), ReplayOptions(engine="async"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from kvoffload_async.cli.source import RequestSource
+from kvoffload_async.replay.source import RequestSource
 
 DEFAULT_SEED = 20_250_301
 NUM_REQUESTS = 400
