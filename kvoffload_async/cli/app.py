@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvoffload_async.cli.bench.command import bench
+from kvoffload_async.cli.bench import bench
 from kvoffload_async.cli.catalogue import common_options, tier_entries
 from kvoffload_async.cli.ending import (
     EXIT_FAILED,

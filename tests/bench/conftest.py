@@ -1,5 +1,5 @@
 """The command is what these tests run."""
 
-from command_line import command, importable
+from command_line import command, faulty_tiers, importable
 
-__all__ = ["command", "importable"]
+__all__ = ["command", "faulty_tiers", "importable"]

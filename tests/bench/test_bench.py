@@ -79,7 +79,7 @@ WITNESSES = """
         def capacity_bytes(self, stored_bytes):
             return None
         def open(self, view, directory, stored_bytes):
-            from kvoffload_async.cli.bench.tiers import OpenOwnTier
+            from kvoffload_async.bench.tiers import OpenOwnTier
             return OpenOwnTier(ExampleSecondaryTierManager(None, view))
 """
 
@@ -351,7 +351,7 @@ def test_block_sizes_that_were_done_before_ctrl_c_are_reported(command, place, w
 
 
 def test_a_peer_is_measured_beside_and_compared_with(bench, witnesses, monkeypatch):
-    from kvoffload_async.cli.bench.peers import PEERS, Entry
+    from kvoffload_async.bench.peers import PEERS, Entry
 
     monkeypatch.setitem(PEERS, "fake", Entry(witnesses, "FakePeer", ("speed",), "buy one"))
     report = bench("--tier", "example", "--peer", "fake:speed=3")
@@ -367,7 +367,7 @@ def test_a_peer_is_measured_beside_and_compared_with(bench, witnesses, monkeypat
 
 
 def test_for_people_there_are_tables(command, witnesses, monkeypatch):
-    from kvoffload_async.cli.bench.peers import PEERS, Entry
+    from kvoffload_async.bench.peers import PEERS, Entry
 
     monkeypatch.setitem(PEERS, "fake", Entry(witnesses, "FakePeer", (), ""))
     result = command.run(

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from kvoffload_async.cli.bench.contender import Contender, OpenTier, UnfitError
-from kvoffload_async.cli.bench.drive import PassOutcome, drive, time_at_rest
-from kvoffload_async.cli.bench.floor import Floor, measure_memcpy
-from kvoffload_async.cli.bench.payload import Payload
-from kvoffload_async.cli.bench.plan import Jobs, Plan, Work
-from kvoffload_async.cli.bench.sample import Sample
+from kvoffload_async.bench.contender import Contender, OpenTier, UnfitError
+from kvoffload_async.bench.drive import PassOutcome, drive, time_at_rest
+from kvoffload_async.bench.floor import Floor, measure_memcpy
+from kvoffload_async.bench.payload import Payload
+from kvoffload_async.bench.plan import Jobs, Plan, Work
+from kvoffload_async.bench.sample import Sample
 from kvoffload_async.types import OffloadKey, as_block_ids, make_offload_key
 
 MEMCPY: Final = "memcpy"

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload_async.cli.bench.figures import Figure, Report, SizeReport
-from kvoffload_async.cli.bench.rounds import MEMCPY
+from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
+from kvoffload_async.bench.rounds import MEMCPY
 
 _TITLES: Final = {
     "store": "Store",
@@ -19,7 +19,6 @@ _TITLES: Final = {
     "store_one_job": "Store, one large job",
     "load_one_job": "Load, one large job",
 }
-_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _FILE_WIDTH: Final = 132
 _WHOLE: Final = 100
 
@@ -40,14 +39,6 @@ def print_tables(report: Report) -> None:
         console.print(_against_table(report))
     for remark in _remarks(report):
         console.print(Text(remark))
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a size in the largest unit in which it is a whole number."""
-    for unit, name in _UNITS:
-        if num_bytes % unit == 0:
-            return f"{num_bytes // unit} {name}"
-    return f"{num_bytes} B"
 
 
 def _pass_table(report: Report, what: str, title: str) -> Table:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvoffload_async.cli.bench import places, plan
+from kvoffload_async.bench import places, plan
 
 UNPLAYABLE = """
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
@@ -89,7 +89,7 @@ def test_the_size_of_the_memory_decides_what_is_too_much(monkeypatch):
 
 def test_without_matplotlib_the_extra_is_named_before_anything_starts(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "kvoffload_async.cli.bench.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "kvoffload_async.bench.plot", raising=False)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.delitem(sys.modules, name)
     folder = command.directory / "new"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from kvoffload_async.cli.bench.contender import OpenTier, Result, UnfitError
-from kvoffload_async.cli.bench.plan import Jobs
-from kvoffload_async.cli.bench.sample import Sample, of_owner, of_pass
+from kvoffload_async.bench.contender import OpenTier, Result, UnfitError
+from kvoffload_async.bench.plan import Jobs
+from kvoffload_async.bench.sample import Sample, of_owner, of_pass
 from kvoffload_async.types import OffloadKey
 
 STEP_S: Final = 0.0002

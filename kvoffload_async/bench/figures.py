@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final
 
-from kvoffload_async.cli.bench.floor import Floor
-from kvoffload_async.cli.bench.rounds import MEMCPY, Samples
-from kvoffload_async.cli.bench.sample import BESIDE, Sample
+from kvoffload_async.bench.floor import Floor
+from kvoffload_async.bench.rounds import MEMCPY, Samples
+from kvoffload_async.bench.sample import BESIDE, Sample
 
 FLOOR_OF: Final = {
     "store": "store",
@@ -19,6 +19,9 @@ FLOOR_OF: Final = {
     "load_one_job": "load",
 }
 """Which of the floor's passes stands beside which of a tier's."""
+
+
+_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,14 @@ def summarize(
             for name in floors
         },
     )
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size in the largest unit in which it is a whole number."""
+    for unit, name in _UNITS:
+        if num_bytes % unit == 0:
+            return f"{num_bytes // unit} {name}"
+    return f"{num_bytes} B"
 
 
 def _figures(

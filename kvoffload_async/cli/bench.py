@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
-import platform
-from collections.abc import Sequence
-from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
-from kvoffload_async.cli.bench.contender import Contender
-from kvoffload_async.cli.bench.figures import Report, summarize
-from kvoffload_async.cli.bench.floor import Floor
-from kvoffload_async.cli.bench.peers import PEERS, load_peer
-from kvoffload_async.cli.bench.plan import Plan
-from kvoffload_async.cli.bench.rounds import measure, rehearse, turns
-from kvoffload_async.cli.bench.tables import print_tables
-from kvoffload_async.cli.bench.tiers import OwnTier
+from kvoffload_async.bench.figures import Report
+from kvoffload_async.bench.peers import PEERS
+from kvoffload_async.bench.plan import Plan
+from kvoffload_async.bench.run import run_bench
+from kvoffload_async.cli.bench_tables import print_tables
 from kvoffload_async.cli.ending import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -32,14 +24,14 @@ from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, write_figures
 from kvoffload_async.cli.progress import progress_bar
+from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.errors import InputError
-from kvoffload_async.runtime.buffer import PAGE_BYTES
 from kvoffload_async.runtime.io_pool import suitable_threads
 
 DEFAULT_TIERS: Final = ("slab", "fs")
 """What is measured if nobody asks for anything."""
 
-_PLOT: Final = "kvoffload_async.cli.bench.plot"
+_PLOT: Final = "kvoffload_async.bench.plot"
 
 
 def bench(
@@ -132,7 +124,7 @@ def bench(
     directory that is removed afterwards. Bytes stay in the page cache where a tier does not bypass
     it. Every loaded block is compared with what was stored, after the clock has stopped.
     """
-    with errors_as_one_line(), Interrupt() as interrupt, ExitStack() as stack:
+    with errors_as_one_line(), Interrupt() as interrupt:
         check_writable("--json", json)
         _check_plot(plot)
         plan = Plan.parse(
@@ -148,15 +140,19 @@ def bench(
             keep=keep,
             warm_up=warm_up,
         )
-        names = tier or (() if peer else DEFAULT_TIERS)
-        own = [OwnTier(text) for text in names]
-        peers = [load_peer(text) for text in peer or ()]
-        for one in own:
-            one.check_capacity(plan.stored_bytes)
-        contenders = _named_apart([*own, *peers])
-        floors = _floors(contenders, plan, stack)
-        rehearse(plan, contenders)
-        report = _measured(plan, contenders, floors, [p.name for p in peers], interrupt)
+        own = [parse_tier(text) for text in tier or (() if peer else DEFAULT_TIERS)]
+        others = [parse_tier(text, "--peer") for text in peer or ()]
+        gauge = Gauge()
+        with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, "bench") as on_change:
+            gauge.on_change = on_change
+            report = run_bench(
+                plan,
+                own,
+                others,
+                expect=gauge.expect,
+                advance=gauge.advance,
+                should_stop=lambda: interrupt.is_requested,
+            )
         if report.sizes:
             _publish(report, json, plot)
     for complaint in report.complaints:
@@ -165,101 +161,6 @@ def bench(
         raise typer.Exit(EXIT_INTERRUPTED)
     if report.complaints:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _measured(
-    plan: Plan,
-    contenders: Sequence[Contender],
-    floors: dict[str, Floor | None],
-    peers: Sequence[str],
-    interrupt: Interrupt,
-) -> Report:
-    different = list(dict.fromkeys(floor for floor in floors.values() if floor is not None))
-    gauge = Gauge()
-    gauge.expect(turns(plan, different, contenders))
-    with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, "bench") as on_change:
-        gauge.on_change = on_change
-        measured = measure(
-            plan,
-            different,
-            contenders,
-            on_turn=lambda: gauge.advance(1),
-            should_stop=lambda: interrupt.is_requested,
-        )
-        sizes = tuple(summarize(samples, floors, peers) for samples in measured)
-    return Report(
-        interrupted=len(sizes) < len(plan.works),
-        settings=_settings(plan),
-        machine=_machine(),
-        contenders={contender.name: _facts(contender, floors) for contender in contenders},
-        sizes=sizes,
-    )
-
-
-def _named_apart(contenders: Sequence[Contender]) -> Sequence[Contender]:
-    """Number those that have a name in common, so that each has figures of its own."""
-    names = [contender.name for contender in contenders]
-    for index, contender in enumerate(contenders):
-        if names.count(names[index]) > 1:
-            contender.name = f"{names[index]}#{names[: index + 1].count(names[index])}"
-    return contenders
-
-
-def _floors(
-    contenders: Sequence[Contender], plan: Plan, stack: ExitStack
-) -> dict[str, Floor | None]:
-    """Return each one's floor: one a filesystem, since that is what is compared."""
-    by_device: dict[int, Floor] = {}
-    floors: dict[str, Floor | None] = {}
-    for contender in contenders:
-        place = contender.place
-        if place is None:
-            floors[contender.name] = None
-            continue
-        stack.enter_context(place)
-        place.check_room(max(plan.room_bytes, _capacity_bytes(contender, plan)))
-        floors[contender.name] = by_device.setdefault(place.device, Floor(place))
-    return floors
-
-
-def _capacity_bytes(contender: Contender, plan: Plan) -> int:
-    """Return what it may take on disk besides what a round stores."""
-    sizes = [contender.capacity_bytes(work.stored_bytes) or 0 for work in plan.works]
-    return max(sizes) if plan.steady else 0
-
-
-def _facts(contender: Contender, floors: dict[str, Floor | None]) -> dict[str, Any]:
-    floor = floors[contender.name]
-    return {
-        "options": dict(contender.options),
-        "directory": str(contender.place.path) if contender.place else None,
-        "floor": floor.name if floor else None,
-    }
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    return {
-        "total_bytes": plan.total_bytes,
-        "keys_per_job": plan.keys_per_job,
-        "one_job": plan.one_job,
-        "in_flight": plan.in_flight,
-        "rounds": plan.rounds,
-        "threads": plan.threads,
-        "direct_floor": plan.direct,
-        "steady": plan.steady,
-        "keep": plan.keep,
-        "warm_up": plan.warm_up,
-    }
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "processors": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "kvoffload_async": version("kvoffload-async"),
-    }
 
 
 def _check_plot(path: Path | None) -> None:

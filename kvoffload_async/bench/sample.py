@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from kvoffload_async.cli.bench.plan import Jobs
+from kvoffload_async.bench.plan import Jobs
 
 Sample = dict[str, float]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
-from kvoffload_async.cli.bench.contender import Contender
-from kvoffload_async.cli.bench.places import Place
-from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.bench.contender import Contender
+from kvoffload_async.bench.places import Place
 from kvoffload_async.config import nearest, reject_unknown
 from kvoffload_async.errors import InputError
 from kvoffload_async.factory import load_class
@@ -32,13 +31,13 @@ PEERS: Final[Mapping[str, Entry]] = {
 }
 
 
-def load_peer(text: str) -> Contender:
-    """Import and return the peer that the user names: `NAME[:root_dir=DIR,key=value,...]`.
+def load_peer(peer_config: Mapping[str, Any]) -> Contender:
+    """Import and return a peer: `type` is its name, beside `root_dir` and options of its own.
 
     Raises:
         InputError: There is no such peer, its engine is not installed, or an option is unusable.
     """
-    config = parse_tier(text, "--peer")
+    config = dict(peer_config)
     name = config.pop("type")
     if name not in PEERS:
         raise InputError(

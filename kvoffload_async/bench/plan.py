@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from kvoffload_async.cli.bench.places import WARM_UP
+from kvoffload_async.bench.places import WARM_UP
 from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PAGE_BYTES

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload_async.cli.bench.contender import UnfitError
-from kvoffload_async.cli.bench.payload import Payload
-from kvoffload_async.cli.bench.places import PIECE_BYTES, Place
-from kvoffload_async.cli.bench.plan import Jobs, Plan
-from kvoffload_async.cli.bench.sample import Sample, of_pass
+from kvoffload_async.bench.contender import UnfitError
+from kvoffload_async.bench.payload import Payload
+from kvoffload_async.bench.places import PIECE_BYTES, Place
+from kvoffload_async.bench.plan import Jobs, Plan
+from kvoffload_async.bench.sample import Sample, of_pass
 from kvoffload_async.errors import InputError
 
 _START_S = 30.0

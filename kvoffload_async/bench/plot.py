@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
-from kvoffload_async.cli.bench.figures import Figure, Report
-from kvoffload_async.cli.bench.rounds import MEMCPY
-from kvoffload_async.cli.bench.tables import size_text
+from kvoffload_async.bench.figures import Figure, Report, size_text
+from kvoffload_async.bench.rounds import MEMCPY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _PANELS: Final = (
     ("store", "gib_per_s", "Store, GiB/s"),

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from typing import Any, Final
 
-from kvoffload_async.cli.bench.contender import UnfitError
-from kvoffload_async.cli.bench.places import Place
-from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.bench.contender import UnfitError
+from kvoffload_async.bench.places import Place
 from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.factory import (
@@ -63,14 +62,14 @@ class OwnTier:
     A tier that needs a capacity and is given none gets one that a round does not exhaust.
     """
 
-    def __init__(self, text: str) -> None:
-        """Check what the user says of it, `TYPE[:key=value,...]`; nothing is opened.
+    def __init__(self, tier_config: Mapping[str, Any]) -> None:
+        """Check a tier's configuration, `type` included; nothing is opened.
 
         Raises:
-            InputError: It cannot be read.
+            InputError: It cannot be imported, or its directory is no path.
             ConfigError: The tier, an option or a value is unknown.
         """
-        config = parse_tier(text)
+        config = dict(tier_config)
         self.name: str = config["type"]
         self.options: Mapping[str, Any] = {k: v for k, v in config.items() if k != "type"}
         cls = _class_of(config)

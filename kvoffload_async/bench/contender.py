@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvoffload_async.cli.bench.places import Place
+from kvoffload_async.bench.places import Place
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.types import BlockIds, OffloadKey
 
