@@ -24,7 +24,7 @@ from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
 from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import BUILT_IN_PASSES, Flags, read_config, resolve
-from kvoffload_async.cli.store.command import store_app
+from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec

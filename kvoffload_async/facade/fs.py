@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.config import (
     at_least,
     parse_bool,
@@ -125,3 +126,10 @@ class FileSystemTierManager(SecondaryTierManager):
         )
         tier = FsTier(settings, partial(create_policy, eviction_policy), ops)
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Not before it is asked for: it loads anyio.
+        from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance  # noqa: PLC0415
+
+        return FsMaintenance

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.config import Parser, at_least, or_none, parse_bool, parse_seconds
 from kvoffload_async.core.backpressure import Backpressure
@@ -194,6 +195,11 @@ class SecondaryTierManager:
         self._link.pump()
 
     # -- a request's life -----------------------------------------------------------------------
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance] | None:
+        """Return what looks after such tiers' stores; None: nothing does."""
+        return None
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; returns which of its blocks the tier wants."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.config import at_least, or_none, parse_bool, parse_name, parse_size_bytes
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.secondary import (
@@ -121,3 +122,10 @@ class SlabTierManager(SecondaryTierManager):
         options["n_read_threads"] = settings.io_threads - 1
         options["n_write_threads"] = 1
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Not before it is asked for: it loads anyio.
+        from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance  # noqa: PLC0415
+
+        return SlabMaintenance

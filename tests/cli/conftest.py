@@ -1,5 +1,6 @@
 """The command is what these tests run."""
 
 from command_line import command, faulty_tiers, importable, interrupted_workload
+from fs.maintenance.conftest import store
 
-__all__ = ["command", "faulty_tiers", "importable", "interrupted_workload"]
+__all__ = ["command", "faulty_tiers", "importable", "interrupted_workload", "store"]
