@@ -264,6 +264,6 @@ class TestAsync:
         monkeypatch.setattr("kvoffload_async.replay.run.stall_timeout_s", lambda _spec: 0.2)
         config = {"type": "Stuck", "module_path": faulty_tiers}
         spec = resolve(Flags(tiers=[f"Stuck:module_path={config['module_path']}"]), ScratchFolder())
-        monkeypatch.setattr("kvoffload_async.replay.run._bounded", lambda _spec, _manner: 0.3)
+        monkeypatch.setattr("kvoffload_async.replay.run._bounded", lambda _spec, _options: 0.3)
         with pytest.raises(StalledError, match="1 jobs have no result"):
             replay(spec, ChatWorkload(limit=3), ReplayOptions(engine="async"))

@@ -72,7 +72,10 @@ def test_of_a_sound_store_there_is_a_summary_and_nothing_else(store, call):
 
 
 @every_call
-def test_what_is_expected_is_what_is_done(store, call):
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_is_expected_is_what_is_done(store, call, is_damaged):
+    if is_damaged:
+        damage_a_block(store.tier_type, store.folder)
     expected, done = [], []
     run(call, store, MaintenanceControl(expect=expected.append, advance=done.append))
     assert sum(expected) == sum(done)

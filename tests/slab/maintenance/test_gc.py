@@ -10,9 +10,9 @@ def test_gc_removes_what_killed_writers_left_and_unknown_files_only_when_asked_a
     assert slab.complaints("inspect") == ["1 files that a killed writer has left"]
     assert slab.complaints("gc", "--dry-run") == ["left by a killed writer: journal.tmp"]
     assert (slab.folder / "journal.tmp").exists()
-    mended = slab.run("gc", "--unknown-files")
-    assert (mended["temps"], mended["unknown_files"]) == (["journal.tmp"], [])
-    assert mended["freed_bytes"] >= 5000
+    changed = slab.run("gc", "--unknown-files")
+    assert (changed["temps"], changed["unknown_files"]) == (["journal.tmp"], [])
+    assert changed["freed_bytes"] >= 5000
     assert slab.run("inspect")["unknown_files"] == ["notes.txt"]
     assert slab.run("gc", "--unknown-files", "--older-than", "0")["unknown_files"] == ["notes.txt"]
     assert not unknown.exists()

@@ -27,9 +27,9 @@ def test_a_damaged_manifest_is_rebuilt_from_what_the_journal_confirms(slab, dama
     damage(slab.manifest)
     assert "the manifest is unreadable" in slab.complaints("inspect")[0]
     assert "see repair" in slab.complaints("gc")[0]
-    mended = slab.run("repair")
-    assert mended["manifest_rebuilt"]
-    assert mended["blocks"] == 12
+    changed = slab.run("repair")
+    assert changed["manifest_rebuilt"]
+    assert changed["blocks"] == 12
     after = Manifest.decode(slab.manifest.read_bytes())
     assert after.layout == before.layout
     assert (after.block_bytes, after.slot_bytes, after.rank) == (BLOCK, BLOCK, 0)
@@ -55,9 +55,9 @@ def test_a_lost_manifest_is_taken_from_the_store_of_another_rank(slab):
     slab.manifest.unlink()
     result = slab.command.run("store", "repair", slab.root, "--json")
     assert result.exit_code == 0, result.output
-    mended = {store["name"]: store for store in json.loads(result.stdout)["slab_stores"]}
-    assert mended["m_r0"]["manifest_rebuilt"]
-    assert not mended["m_r1"]["manifest_rebuilt"]
+    changed = {store["name"]: store for store in json.loads(result.stdout)["slab_stores"]}
+    assert changed["m_r0"]["manifest_rebuilt"]
+    assert not changed["m_r1"]["manifest_rebuilt"]
     assert slab.served() == list(range(12))
 
 
@@ -69,9 +69,9 @@ def test_a_lost_manifest_of_a_namespace_of_its_own_is_in_the_folders_name(slab):
     (own,) = slab.root.glob("m_r0_*")
     (own / MANIFEST).unlink()
     result = slab.command.run("store", "repair", own, "--json")
-    (mended,) = json.loads(result.stdout)["slab_stores"]
-    assert mended["manifest_rebuilt"]
-    assert mended["blocks"] == 5
+    (changed,) = json.loads(result.stdout)["slab_stores"]
+    assert changed["manifest_rebuilt"]
+    assert changed["blocks"] == 5
 
 
 def test_a_manifest_of_another_layout_is_not_believed(slab):

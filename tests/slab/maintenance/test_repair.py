@@ -37,21 +37,21 @@ def test_a_flipped_bit_is_named_by_verify_and_dropped_by_repair(slab):
     assert slab.complaints("verify") == [complaint]
     found = slab.run("verify", exit_code=1)["verification"]
     assert (found["checked"], found["verified"], len(found["corrupt"])) == (12, 11, 1)
-    mended = slab.run("repair")
-    assert mended["journal_rebuilt"]
-    assert not mended["manifest_rebuilt"]
-    assert mended["blocks"] == 11
-    assert [bad["key"] for bad in mended["dropped"]] == [key_of(3).hex()]
+    changed = slab.run("repair")
+    assert changed["journal_rebuilt"]
+    assert not changed["manifest_rebuilt"]
+    assert changed["blocks"] == 11
+    assert [bad["key"] for bad in changed["dropped"]] == [key_of(3).hex()]
     assert slab.run("verify")["verification"]["verified"] == 11
     assert slab.served() == [i for i in range(12) if i != 3]
 
 
 def test_repair_of_a_sound_store_changes_nothing(slab):
     before = slab.files()
-    mended = slab.run("repair")
+    changed = slab.run("repair")
     assert slab.files() == before
-    assert mended["blocks"] == 12
-    assert not mended["journal_rebuilt"]
+    assert changed["blocks"] == 12
+    assert not changed["journal_rebuilt"]
 
 
 def test_a_damaged_journal_costs_its_frame_and_no_other_block(slab):
@@ -69,9 +69,9 @@ def test_a_damaged_journal_costs_its_frame_and_no_other_block(slab):
     tier.shutdown()
     other.close()
     assert slab.complaints("inspect") == [f"{kept} bytes of the journal are damaged"]
-    mended = slab.run("repair")
-    assert mended["journal_rebuilt"]
-    assert mended["blocks"] == 6
+    changed = slab.run("repair")
+    assert changed["journal_rebuilt"]
+    assert changed["blocks"] == 6
     assert slab.run("inspect")["damaged_bytes"] == 0
     assert slab.served() == list(second_half)
 
@@ -89,8 +89,8 @@ def test_blocks_before_damage_are_suspect_until_repair_has_verified_them(slab):
     slab.journal.write_bytes(journal)
     flip(slab.journal, len(journal) - 3 * RECORD_BYTES)  # the last frame but one
     assert slab.run("inspect", exit_code=1)["suspect"] == 14
-    mended = slab.run("repair")
-    assert mended["blocks"] == 15
+    changed = slab.run("repair")
+    assert changed["blocks"] == 15
     found = slab.run("inspect")
     assert (found["blocks"], found["suspect"]) == (15, 0)
     assert slab.served() == list(range(12))
@@ -129,9 +129,9 @@ def test_without_a_journal_nothing_can_be_kept_and_repair_says_so(slab):
     assert slab.complaints("inspect") == [
         "the journal is missing: nothing says which blocks these are"
     ]
-    mended = slab.run("repair")
-    assert mended["blocks"] == 0
-    assert mended["journal_rebuilt"]
+    changed = slab.run("repair")
+    assert changed["blocks"] == 0
+    assert changed["journal_rebuilt"]
     assert slab.served() == []
 
 

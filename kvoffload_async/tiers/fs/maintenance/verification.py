@@ -130,9 +130,9 @@ class BlockChecker:
     def _judge(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
         length = self._ops.fstat(fd).st_size
         # Before the bytes: of a file that is overwritten meanwhile, they must not match.
-        seal = self._ops.get_xattr(fd, ATTRIBUTE)
+        digest = self._ops.get_xattr(fd, ATTRIBUTE)
         wanted = self._block_bytes
-        if wanted is None and seal is None:
+        if wanted is None and digest is None:
             wanted = self._usual_bytes
         if wanted is not None and length != wanted:
             return Verdict.CORRUPT, f"{length} bytes instead of {wanted}"
@@ -143,10 +143,10 @@ class BlockChecker:
             if count == 0:
                 return Verdict.CORRUPT, f"ends after {done} bytes"
             done += count
-        if seal is None:
+        if digest is None:
             return Verdict.WITHOUT_DIGEST, ""
         sealer = Sealer(self._namespace.layout_of(length))
-        if seal != sealer.seal(block.key, data):
+        if digest != sealer.seal(block.key, data):
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
 

@@ -106,6 +106,7 @@ async def verify_slab(io: MaintenanceIo, store: SlabStore, contents: Contents) -
         gone = [row for row in doubtful if bytes(_identities(live[row : row + 1])[0]) not in here]
         judgements |= dict.fromkeys(gone, (Verdict.GONE, ""))
         still = np.array(sorted(set(doubtful) - set(gone)), dtype=np.int64)
+        io.control.expect(len(still))
         judgements |= await _check(io, checker, still)
     for row, (verdict, reason) in sorted(judgements.items()):
         if verdict is Verdict.GONE:
