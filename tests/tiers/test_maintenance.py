@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import itertools
+import threading
 from contextlib import aclosing
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.tiers.files import maintenance as files_maintenance
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.maintenance import verification as fs_verification
 from kvoffload_async.tiers.slab.maintenance import verification as slab_verification
 
@@ -170,6 +172,35 @@ def is_free(store):
     with Path(store.folder, "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
+
+
+def test_a_cancellation_waits_for_the_thread_that_is_reading():
+    async def cancel_while_reading():
+        reading, may_end, ended = asyncio.Event(), threading.Event(), []
+        loop = asyncio.get_running_loop()
+
+        def check(batch):
+            loop.call_soon_threadsafe(reading.set)
+            may_end.wait(30)
+            ended.append(batch)
+
+        async def work():
+            io = files_maintenance.MaintenanceIo(FileOps(), MaintenanceControl())
+            async with aclosing(io.share_out(iter([1]), check)) as checks:
+                return [checked async for checked in checks]
+
+        task = asyncio.create_task(work())
+        await reading.wait()
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done()
+        may_end.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert ended == [1]
+
+    asyncio.run(cancel_while_reading())
 
 
 def test_what_a_check_raises_comes_out(store, monkeypatch):

@@ -1,6 +1,7 @@
 """A slab store whose manifest is damaged or lost: where `repair` takes it from."""
 
 import json
+import os
 
 import pytest
 from slab.maintenance.slabs import BLOCK, Slab
@@ -107,3 +108,13 @@ def test_a_file_that_is_no_manifest_is_refused(slab):
     assert f"--manifest {path}: it is no manifest" in slab.command.refusal(
         "store", "repair", slab.root, "--manifest", path
     )
+
+
+def test_it_is_refused_before_any_other_store_is_repaired(slab):
+    trace = slab.command.trace([[1, 2, 3]])
+    slab.command.figures(trace, "--primary-blocks", 8, "--tier", f"fs:root_dir={slab.root}")
+    corrupt = next(slab.root.rglob("*.bin"))
+    os.truncate(corrupt, 10)
+    path = slab.command.file("{}", "no.json")
+    slab.command.refusal("store", "repair", slab.root, "--manifest", path)
+    assert corrupt.exists()
