@@ -174,33 +174,74 @@ def is_free(store):
         return True
 
 
-def test_a_cancellation_waits_for_the_thread_that_is_reading():
-    async def cancel_while_reading():
-        reading, may_end, ended = asyncio.Event(), threading.Event(), []
-        loop = asyncio.get_running_loop()
+class Gate:
+    """Keeps a thread in a call until the test has cancelled who waits for it."""
 
-        def check(batch):
-            loop.call_soon_threadsafe(reading.set)
-            may_end.wait(30)
-            ended.append(batch)
+    def __init__(self):
+        self.is_reached, self.may_end, self.num_ended = asyncio.Event(), threading.Event(), 0
+        self.loop = asyncio.get_running_loop()
 
-        async def work():
-            io = files_maintenance.MaintenanceIo(FileOps(), MaintenanceControl())
-            async with aclosing(io.share_out(iter([1]), check)) as checks:
-                return [checked async for checked in checks]
+    def pass_through(self, *_arguments):
+        self.loop.call_soon_threadsafe(self.is_reached.set)
+        assert self.may_end.wait(30)
+        self.num_ended += 1
 
-        task = asyncio.create_task(work())
-        await reading.wait()
-        task.cancel()
-        for _ in range(20):
+    async def cancel_inside(self, work):
+        task = asyncio.create_task(work)
+        await self.is_reached.wait()
+        for _ in range(10):
+            task.cancel()
             await asyncio.sleep(0)
         assert not task.done()
-        may_end.set()
+        self.may_end.set()
         await asyncio.wait([task])
         assert task.cancelled()
-        assert ended == [1]
 
-    asyncio.run(cancel_while_reading())
+
+async def last_of(iterator):
+    async with aclosing(iterator) as items:
+        return [item async for item in items][-1]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda io, call: io.run(call, 1),
+        lambda io, call: last_of(io.share_out(iter([1]), call)),
+    ],
+)
+def test_a_cancellation_waits_for_the_thread_that_is_in_a_call(work):
+    async def cancel():
+        gate = Gate()
+        io = files_maintenance.MaintenanceIo(FileOps(), MaintenanceControl())
+        await gate.cancel_inside(work(io, gate.pass_through))
+        assert gate.num_ended == 1
+
+    asyncio.run(cancel())
+
+
+@pytest.mark.parametrize("step", ["lock", "rename"])
+@pytest.mark.parametrize("call", ["gc", "repair"])
+def test_a_store_is_given_back_only_when_the_call_in_it_has_ended(store, call, step, monkeypatch):
+    if step == "rename" and store.tier_type == "fs":
+        step = "unlink"
+    damage_a_block(store.tier_type, store.folder)
+
+    async def cancel():
+        gate, method = Gate(), getattr(FileOps, step)
+
+        def slow(self, *arguments, **options):
+            result = method(self, *arguments, **options)
+            gate.pass_through()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FileOps, step, slow)
+            await gate.cancel_inside(last_of(CALLS[call](store, MaintenanceControl())))
+
+    asyncio.run(cancel())
+    assert is_free(store)
+    assert isinstance(run(call, store)[-1], Summary)
 
 
 def test_what_a_check_raises_comes_out(store, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TypeVar, TypeVarTuple
 
@@ -48,7 +48,9 @@ class MaintenanceIo:
 
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
         """Return what a call returns that blocks; a cancellation is delivered when it has ended."""
-        return await anyio.to_thread.run_sync(call, *arguments, limiter=self._limiter)
+        task = self._start(call, *arguments)
+        await _settle([task])
+        return task.result()
 
     async def share_out(
         self, batches: Iterator[Batch], check: Callable[[Batch], Checked]
@@ -64,16 +66,33 @@ class MaintenanceIo:
                     batch = next(batches, None)
                     if batch is None:
                         break
-                    running[asyncio.create_task(self.run(check, batch), name="check")] = batch
+                    running[self._start(check, batch)] = batch
                 if not running:
                     return
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     yield running.pop(task), task.result()
         finally:
-            if running:
-                with anyio.CancelScope(shield=True):
-                    await asyncio.wait(running)
+            await _settle(running)
+
+    def _start(
+        self, call: Callable[[*Arguments], Checked], *arguments: *Arguments
+    ) -> asyncio.Task[Checked]:
+        in_thread = anyio.to_thread.run_sync(call, *arguments, limiter=self._limiter)
+        return asyncio.create_task(in_thread, name="kvoffload-maintenance")
+
+
+async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Wait until tasks have ended, however often it is cancelled; then be cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while pending := [task for task in tasks if not task.done()]:
+            try:
+                await asyncio.wait(pending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def figures_of(report: DataclassInstance) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import ClassVar, Self
 
-import anyio
-
 from kvoffload_async.abc.maintenance import (
     Findings,
     GcOptions,
@@ -71,14 +69,13 @@ class FsMaintenance(StoreMaintenance):
         """
         io = MaintenanceIo(self._ops, control)
         cleanup = Cleanup(self._ops, self._namespace, options)
-        await io.run(cleanup.register)
         try:
+            await io.run(cleanup.register)
             async with aclosing(self._clean_up(io, cleanup, options)) as findings:
                 async for finding in findings:
                     yield finding
         finally:
-            with anyio.CancelScope(shield=True):
-                await io.run(cleanup.unregister)
+            await io.run(cleanup.unregister)
         for finding in cleanup.take_findings():
             yield finding
         removed = cleanup.removed

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar, Self
 
-import anyio
 import anyio.to_thread
 
 from kvoffload_async.abc.maintenance import (
@@ -106,12 +105,11 @@ class SlabMaintenance(StoreMaintenance):
     async def _locked(self, io: MaintenanceIo) -> AsyncIterator[None]:
         """Keep tiers away from the store."""
         lock = locked(self._ops, self._store)
-        await io.run(lock.__enter__)
         try:
+            await io.run(lock.__enter__)
             yield
         finally:
-            with anyio.CancelScope(shield=True):
-                await io.run(lock.__exit__, None, None, None)
+            await io.run(lock.__exit__, None, None, None)
 
     async def _clean_up(self, io: MaintenanceIo, changes: Changes, options: GcOptions) -> None:
         contents = await io.run(read_contents, self._ops, self._store)
