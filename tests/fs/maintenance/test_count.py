@@ -1,12 +1,15 @@
 """The count of bytes that bounded tiers share: compared by `inspect`, set right by `gc`."""
 
+import asyncio
 import itertools
 import json
 import os
 import signal
+from contextlib import aclosing
 
 from fs.maintenance.stores import disk_bytes, truncate, usage_of
 
+from kvoffload_async import GcOptions, MaintenanceControl, find_stores
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.maintenance import verification
 from kvoffload_async.tiers.fs.writers import WriterRegistry
@@ -85,4 +88,22 @@ def test_ctrl_c_in_the_middle_of_gc_leaves_the_count_right(bounded, monkeypatch)
     assert result.exit_code == 130
     (collected,) = json.loads(result.stdout)["namespaces"]
     assert len(collected["corrupt"]) == num_blocks - len(bounded.blocks) < num_blocks
+    assert usage_of(bounded).settled_bytes == disk_bytes(bounded.folder)
+
+
+def test_whoever_closes_gc_in_the_middle_leaves_the_count_right(bounded, monkeypatch):
+    monkeypatch.setattr(verification, "BATCH_BYTES", 4096)
+    for path in bounded.blocks:
+        truncate(path)
+    num_blocks = len(bounded.blocks)
+
+    async def first_finding():
+        (namespace,) = await find_stores(bounded.root)
+        async with aclosing(
+            namespace.gc(GcOptions(corrupt=True), MaintenanceControl())
+        ) as findings:
+            await anext(findings)
+
+    asyncio.run(first_finding())
+    assert 0 < len(bounded.blocks) < num_blocks
     assert usage_of(bounded).settled_bytes == disk_bytes(bounded.folder)
