@@ -1,5 +1,16 @@
 """A multi-tier KV-cache offload engine for LLM serving: asyncio inside, plain calls outside."""
 
+from kvoffload_async.abc.maintenance import (
+    Finding,
+    GcOptions,
+    MaintenanceControl,
+    Problem,
+    Removal,
+    RepairOptions,
+    Rewrite,
+    StoreMaintenance,
+    Summary,
+)
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import (
     AsyncTier,
@@ -26,6 +37,7 @@ from kvoffload_async.errors import (
     ClosedError,
     ConfigError,
     CorruptBlockError,
+    InputError,
     OffloadError,
     RepeatedKeyError,
     StateError,
@@ -52,6 +64,7 @@ from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
 from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.fs import FileSystemTierManager
+from kvoffload_async.facade.maintenance import find_stores
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -110,7 +123,10 @@ __all__ = [
     "EngineRequest",
     "ExampleSecondaryTierManager",
     "FileSystemTierManager",
+    "Finding",
     "GPULoadStoreSpec",
+    "GcOptions",
+    "InputError",
     "IoRunner",
     "JobMetadata",
     "JobResult",
@@ -119,6 +135,7 @@ __all__ = [
     "LoadStoreSpec",
     "Locality",
     "LookupResult",
+    "MaintenanceControl",
     "Medium",
     "OffloadConfig",
     "OffloadEngine",
@@ -131,9 +148,13 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingManager",
     "PrepareStoreOutput",
+    "Problem",
+    "Removal",
+    "RepairOptions",
     "RepeatedKeyError",
     "ReqContext",
     "RequestOffloadingContext",
+    "Rewrite",
     "ScheduleEndContext",
     "SchedulerRequest",
     "SecondaryTierFactory",
@@ -141,6 +162,8 @@ __all__ = [
     "SlabTierManager",
     "StateError",
     "StepOutput",
+    "StoreMaintenance",
+    "Summary",
     "TierBounds",
     "TierBusyError",
     "TierCapabilities",
@@ -161,6 +184,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "UnknownSlotError",
+    "find_stores",
     "fingerprint_files",
     "get_offload_block_hash",
     "get_offload_group_idx",

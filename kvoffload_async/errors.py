@@ -1,9 +1,10 @@
 """The error tree: the name of an error says who is at fault.
 
-`ConfigError` is the fault of whoever wrote the configuration, `StateError` and `ClosedError` of
-the calling code, `BusyError` of nobody (a bound was reached: try again later), `TierError` of a
-storage tier, `TransportError` of the device transport. Errors of third-party libraries are mapped
-onto this tree once, at the edge where they enter.
+`ConfigError` is the fault of whoever wrote the configuration, `InputError` of whoever named a file
+or a directory, `StateError` and `ClosedError` of the calling code, `BusyError` of nobody (a bound
+was reached: try again later), `TierError` of a storage tier, `TransportError` of the device
+transport. Errors of third-party libraries are mapped onto this tree once, at the edge where they
+enter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ class ConfigError(OffloadError, ValueError):
 
 class UnknownNameError(ConfigError):
     """A name (tier, policy, key) is not known; the message lists the ones that are."""
+
+
+class InputError(OffloadError, ValueError):
+    """What a user names (a directory, a trace, a file) cannot be used; the message is one line."""
+
+
+class StalledError(OffloadError):
+    """Requests wait, and the engine has made no progress for too long: a defect, or a dead tier."""
 
 
 class StateError(OffloadError):

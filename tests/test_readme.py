@@ -75,6 +75,19 @@ def test_the_readmes_tier_keeps_the_contract(readme, tmp_path):
     assert re.search(r"\d\d passed", done.stdout)
 
 
+def test_the_readmes_program_names_a_corrupt_block(readme, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(code(readme, "maintenance"))
+    root = tmp_path / "root"
+    options = ("--limit", "3", "--tier", f"fs:root_dir={root}")
+    assert run("-m", "kvoffload_async", "replay", *options, cwd=tmp_path).returncode == 0
+    victim = next(root.rglob("*.bin"))
+    os.truncate(victim, 10)
+    done = run(program, root, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f" corrupt: {victim}: " in done.stdout
+
+
 def test_the_readme_lists_every_key_of_the_configuration(readme):
     required = {"cpu_bytes_to_use", "block_bytes"}
     defaults = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.types import JobId, JobMetadata, Locality, Medium, OffloadKey
 
 T = TypeVar("T")
@@ -204,6 +205,11 @@ class AsyncTier(ABC):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
         """Note that these blocks were used, head to tail. Must return at once."""
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance] | None:
+        """Return what looks after such tiers' stores; None: nothing does."""
+        return None
 
     def describe(self) -> str:
         """Return one line for people: what this tier is and where."""

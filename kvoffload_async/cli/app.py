@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvoffload_async.cli.bench.command import bench
+from kvoffload_async.cli.bench import bench
 from kvoffload_async.cli.catalogue import common_options, tier_entries
 from kvoffload_async.cli.ending import (
     EXIT_FAILED,
@@ -19,18 +19,19 @@ from kvoffload_async.cli.ending import (
     complain,
     errors_as_one_line,
 )
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
-from kvoffload_async.cli.passes import PassReports, print_table, replay_passes
-from kvoffload_async.cli.replay import DEVICES, ENGINES, Manner
+from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import BUILT_IN_PASSES, Flags, read_config, resolve
-from kvoffload_async.cli.store.command import store_app
+from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
-from kvoffload_async.cli.trace import TraceFile
-from kvoffload_async.cli.workload import ChatWorkload
+from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.passes import PassReports, replay_passes
+from kvoffload_async.replay.run import DEVICES, ENGINES, ReplayOptions
+from kvoffload_async.replay.trace import TraceFile
+from kvoffload_async.replay.workload import ChatWorkload
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -146,7 +147,7 @@ def replay(
         num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} is no file that can be read again")
-        manner = Manner(
+        options = ReplayOptions(
             concurrency=concurrency,
             verify=not no_verify,
             engine=engine,
@@ -158,9 +159,9 @@ def replay(
         reports = replay_passes(
             spec,
             lambda: TraceFile(trace, limit) if trace else ChatWorkload(limit),
-            Console(stderr=True),
-            manner,
+            options,
             num_passes,
+            follow=bar_per_pass(Console(stderr=True), num_passes),
         )
         _publish(reports, json)
     for complaint in reports.complaints:

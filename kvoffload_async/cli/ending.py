@@ -10,8 +10,7 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-from kvoffload_async.cli.errors import InputError
-from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.errors import ConfigError, InputError, OffloadError
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_INPUT: Final = 2

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import InputError
 
 STDOUT: Final = "-"
 

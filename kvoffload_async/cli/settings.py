@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
+from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.buffer import row_stride_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.errors import InputError
 
 
 def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier
 from kvoffload_async.config import OffloadConfig, nearest, reject_unknown
 from kvoffload_async.core.backpressure import (
@@ -56,6 +57,15 @@ class SecondaryTierFactory:
     def get_tier_class(cls, name: str) -> type:
         """Import and return the class registered under a name; raises what that raises."""
         return cls._checked(name, cls._registry.load(name))
+
+    @classmethod
+    def get_maintenance(cls, name: str) -> type[StoreMaintenance] | None:
+        """Return what looks after the stores of a registered tier, if anything does.
+
+        Raises what `get_tier_class` raises.
+        """
+        loaded: type[AsyncTier | SecondaryTierManager] = cls.get_tier_class(name)
+        return loaded.maintenance()
 
     @classmethod
     def validate(cls) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.config import (
     OffloadConfig,
     at_least,
@@ -132,3 +133,10 @@ class FileSystemTierManager(SecondaryTierManager):
     def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
         """Check that the model is named; see `SecondaryTierManager`."""
         identity_fields(options.get("run_config"), options, config)
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Not before it is asked for: it loads anyio.
+        from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance  # noqa: PLC0415
+
+        return FsMaintenance

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final, TypedDict
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
 from kvoffload_async.config import (
     OffloadConfig,
@@ -230,6 +231,11 @@ class SecondaryTierManager:
         """
 
     # -- a request's life -----------------------------------------------------------------------
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance] | None:
+        """Return what looks after such tiers' stores; None: nothing does."""
+        return None
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; returns which of its blocks the tier wants."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Unpack
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.config import (
     OffloadConfig,
     at_least,
@@ -135,3 +136,10 @@ class SlabTierManager(SecondaryTierManager):
     def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
         """Check that the model is named; see `SecondaryTierManager`."""
         identity_fields(options.get("run_config"), options, config)
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Not before it is asked for: it loads anyio.
+        from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance  # noqa: PLC0415
+
+        return SlabMaintenance

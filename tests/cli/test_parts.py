@@ -1,32 +1,19 @@
 """The command's parts, each on its own."""
 
 import io
-import os
 import signal
 import threading
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.cli import catalogue
-from kvoffload_async.cli.device import FramePool
-from kvoffload_async.cli.errors import InputError, StalledError
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.replay import Manner, replay, stall_timeout_s, unique_names
-from kvoffload_async.cli.roads.stepwise import StepwiseRoad
-from kvoffload_async.cli.roads.workers import Workers
-from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.settings import Flags, resolve
-from kvoffload_async.cli.tally import Tally
 from kvoffload_async.cli.tierspec import parse_tier
-from kvoffload_async.cli.trace import TraceFile
-from kvoffload_async.cli.workload import NUM_REQUESTS, SYSTEM_PROMPT_BLOCKS, ChatWorkload
+from kvoffload_async.errors import InputError
 from kvoffload_async.facade.factory import SecondaryTierFactory
-from kvoffload_async.transport.paged import PagedMemory
 
 
 class TestTierSpec:
@@ -50,62 +37,6 @@ class TestTierSpec:
     def test_what_is_no_tier(self, text):
         with pytest.raises(InputError, match="--tier"):
             parse_tier(text)
-
-
-class TestWorkload:
-    def test_is_the_same_for_the_same_seed(self):
-        assert list(ChatWorkload()) == list(ChatWorkload())
-        assert list(ChatWorkload(seed=1)) != list(ChatWorkload(seed=2))
-
-    def test_equal_ids_mean_equal_prefixes(self):
-        prefix_of = {}
-        for blocks in ChatWorkload():
-            for i, block in enumerate(blocks):
-                assert prefix_of.setdefault(block, blocks[:i]) == blocks[:i]
-
-    def test_conversations_share_system_prompts_and_return(self):
-        requests = list(ChatWorkload())
-        assert len(requests) == NUM_REQUESTS
-        assert {r[0] for r in requests} == {0, 12, 20}
-        assert min(map(len, requests)) > min(SYSTEM_PROMPT_BLOCKS)
-        heads = [r[max(SYSTEM_PROMPT_BLOCKS)] for r in requests if len(r) > 20]
-        assert len(set(heads)) < len(heads) / 2
-
-    def test_tells_how_far_it_is(self):
-        source = ChatWorkload()
-        assert source.fraction_done == 0.0
-        for _ in source:
-            pass
-        assert source.fraction_done == 1.0
-
-    def test_tells_how_far_it_is_to_the_limit(self):
-        source = ChatWorkload(limit=4)
-        requests = iter(source)
-        next(requests)
-        assert source.fraction_done == 0.25
-
-
-def test_a_trace_tells_how_far_it_is(command):
-    source = TraceFile(command.trace([[1], [2]]))
-    fractions = [source.fraction_done for _ in source]
-    source.close()
-    assert fractions == [0.5, 1.0]
-
-
-def test_an_empty_trace_is_no_division_by_zero(command):
-    source = TraceFile(command.trace([]))
-    assert list(source) == []
-    assert source.fraction_done == 0.0
-    source.close()
-
-
-def test_a_read_error_is_bad_input(command):
-    source = TraceFile(command.trace([[1]]))
-    os.close(source._file.fileno())
-    with pytest.raises(InputError, match="cannot be read: Bad file descriptor"):
-        list(source)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        source.close()
 
 
 class TestInterrupt:
@@ -162,63 +93,6 @@ class TestProgress:
         gauge.expect(4)
         gauge.advance(7)
         assert shares == [0, 0, 0.25, 0.125, 1]
-
-
-class TestStop:
-    def test_stopping_ends_the_requests_in_flight(self, command):
-        answers = iter([False] * 50)
-        spec = resolve(Flags(primary_blocks=100, tiers=["example"]), ScratchFolder())
-        manner = Manner(concurrency=4, should_stop=lambda: next(answers, True))
-        report = replay(spec, ChatWorkload(), manner)
-        assert report.interrupted
-        assert 0 < report.requests < NUM_REQUESTS
-        assert report.complaints == []
-
-    def test_work_that_never_ends_is_given_up_at_the_deadline(self, faulty_tiers):
-        spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
-        manager = spec.get_manager()
-        tally = Tally.of_tiers(["Stuck"], device_keeps=False)
-        workers = Workers(spec, [PagedMemory(2, 16 * 1024)], tally)
-        pool = FramePool(2, keeps_contents=False)
-        road = StepwiseRoad(
-            manager, workers, pool, tally, tier_names=["Stuck"], stall_timeout_s=0.25
-        )
-        with pytest.raises(StalledError, match="0 requests wait and 1 jobs have no result"):
-            road.run([[1, 2]])
-        assert not road.drain(0.05)
-        workers.shutdown(5)
-        spec.shutdown(0.2)
-        assert manager.engine.counters.job_results == 1
-
-    def test_the_stall_deadline_is_behind_the_engines_own(self):
-        tiers = [{"type": "example", "io_timeout_s": 70}, {"type": "example"}]
-        config = {"cpu_bytes_to_use": 4096, "block_bytes": 1}
-        assert stall_timeout_s(TieringOffloadingSpec(config)) > 30
-        spec = TieringOffloadingSpec({**config, "secondary_tiers": tiers})
-        assert stall_timeout_s(spec) > 70
-
-
-class TestReport:
-    def test_complains_of_what_must_never_happen(self):
-        good = replay(
-            resolve(Flags(tiers=["example"]), ScratchFolder()), ChatWorkload(limit=3), Manner()
-        )
-        assert good.complaints == []
-        bad = replace(good, corrupt_blocks=1, leaked_pins=2, job_results=good.job_results - 3)
-        assert bad.complaints == [
-            "1 loaded blocks had wrong bytes",
-            "2 slots were never given back",
-            "3 jobs got no result",
-        ]
-
-
-def test_names_of_tiers_are_unique():
-    assert unique_names(["fs", "primary", "fs", "device"]) == [
-        "fs",
-        "primary#2",
-        "fs#2",
-        "device#2",
-    ]
 
 
 class TestCatalogue:

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 
-from kvoffload_async.cli.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
 
 
 def lru_hits(requests, capacity):

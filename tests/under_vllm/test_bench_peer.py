@@ -5,9 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kvoffload_async.bench.peers import load_peer
 from kvoffload_async.cli.app import app
-from kvoffload_async.cli.bench.peers import load_peer
-from kvoffload_async.cli.errors import InputError
+from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.errors import InputError
 
 SMALL = (
     *("--block-bytes", "4KiB", "--total-bytes", "128KiB", "--keys-per-job", "4"),
@@ -47,4 +48,4 @@ def test_it_is_measured_with_its_c_helper_and_through_the_page_cache(tmp_path):
 )
 def test_its_options_are_checked(options, reason):
     with pytest.raises((InputError, ValueError), match=reason):
-        load_peer(f"vllm-fs:{options}")
+        load_peer(parse_tier(f"vllm-fs:{options}"))

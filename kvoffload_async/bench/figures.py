@@ -1,0 +1,227 @@
+"""The figures of a bench: medians over the rounds, their spread, and what they are of the floor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Final
+
+from kvoffload_async.bench.floor import Floor
+from kvoffload_async.bench.rounds import MEMCPY, Samples
+from kvoffload_async.bench.sample import BESIDE, Sample
+
+FLOOR_OF: Final = {
+    "store": "store",
+    "load": "load",
+    "store_one_job": "store",
+    "load_one_job": "load",
+}
+"""Which of the floor's passes stands beside which of a tier's."""
+
+
+_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure over all rounds.
+
+    Attributes:
+        median: The middle one; `low` and `high` are the extremes.
+        of_floor: The median as a multiple of the floor's, where there is one to compare it with.
+        of_memcpy: The same of copying the bytes in memory.
+    """
+
+    median: float
+    low: float
+    high: float
+    of_floor: float | None = None
+    of_memcpy: float | None = None
+
+
+Passes = dict[str, dict[str, Figure]]
+"""Figures by pass and name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How a contender did at one block size.
+
+    Attributes:
+        passes: Its figures.
+        against: Its medians as multiples of each peer's: by peer, pass and name.
+        verified_blocks: Loaded blocks that were compared with what was stored, after the clock
+            had stopped; `wrong_blocks` of them differed.
+        failed_jobs: Jobs that failed, and why the first one did.
+    """
+
+    passes: Passes
+    against: dict[str, dict[str, dict[str, float]]]
+    verified_blocks: int
+    wrong_blocks: int
+    failed_jobs: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeReport:
+    """Everything at one block size.
+
+    Attributes:
+        block_bytes: The size.
+        num_jobs: Jobs of a pass, of `keys_per_job` blocks each.
+        one_job_keys: Blocks of the single large job.
+        memcpy: The figures of copying the bytes in memory.
+        floors: Figures of plain reads and writes, by directory.
+        contenders: Everybody's standing, by name.
+    """
+
+    block_bytes: int
+    num_jobs: int
+    keys_per_job: int
+    one_job_keys: int
+    memcpy: dict[str, Figure]
+    floors: dict[str, Passes]
+    contenders: dict[str, Standing]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a bench has shown.
+
+    Attributes:
+        interrupted: Whether block sizes are missing because somebody asked it to stop.
+        settings: What it was asked to do.
+        machine: What it ran on.
+        contenders: Of each: its options, its directory, the floor that it is compared with.
+        sizes: The figures.
+    """
+
+    interrupted: bool
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    contenders: dict[str, dict[str, Any]]
+    sizes: tuple[SizeReport, ...]
+
+    @property
+    def complaints(self) -> list[str]:
+        """What must never happen, and did."""
+        found = []
+        for size in self.sizes:
+            for name, standing in size.contenders.items():
+                where = f"{name}, blocks of {size.block_bytes} bytes"
+                if standing.wrong_blocks:
+                    found.append(f"{where}: {standing.wrong_blocks} loaded blocks were wrong")
+                if standing.failed_jobs:
+                    found.append(f"{where}: {standing.failed_jobs} jobs failed: {standing.reason}")
+        return found
+
+    def to_json(self) -> str:
+        """Return it as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def summarize(
+    samples: Samples,
+    floors: Mapping[str, Floor | None],
+    peers: Sequence[str],
+) -> SizeReport:
+    """Return the figures of one block size.
+
+    Args:
+        samples: What was measured.
+        floors: By contender, the floor to compare it with; None for that of memory.
+        peers: Contenders to compare the others with.
+    """
+    work = samples.work
+    memcpy = _figures(samples.passes[MEMCPY, "copy"], {}, {})
+    raw = {
+        floor.name: {
+            what: _figures(samples.passes[floor.name, what], {}, memcpy)
+            for what in ("store", "load")
+        }
+        for floor in floors.values()
+        if floor is not None
+    }
+    passes: dict[str, Passes] = {}
+    for name, floor in floors.items():
+        beside = raw[floor.name] if floor else {"store": memcpy, "load": memcpy}
+        passes[name] = {
+            what: _figures(
+                samples.passes[name, what], beside.get(FLOOR_OF.get(what, ""), {}), memcpy
+            )
+            for who, what in samples.passes
+            if who == name
+        }
+    return SizeReport(
+        block_bytes=work.block_bytes,
+        num_jobs=work.many.num_jobs,
+        keys_per_job=work.many.keys_per_job,
+        one_job_keys=work.one.num_keys if work.one else 0,
+        memcpy=memcpy,
+        floors=raw,
+        contenders={
+            name: Standing(
+                passes=passes[name],
+                against={
+                    peer: _against(passes[name], passes[peer]) for peer in peers if peer != name
+                },
+                verified_blocks=samples.verified_blocks[name],
+                wrong_blocks=samples.wrong_blocks[name],
+                failed_jobs=samples.failed_jobs[name],
+                reason=samples.reasons.get(name),
+            )
+            for name in floors
+        },
+    )
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size in the largest unit in which it is a whole number."""
+    for unit, name in _UNITS:
+        if num_bytes % unit == 0:
+            return f"{num_bytes // unit} {name}"
+    return f"{num_bytes} B"
+
+
+def _figures(
+    samples: Sequence[Sample], floor: Mapping[str, Figure], memcpy: Mapping[str, Figure]
+) -> dict[str, Figure]:
+    """Return the figures of one pass, over the rounds, beside those of a floor and of memcpy."""
+    names = samples[0] if samples else {}
+    return {
+        name: _figure(
+            [s[name] for s in samples if name in s], _beside(name, floor), _beside(name, memcpy)
+        )
+        for name in names
+    }
+
+
+def _figure(values: Sequence[float], floor: float | None, memcpy: float | None) -> Figure:
+    middle = median(values)
+    return Figure(
+        median=middle,
+        low=min(values),
+        high=max(values),
+        of_floor=middle / floor if floor else None,
+        of_memcpy=middle / memcpy if memcpy else None,
+    )
+
+
+def _beside(name: str, figures: Mapping[str, Figure]) -> float | None:
+    figure = figures.get(BESIDE.get(name, name))
+    return figure.median if figure else None
+
+
+def _against(mine: Passes, theirs: Passes) -> dict[str, dict[str, float]]:
+    return {
+        what: {
+            name: figure.median / theirs[what][name].median
+            for name, figure in figures.items()
+            if name in theirs[what] and theirs[what][name].median
+        }
+        for what, figures in mine.items()
+        if what in theirs
+    }

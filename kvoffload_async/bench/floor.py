@@ -1,0 +1,169 @@
+"""What the machine itself can do: the same bytes copied, written and read, and nothing else.
+
+The bytes go in few large calls, as a tier would at best: pieces of about `PIECE_BYTES`, written
+into and read from a file that is preallocated anew for every measurement, by several threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload_async.bench.contender import UnfitError
+from kvoffload_async.bench.payload import Payload
+from kvoffload_async.bench.places import PIECE_BYTES, Place
+from kvoffload_async.bench.plan import Jobs, Plan
+from kvoffload_async.bench.sample import Sample, of_pass
+from kvoffload_async.errors import InputError
+
+_START_S = 30.0
+
+
+class Floor:
+    """Copies, writes and reads the rows of one payload.
+
+    Attributes:
+        name: The directory that it writes in.
+        place: Where that is.
+    """
+
+    def __init__(self, place: Place) -> None:
+        """Measure in a place."""
+        self.name = str(place.path)
+        self.place = place
+
+    def measure(self, plan: Plan, payload: Payload, jobs: Jobs) -> dict[str, Sample]:
+        """Return a sample each of storing and loading; the payload's rows are right afterwards.
+
+        Raises:
+            InputError: The place has no room, or cannot do what is asked.
+            UnfitError: It moves fewer bytes than it should, or other ones.
+        """
+        pieces = _pieces(payload.bytes, jobs)
+        samples: dict[str, Sample] = {}
+        with self._new_file(jobs.num_bytes, direct=plan.direct) as file:
+
+            def write(start: int) -> None:
+                _check(os.pwritev(file, [pieces[start]], start), pieces[start])
+
+            def read(start: int) -> None:
+                _check(os.preadv(file, [pieces[start]], start), pieces[start])
+
+            payload.fill()
+            if plan.steady:  # what is full writes over what it has written before
+                for start in pieces:
+                    write(start)
+            samples["store"] = _timed(write, list(pieces), plan.threads, jobs, plan.in_flight)
+            payload.wipe()
+            samples["load"] = _timed(read, list(pieces), plan.threads, jobs, plan.in_flight)
+        if payload.wrong_rows(jobs.num_keys):
+            raise UnfitError(f"{self.name}: returned other bytes than were written to it")
+        return samples
+
+    @contextmanager
+    def _new_file(self, size_bytes: int, *, direct: bool) -> Iterator[int]:
+        with self.place.new_directory() as directory:
+            path = Path(directory, "floor")
+            try:
+                flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+                file = os.open(path, flags, 0o600)
+                try:
+                    os.posix_fallocate(file, 0, size_bytes)
+                    yield file
+                finally:
+                    os.close(file)
+            except OSError as error:
+                raise InputError(
+                    f"{self.name}: the floor cannot be measured here ({error.strerror}); name "
+                    "another directory"
+                ) from error
+
+
+def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
+    """Return a sample of copying the bytes from memory to memory."""
+    pieces = {
+        start: (payload.flat[start : start + size], payload.truth[start : start + size])
+        for start, size in _cuts(jobs)
+    }
+
+    def copy(start: int) -> None:
+        np.copyto(*pieces[start])
+
+    return _timed(copy, list(pieces), plan.threads, jobs, plan.in_flight)
+
+
+def _cuts(jobs: Jobs) -> list[tuple[int, int]]:
+    """Return start and size of every piece: whole blocks, joined up to `PIECE_BYTES`."""
+    size = max(1, PIECE_BYTES // jobs.block_bytes) * jobs.block_bytes
+    return [(start, min(size, jobs.num_bytes - start)) for start in range(0, jobs.num_bytes, size)]
+
+
+def _pieces(flat: memoryview, jobs: Jobs) -> dict[int, memoryview]:
+    return {start: flat[start : start + size] for start, size in _cuts(jobs)}
+
+
+def _check(moved_bytes: int, piece: memoryview) -> None:
+    if moved_bytes != piece.nbytes:
+        raise UnfitError(f"a plain call moved {moved_bytes} of {piece.nbytes} bytes")
+
+
+def _timed(
+    call: Callable[[int], None], starts: Sequence[int], threads: int, jobs: Jobs, in_flight: int
+) -> Sample:
+    """Run the calls on threads that are all there before the clock starts."""
+    waiting = deque(starts)
+    ended_s: dict[int, float] = {}
+    gate = threading.Barrier(threads + 1)
+
+    def serve() -> None:
+        gate.wait(_START_S)
+        while True:
+            try:
+                start = waiting.popleft()
+            except IndexError:
+                return
+            call(start)
+            ended_s[start] = time.perf_counter()
+
+    with ThreadPoolExecutor(threads, "kvoffload-bench-floor") as pool:
+        tasks = [pool.submit(serve) for _ in range(threads)]
+        gate.wait(_START_S)
+        begun_s, cpu_s = time.perf_counter(), time.process_time()
+        for task in tasks:
+            task.result()
+        wall_s, cpu_s = max(ended_s.values()) - begun_s, time.process_time() - cpu_s
+    job_ends_s = _job_ends(jobs, {start: ended - begun_s for start, ended in ended_s.items()})
+    latencies_s = _latencies(job_ends_s, in_flight)
+    return of_pass(jobs, wall_s=wall_s, cpu_s=cpu_s, latencies_s=latencies_s)
+
+
+def _job_ends(jobs: Jobs, ended_s: dict[int, float]) -> list[float]:
+    """Return when each job's last piece ended; a piece may belong to several jobs."""
+    starts = sorted(ended_s)
+    ends = [ended_s[start] for start in starts]
+    piece_bytes = starts[1] - starts[0] if len(starts) > 1 else jobs.num_bytes
+    job_bytes = jobs.keys_per_job * jobs.block_bytes
+    return [
+        max(ends[first // piece_bytes : (first + job_bytes - 1) // piece_bytes + 1])
+        for first in range(0, jobs.num_bytes, job_bytes)
+    ]
+
+
+def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
+    """Return how long each job took, had it been submitted when one before it ended.
+
+    That is what a pass of a tier does: at most `in_flight` jobs are under way.
+    """
+    freed_s = sorted(job_ends_s)
+    return [
+        ended_s - (freed_s[i - in_flight] if i >= in_flight else 0.0)
+        for i, ended_s in enumerate(job_ends_s)
+    ]

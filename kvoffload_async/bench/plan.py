@@ -1,0 +1,174 @@
+"""What a bench does: sizes, counts and rounds, checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from kvoffload_async.bench.places import WARM_UP
+from kvoffload_async.config import parse_size_bytes
+from kvoffload_async.errors import InputError
+from kvoffload_async.runtime.buffer import PAGE_BYTES
+
+NUM_BUFFERS = 2
+"""The rows that tiers work on, and what must be in them."""
+_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """What one pass moves: so many jobs of so many blocks each."""
+
+    num_jobs: int
+    keys_per_job: int
+    block_bytes: int
+
+    @property
+    def num_keys(self) -> int:
+        """Blocks of the pass."""
+        return self.num_jobs * self.keys_per_job
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pass."""
+        return self.num_keys * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is moved at one block size: many jobs, and where it is wanted one large job."""
+
+    many: Jobs
+    one: Jobs | None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.many.block_bytes
+
+    @property
+    def num_rows(self) -> int:
+        """Blocks of the larger of the two."""
+        return max(self.many.num_keys, self.one.num_keys if self.one else 0)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a tier holds at the end of a round."""
+        return self.many.num_bytes + (self.one.num_bytes if self.one else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The settings of a bench.
+
+    Attributes:
+        works: What is moved, one a block size.
+        total_bytes: What a pass moves at most, and the size of each of the two buffers.
+        keys_per_job: Blocks of each of the many jobs.
+        one_job: Keys of the single large job, as asked for.
+        in_flight: Jobs under way at once.
+        rounds: How often everything is measured.
+        threads: Threads of the floor.
+        direct: Whether the floor bypasses the page cache.
+        steady: Whether what has a capacity is full before it is measured.
+        keep: Whether everybody has one store for all rounds of a block size.
+        warm_up: Whether memory for the page cache is touched before a store is opened.
+    """
+
+    works: tuple[Work, ...]
+    total_bytes: int
+    keys_per_job: int
+    one_job: int
+    in_flight: int
+    rounds: int
+    threads: int
+    direct: bool = False
+    steady: bool = False
+    keep: bool = False
+    warm_up: bool = True
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a tier holds at the end of a round, at most."""
+        return max(work.stored_bytes for work in self.works)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that must be free on disk for each contender, to store or to warm up."""
+        return max(WARM_UP, self.rounds if self.keep else 1) * self.stored_bytes
+
+    @classmethod
+    def parse(
+        cls,
+        block_bytes: str,
+        total_bytes: str,
+        *,
+        keys_per_job: int,
+        one_job: int,
+        in_flight: int,
+        rounds: int,
+        threads: int,
+        direct: bool = False,
+        steady: bool = False,
+        keep: bool = False,
+        warm_up: bool = True,
+    ) -> Self:
+        """Check what the command line says.
+
+        Raises:
+            InputError: Sizes do not fit each other, or the machine.
+            ConfigError: A size is none.
+        """
+        total = parse_size_bytes(total_bytes, "--total-bytes")
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+        most = int(memory_bytes * _MEMORY_SHARE) // NUM_BUFFERS
+        if total > most:
+            raise InputError(
+                f"--total-bytes: {total_bytes!r} needs {NUM_BUFFERS * total} bytes of memory for "
+                f"two buffers, more than half of what this machine has; use at most {most}"
+            )
+        sizes = _sizes(block_bytes.split(","))
+        job_bytes = max(sizes) * keys_per_job
+        if job_bytes > total:
+            raise InputError(
+                f"--total-bytes: {total_bytes!r} is less than one job of {keys_per_job} blocks of "
+                f"{max(sizes)} bytes; use at least {job_bytes}, or fewer --keys-per-job"
+            )
+        return cls(
+            works=tuple(_work(size, total, keys_per_job, one_job) for size in sizes),
+            total_bytes=total,
+            keys_per_job=keys_per_job,
+            one_job=one_job,
+            in_flight=in_flight,
+            rounds=rounds,
+            threads=threads,
+            direct=direct,
+            steady=steady,
+            keep=keep,
+            warm_up=warm_up,
+        )
+
+
+def _sizes(texts: Sequence[str]) -> list[int]:
+    sizes: list[int] = []
+    for text in texts:
+        size = parse_size_bytes(text, "--block-bytes")
+        if size % PAGE_BYTES:
+            raise InputError(
+                f"--block-bytes: {text!r} is not valid; it must be a multiple of {PAGE_BYTES}, "
+                "since the primary's rows are whole pages"
+            )
+        if size in sizes:
+            raise InputError(f"--block-bytes: {text!r} is given twice; leave one out")
+        sizes.append(size)
+    return sizes
+
+
+def _work(block_bytes: int, total_bytes: int, keys_per_job: int, one_job: int) -> Work:
+    one_job_keys = min(one_job, total_bytes // block_bytes)
+    return Work(
+        Jobs(total_bytes // (block_bytes * keys_per_job), keys_per_job, block_bytes),
+        Jobs(1, one_job_keys, block_bytes) if one_job_keys else None,
+    )

@@ -1,0 +1,84 @@
+"""The figures of a bench as a picture; the only module that imports matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Canvas
+
+from kvoffload_async.bench.figures import Figure, Report, size_text
+from kvoffload_async.bench.rounds import MEMCPY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PANELS: Final = (
+    ("store", "gib_per_s", "Store, GiB/s"),
+    ("load", "gib_per_s", "Load, GiB/s"),
+    ("store", "submit_us_per_key", "Submitting a store, us of the owner's thread a key"),
+    ("load", "submit_us_per_key", "Submitting a load, us of the owner's thread a key"),
+)
+_MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
+_FLOOR_STYLE: Final = {"color": "black", "fmt": "--"}
+
+
+def check_suffix(path: Path) -> str | None:
+    """Return which suffixes there are, if not this one."""
+    known = sorted(FigureCanvasAgg(Canvas()).get_supported_filetypes())
+    return None if path.suffix.lstrip(".").lower() in known else ", ".join(known)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write the picture; raises OSError where that is not possible."""
+    canvas = Canvas(figsize=(11, 8), layout="constrained")
+    for axes, (what, name, title) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
+        _draw_panel(axes, report, what, name)
+        axes.set_title(title)
+    canvas.savefig(path, dpi=120)
+
+
+def _draw_panel(axes: Axes, report: Report, what: str, name: str) -> None:
+    for label, style, figures in _lines(report, what, name):
+        known = [(x, figure) for x, figure in enumerate(figures) if figure is not None]
+        middle = [figure.median for _, figure in known]
+        spread = [
+            [figure.median - figure.low for _, figure in known],
+            [figure.high - figure.median for _, figure in known],
+        ]
+        if known:
+            axes.errorbar(
+                [x for x, _ in known], middle, yerr=spread, capsize=3, label=label, **style
+            )
+    labels = [size_text(size.block_bytes) for size in report.sizes]
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlabel("block")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(_minor_label)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+
+
+def _lines(
+    report: Report, what: str, name: str
+) -> Iterator[tuple[str, dict[str, Any], list[Figure | None]]]:
+    """Yield the label, the style and a figure a block size of every line."""
+    sizes = report.sizes
+    yield MEMCPY, _MEMCPY_STYLE, [size.memcpy.get(name) for size in sizes]
+    for floor in sizes[0].floors:
+        figures = [size.floors[floor][what].get(name) for size in sizes]
+        label = f"floor {floor}" if len(sizes[0].floors) > 1 else "floor"
+        yield label, _FLOOR_STYLE, figures
+    for number, contender in enumerate(sizes[0].contenders):
+        passes = [size.contenders[contender].passes for size in sizes]
+        # By number, so that each has the same colour in every panel.
+        style = {"color": f"C{number}", "fmt": "o-"}
+        yield contender, style, [each.get(what, {}).get(name) for each in passes]
+
+
+def _minor_label(value: float, _position: float) -> str:
+    """Return a label for 2 and 5 times a power of ten, since all of them would overlap."""
+    return f"{value:g}" if f"{value:.0e}"[0] in "25" else ""

@@ -1,1 +1,0 @@
-"""`kvoffload bench`: what tiers cost on this machine, beside what the machine itself can do."""

@@ -1,0 +1,166 @@
+"""The figures of a bench, for people: a table a pass, one of single calls, one against peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
+from kvoffload_async.bench.rounds import MEMCPY
+
+_TITLES: Final = {
+    "store": "Store",
+    "load": "Load",
+    "store_one_job": "Store, one large job",
+    "load_one_job": "Load, one large job",
+}
+_FILE_WIDTH: Final = 132
+_WHOLE: Final = 100
+
+Figures = Mapping[str, Figure]
+
+
+def print_tables(report: Report) -> None:
+    """Print everything to standard output, wide enough where that is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    for what, title in _TITLES.items():
+        table = _pass_table(report, what, title)
+        if table.row_count:
+            console.print(table)
+    console.print(_rest_table(report))
+    if any(standing.against for size in report.sizes for standing in size.contenders.values()):
+        console.print(_against_table(report))
+    for remark in _remarks(report):
+        console.print(Text(remark))
+
+
+def _pass_table(report: Report, what: str, title: str) -> Table:
+    table = _table(
+        title,
+        *("GiB/s", "from-to", "x floor"),
+        *("p50 ms", "p90", "p99"),
+        *("us/job", "us/key", "x floor"),
+        *("CPU s/GiB", "x floor"),
+    )
+    for size in report.sizes:
+        rows = _Rows(table, size)
+        if what in {"store", "load"}:
+            rows.add(MEMCPY, *_cells(size.memcpy))
+            for floor, passes in size.floors.items():
+                rows.add(_floor_name(report, floor), *_cells(passes[what]))
+        for name, standing in size.contenders.items():
+            if what in standing.passes:
+                rows.add(name, *_cells(standing.passes[what]))
+    return table
+
+
+def _cells(figures: Figures) -> list[str]:
+    speed, owner = figures["gib_per_s"], figures.get("owner_us_per_job")
+    return [
+        _number(speed),
+        f"{speed.low:.2g}-{speed.high:.2g}",
+        _times(speed.of_floor),
+        *(_number(figures[f"job_ms_p{q}"]) for q in (50, 90, 99)),
+        _number(owner),
+        _number(figures.get("owner_us_per_key")),
+        _times(owner.of_floor if owner else None),
+        _number(figures["cpu_s_per_gib"]),
+        _times(figures["cpu_s_per_gib"].of_floor),
+    ]
+
+
+def _rest_table(report: Report) -> Table:
+    table = _table("Single calls, in us", "submit a large store", "a load", "idle poll", "lookup")
+    for size in report.sizes:
+        rows = _Rows(table, size)
+        for name, standing in size.contenders.items():
+            passes, at_rest = standing.passes, standing.passes["at_rest"]
+            rows.add(
+                name,
+                _number(passes.get("store_one_job", {}).get("submit_us_per_job")),
+                _number(passes.get("load_one_job", {}).get("submit_us_per_job")),
+                _number(at_rest.get("idle_poll_us")),
+                _number(at_rest.get("lookup_us")),
+            )
+    return table
+
+
+def _against_table(report: Report) -> Table:
+    table = _table(
+        "Times a peer's speed, and times its owner's time a key",
+        *_TITLES.values(),
+        *("owner, store", "owner, load"),
+    )
+    for size in report.sizes:
+        rows = _Rows(table, size)
+        for name, standing in size.contenders.items():
+            for peer, ratios in standing.against.items():
+                rows.add(
+                    f"{name} / {peer}",
+                    *(_times(ratios.get(what, {}).get("gib_per_s")) for what in _TITLES),
+                    *(_times(ratios[what].get("owner_us_per_key")) for what in ("store", "load")),
+                )
+    return table
+
+
+def _remarks(report: Report) -> Iterator[str]:
+    settings = report.settings
+    yield (
+        f"Medians of {settings['rounds']} rounds, everybody in turn in each, on "
+        f"{'full' if settings['steady'] else 'empty'} stores"
+        f"{' that are kept from round to round' if settings['keep'] else ''}; "
+        f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks under way. ms: of a "
+        "job, until its result is seen. us: of the owner's thread, in all calls. x floor: as a "
+        f"multiple of plain writes or reads by {settings['threads']} threads; for the owner's "
+        "time, of the time that these take. Every loaded block was compared with what was stored, "
+        "after the clock had stopped."
+    )
+    for name, facts in report.contenders.items():
+        options = "".join(f", {key}={value}" for key, value in facts["options"].items())
+        yield f"{name}: in {facts['directory'] or 'memory'}{options}"
+
+
+class _Rows:
+    """Adds the rows of one block size, which is named in the first of them."""
+
+    def __init__(self, table: Table, size: SizeReport) -> None:
+        table.add_section()
+        self._table = table
+        self._label = size_text(size.block_bytes)
+
+    def add(self, name: str, *cells: str) -> None:
+        self._table.add_row(self._label, Text(name), *cells)
+        self._label = ""
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("block", ""):
+        table.add_column(column, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _floor_name(report: Report, floor: str) -> str:
+    kind = "direct" if report.settings["direct_floor"] else "buffered"
+    return f"floor, {kind}" if len(report.sizes[0].floors) == 1 else f"floor, {kind}, {floor}"
+
+
+def _number(figure: Figure | None) -> str:
+    return "" if figure is None else _short(figure.median)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else _short(ratio)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= _WHOLE else f"{value:.3g}"

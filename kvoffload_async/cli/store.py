@@ -1,0 +1,231 @@
+"""`kvoffload store inspect|verify|gc|repair`: looks into directories of tiers, and cleans up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+from rich.console import Console
+
+from kvoffload_async.abc.maintenance import (
+    Findings,
+    GcOptions,
+    MaintenanceControl,
+    Problem,
+    RepairOptions,
+    StoreMaintenance,
+    Summary,
+)
+from kvoffload_async.cli.ending import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    complain,
+    errors_as_one_line,
+)
+from kvoffload_async.cli.gauge import Gauge
+from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.progress import progress_bar
+from kvoffload_async.cli.store_tables import shown, summary_tables
+from kvoffload_async.errors import ConfigError, InputError
+from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
+
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="The tier's root_dir; of a slab store, its own folder will do.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+OlderThan = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="Age from which temporary files of unknown writers, and unknown files, may go.",
+    ),
+]
+Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
+Summaries: TypeAlias = Sequence[tuple[StoreMaintenance, Summary]]
+Problems: TypeAlias = Sequence[tuple[StoreMaintenance, Problem]]
+
+store_app = typer.Typer(
+    name="store",
+    help="Look after what fs and slab tiers keep in a directory, while tiers are open on it too; "
+    "only gc and repair of a slab store need it for themselves.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@store_app.command()
+def inspect(directory: Directory, *, as_json: AsJson = False) -> None:
+    """Count what is there, by namespace and slab store; changes nothing."""
+    _command(directory, "inspect", lambda store, control: store.inspect(control), as_json=as_json)
+
+
+@store_app.command()
+def verify(directory: Directory, *, as_json: AsJson = False) -> None:
+    """Read every block, and check its length and checksum; changes nothing."""
+    _command(directory, "verify", lambda store, control: store.verify(control), as_json=as_json)
+
+
+@store_app.command()
+def gc(
+    directory: Directory,
+    *,
+    older_than: OlderThan = 3600.0,
+    corrupt: Annotated[
+        bool, typer.Option("--corrupt", help="Read every block, and remove the corrupt ones.")
+    ] = False,
+    unknown_files: Annotated[
+        bool, typer.Option("--unknown-files", help="Remove files that are no blocks.")
+    ] = False,
+    strangers: Annotated[bool, typer.Option("--strangers", hidden=True)] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; tell what would be removed.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what nobody will use; what living writers own stays.
+
+    That is: temporary files and entries of dead writers, old temporary files of unknown ones,
+    empty folders, and on demand corrupt blocks and unknown files. The fs tiers' shared count of
+    bytes is right afterwards.
+    """
+    if strangers:
+        typer.echo("kvoffload: warning: --strangers is called --unknown-files now", err=True)
+    options = GcOptions(
+        older_than_s=older_than,
+        corrupt=corrupt,
+        unknown_files=unknown_files or strangers,
+        dry_run=dry_run,
+    )
+    _command(
+        directory,
+        "gc",
+        lambda store, control: store.gc(options, control),
+        as_json=as_json,
+        shows_part=True,
+    )
+
+
+@store_app.command()
+def repair(
+    directory: Directory,
+    *,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="manifest.json of a slab store of the same model and block size, of any rank, "
+            "for one that has lost its own.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep all blocks that verify, and drop the rest.
+
+    Of a slab store, manifest and journal are written anew where they are damaged. A namespace of
+    the fs tier has neither and needs no repair: of that, corrupt blocks are removed, as by `gc
+    --corrupt`.
+    """
+    with errors_as_one_line():
+        content = None if manifest is None else _read(manifest)
+
+    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
+        try:
+            return store.repair(RepairOptions(manifest=content), control)
+        except ConfigError as error:
+            raise InputError(f"--manifest {manifest}: {error}") from error
+
+    _command(directory, "repair", call, as_json=as_json, shows_part=True)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"--manifest {path}: cannot be read: {error.strerror or error}") from error
+
+
+def _command(
+    directory: Path, title: str, call: Call, *, as_json: bool, shows_part: bool = False
+) -> None:
+    """Look after every store in a directory, tell what was found, and end with a status."""
+    with errors_as_one_line(), Interrupt() as interrupt:
+        with _followed(title, interrupt) as control:
+            summaries, problems = _run(directory, call, control)
+        if interrupt.is_requested and not shows_part:
+            raise typer.Exit(EXIT_INTERRUPTED)
+        _publish(directory, summaries, as_json=as_json)
+    if interrupt.is_requested:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    for store, problem in problems:
+        complain(shown(f"{store.name}: {problem.text}"))
+    if problems:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@contextmanager
+def _followed(title: str, interrupt: Interrupt) -> Iterator[MaintenanceControl]:
+    gauge = Gauge()
+    with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, title) as on_change:
+        gauge.on_change = on_change
+        yield MaintenanceControl(
+            expect=gauge.expect,
+            advance=gauge.advance,
+            should_stop=lambda: interrupt.is_requested,
+        )
+
+
+def _run(directory: Path, call: Call, control: MaintenanceControl) -> tuple[Summaries, Problems]:
+    """Return what every store has come to, and what is wrong with it.
+
+    Raises:
+        InputError: There is no store, or it cannot be read.
+    """
+    try:
+        return asyncio.run(_find_and_call(directory, call, control))
+    except OSError as error:
+        where = error.filename or directory.absolute()
+        raise InputError(f"{where}: cannot be read: {error.strerror or error}") from error
+
+
+async def _find_and_call(
+    directory: Path, call: Call, control: MaintenanceControl
+) -> tuple[Summaries, Problems]:
+    summaries: list[tuple[StoreMaintenance, Summary]] = []
+    problems: list[tuple[StoreMaintenance, Problem]] = []
+    # All are called before the first one starts: that checks the options.
+    calls = [(store, call(store, control)) for store in await find_stores(directory)]
+    for store, iterator in calls:
+        if control.should_stop():
+            break
+        async with aclosing(iterator) as findings:
+            async for finding in findings:
+                if isinstance(finding, Summary):
+                    summaries.append((store, finding))
+                elif isinstance(finding, Problem):
+                    problems.append((store, finding))
+    return summaries, problems
+
+
+def _publish(directory: Path, summaries: Summaries, *, as_json: bool) -> None:
+    if not as_json:
+        for table in summary_tables(summaries):
+            Console().print(table)
+        return
+    report: dict[str, object] = {"directory": str(directory)}
+    for kind in maintenance_kinds():
+        report[kind.report_key] = [
+            found.figures for store, found in summaries if isinstance(store, kind)
+        ]
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")

@@ -1,1 +1,0 @@
-"""Looking after what tiers leave in a directory: `kvoffload store`."""

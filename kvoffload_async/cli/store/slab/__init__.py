@@ -1,1 +1,0 @@
-"""Looking after what `slab` tiers leave in a directory; the format is in `tiers.slab`."""

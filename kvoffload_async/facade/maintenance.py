@@ -1,0 +1,53 @@
+"""The stores in a directory, whatever tiers have left them there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.errors import ConfigError, InputError
+from kvoffload_async.facade.factory import SecondaryTierFactory
+
+
+async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
+    """Return the stores that a directory is, or that lie in it, by kind and name.
+
+    Raises:
+        InputError: It cannot be read, or there is none.
+    """
+    kinds, unusable = await asyncio.to_thread(_kinds)
+    root = _absolute(directory)
+    found = [store for kind in kinds for store in await kind.find(root)]
+    certain = {store.folder for store in found if not store.has_generic_name}
+    stores = [s for s in found if not s.has_generic_name or s.folder not in certain]
+    if stores:
+        return stores
+    wanted = " and ".join(f"no {kind.tier_type} store ({kind.appearance})" for kind in kinds)
+    unknown = "".join(f"; {name} cannot be asked: {why}" for name, why in unusable.items())
+    raise InputError(f"{root}: {wanted} in it; give the tier's root_dir{unknown}")
+
+
+def _absolute(directory: str | Path) -> str:
+    return str(Path(directory).absolute())
+
+
+def maintenance_kinds() -> list[type[StoreMaintenance]]:
+    """Return every kind of store that something looks after. Imports all registered tiers."""
+    return _kinds()[0]
+
+
+def _kinds() -> tuple[list[type[StoreMaintenance]], Mapping[str, str]]:
+    """Return the kinds, and the tiers that cannot be asked for theirs, each with the reason."""
+    kinds: list[type[StoreMaintenance]] = []
+    unusable: dict[str, str] = {}
+    for name in SecondaryTierFactory.names():
+        try:
+            kind = SecondaryTierFactory.get_maintenance(name)
+        except (ImportError, AttributeError, ConfigError) as error:
+            unusable[name] = str(error)
+            continue
+        if kind is not None and kind not in kinds:
+            kinds.append(kind)
+    return kinds, unusable

@@ -1,0 +1,246 @@
+"""Drives `OffloadEngine` as an asynchronous server does: a task a request.
+
+A request waits, in its turn, until the device has room for all of it, so that nobody is ever
+preempted. What the device holds of its head is used, what the tiers hold behind that is loaded, the
+rest is computed, and the whole prompt is offered for storing.
+
+A request is in flight until every job that works for it has ended; see `stepwise`. A hit counts for
+a tier if the block was not in the primary when the request came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvoffload_async.core.primary import BlockState
+from kvoffload_async.engine import EngineRequest, OffloadEngine
+from kvoffload_async.errors import BusyError, StalledError, TransportError
+from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers.room import require_room
+from kvoffload_async.replay.prompt import Prompt
+from kvoffload_async.replay.tally import Tally
+from kvoffload_async.types import LookupResult, OffloadKey
+
+if TYPE_CHECKING:  # torch is loaded with the first memory, not before
+    from kvoffload_async.transport.paged import PagedMemory
+
+_WATCH_S = 0.05
+_ROOM_S = 1.0
+"""How long a store waits for room in the primary."""
+
+
+class AsyncDriver:
+    """Replays requests, `concurrency` in flight at once, begun in their order.
+
+    Thread: the loop's.
+    """
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        memory: PagedMemory,
+        pool: FramePool,
+        tally: Tally,
+        *,
+        tier_names: Sequence[str],
+        concurrency: int = 1,
+        verify: bool = True,
+        stall_timeout_s: float = 120.0,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start with nothing in flight; the arguments are those of `StepwiseDriver`."""
+        self._engine = engine
+        self._manager = engine.manager
+        self._memory = memory
+        self._pool = pool
+        self._tally = tally
+        self._tier_names = tuple(tier_names)
+        self._concurrency = concurrency
+        self._verify = verify
+        self._stall_timeout_s = stall_timeout_s
+        self._should_stop = should_stop
+        self._on_step = on_step
+        self._admitted = 0
+        self._turn = asyncio.Lock()
+        self._released = asyncio.Event()
+        self._computing: set[int] = set()
+        self._mark_ns = time.thread_time_ns()
+
+    async def run(self, requests: Iterator[Sequence[int]]) -> None:
+        """Replay until the last request has ended, or `should_stop`.
+
+        Raises:
+            InputError: A request is larger than the device.
+            StalledError: Nothing has moved for `stall_timeout_s`.
+        """
+        tasks = {
+            asyncio.create_task(self._serve(requests), name=f"replay:{index}")
+            for index in range(self._concurrency)
+        }
+        try:
+            while tasks and not self._should_stop():
+                done, tasks = await asyncio.wait(
+                    tasks, timeout=_WATCH_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=self._stall_timeout_s)
+
+    async def rest(self, timeout_s: float) -> bool:
+        """Wait until the engine is at rest; False at the deadline."""
+        deadline_s = time.monotonic() + timeout_s
+        while not await self._engine.quiesce(_WATCH_S) or self._manager.has_pending_work():
+            if time.monotonic() > deadline_s:
+                return False
+            await self._engine.wait_for_progress(_WATCH_S)
+        return True
+
+    # -- a request ------------------------------------------------------------------------------
+
+    async def _serve(self, requests: Iterator[Sequence[int]]) -> None:
+        while not self._should_stop():
+            block_ids = next(requests, None)
+            if block_ids is None:
+                return
+            prompt = Prompt(self._admitted, block_ids)
+            require_room(prompt, self._pool)
+            self._admitted += 1
+            await self._enter(prompt)
+            await self._replay(prompt)
+            found = prompt.found_on_device + prompt.found_beyond
+            self._computing.difference_update(prompt.ids[found:])
+            self._pool.release(prompt.frames)
+            self._released.set()
+            await self._follow_jobs(prompt.request_id)
+            self._tally.end(prompt)
+            now_ns = time.thread_time_ns()
+            self._tally.owner_ns.append(max(0, now_ns - self._mark_ns))
+            self._mark_ns = now_ns
+            self._on_step()
+
+    async def _enter(self, prompt: Prompt) -> None:
+        """Take frames for the whole request, in turn."""
+        async with self._turn:
+            while True:
+                on_device = self._pool.match(prompt.ids)
+                others = self._pool.claim(on_device, len(prompt.ids) - len(on_device))
+                if others is not None:
+                    break
+                await self._next_release()
+        prompt.frames = on_device + others
+        prompt.ready = len(on_device)
+
+    async def _next_release(self) -> None:
+        """Wait until a request has given its frames away."""
+        self._released.clear()
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._released.wait()
+        except TimeoutError:
+            raise StalledError(
+                f"no progress for {self._stall_timeout_s:g} s: no request gives its frames away"
+            ) from None
+
+    async def _replay(self, prompt: Prompt) -> None:
+        on_device = prompt.ready
+        self._check(prompt, 0, on_device)
+        name = prompt.request_id
+        async with self._engine.request(name, prompt.block_hashes[on_device:]) as request:
+            await self._load(prompt, request)
+            self._compute(prompt)
+            if not on_device:
+                await self._store(prompt, request)
+        if on_device:
+            async with self._engine.request(f"{name}/whole", prompt.block_hashes) as request:
+                await self._store(prompt, request)
+
+    async def _load(self, prompt: Prompt, request: EngineRequest) -> None:
+        absent = self._absent(request)
+        first = prompt.ready
+        while True:
+            found = await self._engine.lookup(request, self._stall_timeout_s)
+            if self._computing.isdisjoint(prompt.ids[first + found :]):
+                break  # else somebody computes some of them: once they are, they are found
+            await self._next_release()
+        self._computing.update(prompt.ids[first + found :])
+        frames = prompt.frames[first : first + found]
+        try:
+            await self._engine.load(request, self._memory.device_blocks(frames))
+        except (TimeoutError, TransportError):
+            await self._engine.quiesce()  # the blocks are computed, once nothing writes them
+            found = 0
+        prompt.start(first, found)
+        prompt.ready += found
+        self._tally.loaded_blocks += found
+        for key in absent.intersection(request.keys[:found]):
+            prompt.origins[key] = self._origin(key, request)
+        self._check(prompt, first, prompt.ready)
+        self._pool.publish(prompt.ids[first : prompt.ready], frames[:found])
+
+    def _compute(self, prompt: Prompt) -> None:
+        first = prompt.ready
+        start_ns = time.thread_time_ns()
+        self._memory.compute(prompt.names[first:], prompt.frames[first:])
+        self._mark_ns += time.thread_time_ns() - start_ns
+        self._pool.publish(prompt.ids[first:], prompt.frames[first:])
+        prompt.ready = len(prompt.ids)
+
+    async def _store(self, prompt: Prompt, request: EngineRequest) -> None:
+        blocks = self._memory.device_blocks(prompt.frames)
+        try:
+            stored = await self._engine.store(request, blocks, timeout_s=_ROOM_S)
+        except BusyError:
+            self._tally.stores_refused += 1
+        except (TimeoutError, TransportError):
+            await self._engine.quiesce()  # the frames are given away, once nothing reads them
+        else:
+            self._tally.stored_blocks += stored
+
+    def _check(self, prompt: Prompt, first: int, last: int) -> None:
+        if not self._verify or last == first:
+            return
+        start_ns = time.thread_time_ns()
+        wrong = self._memory.count_wrong(prompt.names[first:last], prompt.frames[first:last])
+        self._mark_ns += time.thread_time_ns() - start_ns
+        self._tally.verified_blocks += last - first
+        self._tally.corrupt_blocks += wrong
+
+    # -- where hits come from, and what still works ---------------------------------------------
+
+    def _absent(self, request: EngineRequest) -> set[OffloadKey]:
+        """Return the keys that are not in the primary, if there is another place for them."""
+        if not self._tier_names:
+            return set()
+        state_of = self._manager.engine.primary.state_of
+        return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
+
+    def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
+        """Return the tier that has the key, the first one in the order of lookup."""
+        *others, last = zip(self._tier_names, self._manager.secondary_tiers, strict=True)
+        for name, tier in others:
+            if tier.lookup(key, request.ctx) is LookupResult.HIT:
+                return name
+        return last[0]
+
+    async def _follow_jobs(self, req_id: str) -> None:
+        """Wait until no job works for a request."""
+        progress, progress_at_s = -1, time.monotonic()
+        jobs, counters = self._manager.engine.jobs, self._manager.engine.counters
+        ids = {req_id, f"{req_id}/whole"}
+        while any(job.req_context.req_id in ids for _, job in jobs.values()):
+            now_s = time.monotonic()
+            if counters.job_results != progress:
+                progress, progress_at_s = counters.job_results, now_s
+            elif now_s - progress_at_s > self._stall_timeout_s:
+                raise StalledError(
+                    f"no progress for {self._stall_timeout_s:g} s: {len(jobs)} jobs have no result"
+                )
+            await self._engine.wait_for_progress(_WATCH_S)

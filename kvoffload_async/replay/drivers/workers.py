@@ -1,0 +1,134 @@
+"""The workers of a replay: each has a device of its own, and makes the copies that it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffload_async.errors import StalledError
+from kvoffload_async.facade.connector.protocol import ConnectorOutput, OffloadingConnectorMetadata
+from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.tally import Tally
+from kvoffload_async.types import JobId
+
+if TYPE_CHECKING:  # torch is loaded with the first memory, not before
+    from kvoffload_async.transport.paged import BlockNames, PagedMemory
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A job under way: for whom, how many blocks, and on how many workers still."""
+
+    req_id: str
+    num_blocks: int
+    is_store: bool
+    pending: int
+    has_failed: bool = False
+
+
+class Workers:
+    """All workers of an engine, in step with each other.
+
+    Thread: the scheduler's.
+    """
+
+    def __init__(
+        self, spec: TieringOffloadingSpec, memories: Sequence[PagedMemory], tally: Tally
+    ) -> None:
+        """Start a worker for each memory; copies are counted in the tally."""
+        self._memories = memories
+        self._tally = tally
+        self._blocks_per_chunk = spec.config.blocks_per_chunk
+        self._copies: dict[JobId, _Copy] = {}
+        self._workers: list[OffloadingConnectorWorker] = [
+            spec.create_handlers(memory.kv_caches, worker_index=index)
+            for index, memory in enumerate(memories)
+        ]
+
+    @property
+    def req_ids(self) -> set[str]:
+        """The requests for which a copy is under way."""
+        return {copy.req_id for copy in self._copies.values()}
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a copy is under way."""
+        return bool(self._copies)
+
+    def device_blocks(self, frames: Sequence[int]) -> list[int]:
+        """Return the device blocks of frames: the same on every device."""
+        return self._memories[0].device_blocks(frames)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def begin_step(self, meta: OffloadingConnectorMetadata) -> None:
+        """Make device blocks safe to overwrite, and start loads.
+
+        Raises:
+            StalledError: A copy that must end first does not.
+        """
+        for jobs, is_store in ((meta.load_jobs, False), (meta.store_jobs, True)):
+            for job_id, job in jobs.items():
+                num_blocks = len(job.device.block_ids) // self._blocks_per_chunk
+                self._copies[job_id] = _Copy(job.req_id, num_blocks, is_store, len(self._workers))
+        for worker in self._workers:
+            if not worker.handle_preemptions(meta):
+                raise StalledError("a load that the step must wait for does not end")
+            worker.start_kv_transfers(meta)
+
+    def compute(self, names: BlockNames, frames: Sequence[int]) -> None:
+        """Write blocks on every device."""
+        for memory in self._memories:
+            memory.compute(names, frames)
+
+    def end_step(self, meta: OffloadingConnectorMetadata) -> None:
+        """Keep the step's stores for the next one."""
+        for worker in self._workers:
+            worker.prepare_store_kv(meta)
+
+    def verify(self, names: BlockNames, frames: Sequence[int]) -> None:
+        """Compare blocks on every device with what they must be, and count the wrong ones."""
+        wrong = max(memory.count_wrong(names, frames) for memory in self._memories)
+        self._tally.verified_blocks += len(frames)
+        self._tally.corrupt_blocks += wrong
+
+    # -- what has ended -------------------------------------------------------------------------
+
+    def take_output(self) -> tuple[ConnectorOutput, list[str]]:
+        """Return what ended since the last call, and the requests that have been loaded.
+
+        A request counts as loaded as soon as all workers have ended its load, well or not.
+        """
+        output = summed([worker.build_output()[0] for worker in self._workers])
+        loaded: list[str] = []
+        for job_id, count in output.completed.items():
+            copy = self._copies[job_id]
+            copy.pending -= count
+            copy.has_failed |= job_id in output.failed
+            if copy.pending:
+                continue
+            del self._copies[job_id]
+            if not copy.is_store:
+                loaded.append(copy.req_id)
+            if not copy.has_failed:
+                self._count(copy)
+        return output, loaded
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the oldest copy has ended, but not for ever."""
+        oldest: Collection[JobId] = (next(iter(self._copies)),)
+        for worker in self._workers:
+            worker.wait(oldest, timeout_s)
+
+    def shutdown(self, timeout_s: float) -> None:
+        """End every copy."""
+        for worker in self._workers:
+            worker.shutdown(timeout_s)
+
+    def _count(self, copy: _Copy) -> None:
+        if copy.is_store:
+            self._tally.stored_blocks += copy.num_blocks
+        else:
+            self._tally.loaded_blocks += copy.num_blocks

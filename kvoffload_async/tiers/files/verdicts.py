@@ -1,0 +1,79 @@
+"""What reading every block has shown, whatever kind of store they are in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Generic, Protocol, TypeVar
+
+from kvoffload_async.abc.maintenance import Problem
+
+
+class BadBlock(Protocol):
+    """A block that is not as it should be; as text, which and why."""
+
+    @property
+    def what(self) -> str:
+        """Which block."""
+        ...
+
+
+Bad = TypeVar("Bad", bound=BadBlock)
+
+
+class Verdict(Enum):
+    """What is found about one block."""
+
+    VERIFIED = auto()
+    """Its bytes are those that its digest is of."""
+    WITHOUT_DIGEST = auto()
+    """It is all there, and has no digest."""
+    CORRUPT = auto()
+    UNREADABLE = auto()
+    GONE = auto()
+    """It was removed or replaced meanwhile."""
+
+
+@dataclass(slots=True)
+class Verification(Generic[Bad]):
+    """How many blocks are as they should be, and which are not.
+
+    Attributes:
+        checked: Blocks that were read.
+        verified: Those whose digest is right.
+        without_digest: Those of the right length that have none.
+        corrupt: Those of a wrong length or with a wrong digest.
+        unreadable: Those that could not be read.
+    """
+
+    checked: int = 0
+    verified: int = 0
+    without_digest: int = 0
+    corrupt: list[Bad] = field(default_factory=list)
+    unreadable: list[Bad] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures for people."""
+        return [
+            ("blocks read", f"{self.checked:,}"),
+            ("verified", f"{self.verified:,}"),
+            ("without a digest", f"{self.without_digest:,}"),
+            ("corrupt", f"{len(self.corrupt):,}"),
+            ("unreadable", f"{len(self.unreadable):,}"),
+        ]
+
+    def count(self, verdict: Verdict, bad: Bad) -> Problem | None:
+        """Take in a block that is not gone; `bad` names it, should it be one that is a problem."""
+        if verdict is Verdict.UNREADABLE:
+            self.unreadable.append(bad)
+            return Problem(f"unreadable: {bad}", bad.what)
+        self.checked += 1
+        if verdict is Verdict.CORRUPT:
+            self.corrupt.append(bad)
+            return Problem(f"corrupt: {bad}", bad.what)
+        if verdict is Verdict.VERIFIED:
+            self.verified += 1
+        else:
+            self.without_digest += 1
+        return None

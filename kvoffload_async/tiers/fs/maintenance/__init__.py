@@ -1,0 +1,1 @@
+"""Looking after namespaces, while tiers are open on them too: see `FsMaintenance`."""

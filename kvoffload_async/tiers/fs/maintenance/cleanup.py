@@ -1,0 +1,257 @@
+"""Removes from a namespace what nobody will use; what living writers own stays.
+
+The walk comes before the judgement over the writers: whoever has left a temporary file that the
+walk has found had registered before, and so is known by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvoffload_async.abc.maintenance import Finding, GcOptions, Problem, Removal
+from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.verdicts import Verdict
+from kvoffload_async.tiers.fs.inventory import take_inventory, writer_of
+from kvoffload_async.tiers.fs.maintenance.inspection import Writers, judge_writers, sort_temps
+from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
+from kvoffload_async.tiers.fs.maintenance.scan import FoundFile, Scan
+from kvoffload_async.tiers.fs.maintenance.verification import Outcome
+from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry
+
+
+@dataclass(slots=True)
+class Removed:
+    """What was removed from one namespace, or would be.
+
+    Attributes:
+        name: The namespace's folder's name.
+        dry_run: Whether nothing was changed.
+        temps_of_dead: Temporary files of dead writers.
+        temps_foreign: Old temporary files of writers that are not known here.
+        corrupt: Blocks that do not verify.
+        unknown_files: Files that are no blocks.
+        writers: Entries of dead writers.
+        folders: Empty folders.
+        freed_bytes: Disk bytes of all of these.
+        counted_bytes: The shared count afterwards, where there is one.
+        failures: What could not be removed or read, and why.
+    """
+
+    name: str
+    dry_run: bool
+    temps_of_dead: list[str] = field(default_factory=list)
+    temps_foreign: list[str] = field(default_factory=list)
+    corrupt: list[str] = field(default_factory=list)
+    unknown_files: list[str] = field(default_factory=list)
+    writers: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    freed_bytes: int = 0
+    counted_bytes: int | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """What a table of the figures is called."""
+        return "Would be removed" if self.dry_run else "Removed"
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures for people."""
+        return [
+            ("temporary files of dead writers", f"{len(self.temps_of_dead):,}"),
+            ("old temporary files of unknown ones", f"{len(self.temps_foreign):,}"),
+            ("entries of dead writers", f"{len(self.writers):,}"),
+            ("corrupt blocks", f"{len(self.corrupt):,}"),
+            ("unknown files", f"{len(self.unknown_files):,}"),
+            ("empty folders", f"{len(self.folders):,}"),
+            ("bytes on disk", f"{self.freed_bytes:,}"),
+        ]
+
+
+class Cleanup:
+    """Cleans up one namespace, as a writer among the others. Thread: one at a time.
+
+    Attributes:
+        removed: What was removed so far.
+    """
+
+    def __init__(self, ops: FileOps, namespace: FoundNamespace, options: GcOptions) -> None:
+        self.removed = Removed(namespace.name, options.dry_run)
+        self._options = options
+        self._ops = ops
+        self._namespace = namespace
+        self._writers: WriterRegistry | None = None
+        self._gone: set[str] = set()
+        self._findings: list[Finding] = []
+
+    def take_findings(self) -> list[Finding]:
+        """Return what was found and done since the last call."""
+        findings, self._findings = self._findings, []
+        return findings
+
+    # -- blocking calls, in this order ------------------------------------------------------------
+
+    def register(self) -> None:
+        """Become a writer, where there are any: their count is shared, and so is their clock.
+
+        Raises:
+            InputError: The namespace cannot be written.
+        """
+        if self._options.dry_run or not self._ops.exists(f"{self._namespace.folder}/{FOLDER}"):
+            return
+        writers = WriterRegistry(self._ops, self._namespace.folder)
+        try:
+            writers.register()
+        except OSError as error:
+            writers.die()
+            raise InputError(
+                f"{self._namespace.folder}: cannot be written: {error.strerror or error}"
+            ) from error
+        self._writers = writers
+
+    def other_writers(self) -> Writers:
+        """Return who is writing."""
+        writers = judge_writers(self._ops, self._namespace.folder, self._now_s())
+        own_id = {self._writers.writer_id} if self._writers else set()
+        return Writers(writers.living - own_id, writers.dead - own_id)
+
+    def sweep(self, scan: Scan, writers: Writers) -> None:
+        """Remove files, entries and folders that nobody will use."""
+        removed = self.removed
+        latest_s = self._now_s() - self._options.older_than_s
+        temps = sort_temps(scan.temps, writers)
+        old_foreign = [temp for temp in temps.foreign if temp.modified_s <= latest_s]
+        self._remove_files(temps.dead, removed.temps_of_dead, "left by a dead writer")
+        self._remove_files(old_foreign, removed.temps_foreign, "old, of an unknown writer")
+        if self._options.unknown_files:
+            old = [file for file in scan.unknown_files if file.modified_s <= latest_s]
+            self._remove_files(old, removed.unknown_files, "no block")
+        left = {writer_of(t.path) for t in temps.dead if t.path not in self._gone}
+        self._remove_entries(sorted(writers.dead - left))
+        self._remove_folders(scan)
+        if self._options.dry_run:
+            for path in removed.temps_of_dead:
+                self._findings.append(Problem(f"left by a dead writer: {path}", path))
+
+    def unregister(self) -> None:
+        """Set the shared count right, and be a writer no longer."""
+        writers, self._writers = self._writers, None
+        if writers is None:
+            return
+        try:
+            if self._ops.exists(f"{self._namespace.folder}/{FILE_NAME}"):
+                self.removed.counted_bytes = self._recount(writers)
+        except OSError as error:
+            self.fail(f"the count of bytes: {error.strerror or error}")
+        finally:
+            writers.unregister()
+
+    # -- calls that do not block ------------------------------------------------------------------
+
+    def take_in(self, outcome: Outcome) -> None:
+        """Note a block that was read, and removed where it is corrupt."""
+        bad, dry_run = outcome.bad, self._options.dry_run
+        if outcome.verdict is Verdict.CORRUPT and (bad.is_removed or dry_run):
+            self._note(self.removed.corrupt, bad.path, bad.reason, outcome.block.disk_bytes)
+            if dry_run:
+                self._findings.append(Problem(f"corrupt: {bad.path}", bad.path))
+        elif outcome.verdict in {Verdict.CORRUPT, Verdict.UNREADABLE} and not dry_run:
+            self.fail(str(bad), bad.path)
+
+    def fail(self, text: str, what: str = "") -> None:
+        """Note what could not be done."""
+        self.removed.failures.append(text)
+        self._findings.append(Problem(text, what))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        """Return the time by the filesystem's clock, where this writer has an entry there."""
+        if self._writers is None:
+            return time.time()
+        self._writers.heartbeat()
+        return self._ops.stat(self._entry(self._writers.writer_id)).st_mtime
+
+    def _entry(self, writer_id: str) -> str:
+        return f"{self._namespace.folder}/{FOLDER}/{writer_id}"
+
+    def _remove_files(self, files: Iterable[FoundFile], removed: list[str], reason: str) -> None:
+        for file in files:
+            self._remove(file.path, file.disk_bytes, removed, reason, self._ops.unlink)
+
+    def _remove_entries(self, writer_ids: Iterable[str]) -> None:
+        for writer_id in writer_ids:
+            path = self._entry(writer_id)
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes = disk_bytes(self._ops.stat(path))
+                removed = self.removed.writers
+                self._remove(path, size_bytes, removed, "of a dead writer", self._ops.unlink)
+
+    def _remove_folders(self, scan: Scan) -> None:
+        """Remove empty folders, the deepest first. A writer makes one again that it misses."""
+        occupied: set[str] = set()
+        files = (*scan.blocks, *scan.temps, *scan.unknown_files)
+        for path in (*(file.path for file in files), *scan.other_folders):
+            if path not in self._gone:
+                _add_parents(occupied, path)
+        for folder in sorted(scan.folders, reverse=True):
+            if folder not in occupied:
+                with contextlib.suppress(FileNotFoundError):
+                    size_bytes = disk_bytes(self._ops.stat(folder))
+                    removed = self.removed.folders
+                    self._remove(folder, size_bytes, removed, "empty", self._ops.rmdir)
+
+    def _remove(
+        self,
+        path: str,
+        size_bytes: int,
+        removed: list[str],
+        reason: str,
+        call: Callable[[str], None],
+    ) -> None:
+        if not self._options.dry_run:
+            try:
+                call(path)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if call != self._ops.rmdir:  # a folder that is in use again is no failure
+                    self.fail(f"{path}: {error.strerror or error}", path)
+                return
+        self._note(removed, path, reason, size_bytes)
+
+    def _note(self, removed: list[str], path: str, reason: str, freed_bytes: int) -> None:
+        removed.append(path)
+        self._gone.add(path)
+        self.removed.freed_bytes += freed_bytes
+        self._findings.append(Removal(path, reason, freed_bytes))
+
+    def _recount(self, writers: WriterRegistry) -> int:
+        """Correct the shared count by a walk, as far as living writers let it be known."""
+
+        def on_disk() -> int:
+            living = {*writers.living(), writers.writer_id}
+            inventory = take_inventory(self._ops, self._namespace)
+            own_bytes = disk_bytes(self._ops.stat(self._entry(writers.writer_id)))
+            return inventory.settled_bytes(living) - own_bytes
+
+        usage = UsageFile(self._ops, self._namespace.folder, writers.writer_id, on_disk)
+        usage.open()
+        try:
+            before = usage.settle(0, DiskChange(removed_bytes=self.removed.freed_bytes))
+            return usage.correct(before, on_disk(), writers.living).settled_bytes
+        finally:
+            usage.close()
+
+
+def _add_parents(folders: set[str], path: str) -> None:
+    parent = path.rpartition("/")[0]
+    while parent and parent not in folders:
+        folders.add(parent)
+        parent = parent.rpartition("/")[0]

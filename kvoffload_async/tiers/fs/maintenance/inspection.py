@@ -1,0 +1,218 @@
+"""What is in a namespace, in figures, and what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.inventory import writer_of
+from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
+from kvoffload_async.tiers.fs.maintenance.scan import FoundFile, Scan, scan_namespace
+from kvoffload_async.tiers.fs.usage import Usage, read_usage
+from kvoffload_async.tiers.fs.writers import WriterRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """The ids of a namespace's writers."""
+
+    living: frozenset[str] = frozenset()
+    dead: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Temps:
+    """Temporary files, by who left them."""
+
+    living: tuple[FoundFile, ...]
+    dead: tuple[FoundFile, ...]
+    foreign: tuple[FoundFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What one namespace is like. Bytes are as allocated on disk, where not said.
+
+    Attributes:
+        name: Its folder's name.
+        model: The model's name, if the manifest says.
+        has_manifest: Whether there is a readable `config.json`.
+        block_bytes: Length of a block, if the manifest says.
+        blocks: Files that are blocks, with `block_length_bytes` in them on `block_disk_bytes`.
+        disk_bytes: Everything, folders and housekeeping included, without what is being written.
+        counted_bytes: The same by the count that bounded tiers share; None if there is none, or
+            it is unreadable.
+        reserved_bytes: What writers have set aside for blocks that they are writing.
+        count_tolerance_bytes: By how much the two may differ before it is wrong.
+        living_writers: Tiers that are open on it.
+        dead_writers: Tiers that were not closed.
+        temps_of_living: Temporary files that are being written.
+        temps_of_dead: Temporary files that nobody will finish.
+        temps_foreign: Temporary files of writers that are not known here.
+        temp_bytes: All of those.
+        unknown_files: Files that are no blocks, on `unknown_file_bytes`.
+        oldest_s: When the oldest block was written, in seconds since the epoch, and `newest_s`.
+        problems: What is wrong, a line each.
+    """
+
+    name: str
+    model: str | None
+    has_manifest: bool
+    block_bytes: int | None
+    blocks: int
+    block_length_bytes: int
+    block_disk_bytes: int
+    disk_bytes: int
+    counted_bytes: int | None
+    reserved_bytes: int
+    count_tolerance_bytes: int
+    living_writers: int
+    dead_writers: int
+    temps_of_living: int
+    temps_of_dead: int
+    temps_foreign: int
+    temp_bytes: int
+    unknown_files: int
+    unknown_file_bytes: int
+    oldest_s: float | None
+    newest_s: float | None
+    problems: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures for people."""
+        temps = (self.temps_of_living, self.temps_of_dead, self.temps_foreign)
+        count = "none" if self.counted_bytes is None else f"{self.counted_bytes:,}"
+        return [
+            ("model", "unknown" if self.model is None else self.model),
+            ("blocks", f"{self.blocks:,}"),
+            ("bytes in blocks", f"{self.block_length_bytes:,}"),
+            ("bytes in blocks, as allocated", f"{self.block_disk_bytes:,}"),
+            ("bytes on disk", f"{self.disk_bytes:,}"),
+            ("bytes counted", count),
+            ("writers, living / dead", f"{self.living_writers:,} / {self.dead_writers:,}"),
+            ("temporary, of living / dead / unknown", " / ".join(f"{n:,}" for n in temps)),
+            ("bytes in temporary files", f"{self.temp_bytes:,}"),
+            ("unknown files", f"{self.unknown_files:,} of {self.unknown_file_bytes:,} bytes"),
+            ("oldest block", _time(self.oldest_s)),
+            ("newest block", _time(self.newest_s)),
+        ]
+
+
+async def inspect_namespace(
+    io: MaintenanceIo, namespace: FoundNamespace
+) -> tuple[Inspection, Scan]:
+    """Walk over a namespace; changes nothing."""
+    before = await io.run(_count, io.ops, namespace.folder)
+    scan = await scan_namespace(io, namespace)
+    # Behind the walk: whoever has left a temporary file that it has found had registered before.
+    writers = await io.run(judge_writers, io.ops, namespace.folder)
+    after = await io.run(_count, io.ops, namespace.folder)
+    return _inspection(namespace, scan, writers, before, after), scan
+
+
+def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writers:
+    """Return who is writing, by this host's clock if no other time is given. Thread: any."""
+    registry = WriterRegistry(ops, folder)
+    try:
+        living, dead = registry.judged(time.time() if now_s is None else now_s)
+    except OSError:
+        return Writers()
+    return Writers(frozenset(living), frozenset(dead))
+
+
+def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
+    """Sort temporary files by who left them."""
+    by_owner: dict[str, list[FoundFile]] = {"living": [], "dead": [], "foreign": []}
+    for temp in temps:
+        writer = writer_of(temp.path)
+        if writer in writers.living:
+            by_owner["living"].append(temp)
+        else:
+            by_owner["dead" if writer in writers.dead else "foreign"].append(temp)
+    return Temps(**{owner: tuple(files) for owner, files in by_owner.items()})
+
+
+def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
+    """Return whether there is a shared count, and what it says. Thread: any."""
+    with contextlib.suppress(OSError):
+        return True, read_usage(ops, folder)
+    return False, None
+
+
+def _inspection(
+    namespace: FoundNamespace,
+    scan: Scan,
+    writers: Writers,
+    before: tuple[bool, Usage | None],
+    after: tuple[bool, Usage | None],
+) -> Inspection:
+    temps = sort_temps(scan.temps, writers)
+    disk_bytes = scan.total_bytes - sum(temp.disk_bytes for temp in temps.living)
+    is_counted, usage = after
+    tolerance_bytes = _tolerance_bytes(scan, writers, before[1], usage)
+    problems = [f"cannot be walked: {reason}" for reason in scan.unreadable]
+    if temps.dead:
+        problems.append(f"{len(temps.dead)} temporary files of dead writers")
+    if is_counted and usage is None:
+        problems.append("the count of bytes is unreadable")
+    elif usage is not None and abs(usage.settled_bytes - disk_bytes) > tolerance_bytes:
+        problems.append(f"{usage.settled_bytes} bytes are counted and {disk_bytes} are on disk")
+    times_s = [block.modified_s for block in scan.blocks]
+    model = namespace.fields.get("model_name")
+    return Inspection(
+        name=namespace.name,
+        model=None if model is None else str(model),
+        has_manifest=namespace.has_manifest,
+        block_bytes=namespace.block_bytes,
+        blocks=len(scan.blocks),
+        block_length_bytes=sum(block.length_bytes for block in scan.blocks),
+        block_disk_bytes=sum(block.disk_bytes for block in scan.blocks),
+        disk_bytes=disk_bytes,
+        counted_bytes=None if usage is None else usage.settled_bytes,
+        reserved_bytes=0 if usage is None else usage.all_reserved_bytes,
+        count_tolerance_bytes=tolerance_bytes,
+        living_writers=len(writers.living),
+        dead_writers=len(writers.dead),
+        temps_of_living=len(temps.living),
+        temps_of_dead=len(temps.dead),
+        temps_foreign=len(temps.foreign),
+        temp_bytes=sum(temp.disk_bytes for temp in scan.temps),
+        unknown_files=len(scan.unknown_files),
+        unknown_file_bytes=sum(file.disk_bytes for file in scan.unknown_files),
+        oldest_s=min(times_s, default=None),
+        newest_s=max(times_s, default=None),
+        problems=tuple(problems),
+    )
+
+
+_ENTRY_BYTES = 4096
+
+
+def _tolerance_bytes(
+    scan: Scan, writers: Writers, before: Usage | None, after: Usage | None
+) -> int:
+    """Return how far the count may be off: what has moved during the walk, and what none counts.
+
+    That is the growth of folders, and the entries of writers who have come and gone: both are
+    made up for by the next walk of a bounded tier.
+    """
+    num_entries = len(writers.living) + len(writers.dead) + 1
+    tolerance_bytes = scan.grown_bytes + num_entries * _ENTRY_BYTES
+    if after is not None:
+        tolerance_bytes += after.all_reserved_bytes
+        if before is not None:
+            tolerance_bytes += before.all_reserved_bytes
+            tolerance_bytes += max(0, after.changed_bytes - before.changed_bytes)
+    return tolerance_bytes
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "none"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

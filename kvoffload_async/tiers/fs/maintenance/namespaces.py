@@ -1,0 +1,92 @@
+"""Which namespaces lie in a directory, and what their manifests say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aiofiles
+import anyio
+
+from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.fs.layout import Namespace
+
+_FOLDER: Final = re.compile(
+    r"(?P<base>.+_(?P<digest>[0-9a-f]{12}))_r(?P<rank>[0-9]{1,9})", re.DOTALL
+)
+_OWN_ENGINE: Final = "kvoffload_async"
+_MAX_MANIFEST_BYTES: Final = 1 << 20
+
+
+class FoundNamespace(Namespace):
+    """A namespace as it lies on disk: named by its folder, whatever its manifest says.
+
+    Attributes:
+        name: The folder's name.
+        has_manifest: Whether its `config.json` is there and is an object; then `fields` is it.
+    """
+
+    def __init__(
+        self, root_dir: str, match: re.Match[str], fields: Mapping[str, Any] | None
+    ) -> None:
+        self.name = match[0]
+        self.has_manifest = fields is not None
+        self.fields = dict(fields or {})
+        self.rank = int(match["rank"])
+        self.digest = match["digest"]
+        self.config_path = _manifest_path(root_dir, match)
+        self.folder = f"{root_dir}/{self.name}"
+
+    @property
+    def block_bytes(self) -> int | None:
+        """Length of each block, where the manifest is this package's own and says so."""
+        length = self.fields.get("block_bytes")
+        is_own = self.fields.get("inference_engine") == _OWN_ENGINE
+        return length if is_own and type(length) is int and length > 0 else None
+
+
+async def find_namespaces(directory: str) -> list[FoundNamespace]:
+    """Return the namespaces below a directory, given by its absolute path, by name.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    try:
+        names = [
+            entry.name
+            async for entry in anyio.Path(directory).iterdir()
+            if await entry.is_dir() and not await entry.is_symlink()
+        ]
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
+    matches = [match for name in sorted(names) if (match := _FOLDER.fullmatch(name))]
+    manifests: dict[str, Mapping[str, Any] | None] = {}
+
+    async def read(path: str) -> None:
+        manifests[path] = await read_manifest(path)
+
+    paths = [_manifest_path(directory, match) for match in matches]
+    async with anyio.create_task_group() as group:
+        for path in set(paths):
+            group.start_soon(read, path)
+    return [
+        FoundNamespace(directory, match, manifests[path])
+        for match, path in zip(matches, paths, strict=True)
+    ]
+
+
+async def read_manifest(path: str) -> Mapping[str, Any] | None:
+    """Return a run configuration, or None if there is no readable one."""
+    try:
+        async with aiofiles.open(path, "rb") as file:
+            text = await file.read(_MAX_MANIFEST_BYTES)
+        fields = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _manifest_path(root_dir: str, match: re.Match[str]) -> str:
+    return f"{root_dir}/{match['base']}/config.json"

@@ -1,0 +1,106 @@
+"""The maintenance of namespaces; see `StoreMaintenance`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import ClassVar, Self
+
+from kvoffload_async.abc.maintenance import (
+    Findings,
+    GcOptions,
+    MaintenanceControl,
+    Problem,
+    RepairOptions,
+    StoreMaintenance,
+    Summary,
+)
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo, figures_of
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.maintenance.cleanup import Cleanup
+from kvoffload_async.tiers.fs.maintenance.inspection import inspect_namespace
+from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace, find_namespaces
+from kvoffload_async.tiers.fs.maintenance.scan import scan_namespace
+from kvoffload_async.tiers.fs.maintenance.verification import FileVerification, verify_blocks
+
+
+class FsMaintenance(StoreMaintenance):
+    """Looks after a namespace, while tiers are open on it too; no call refuses one in use."""
+
+    tier_type: ClassVar[str] = "fs"
+    report_key: ClassVar[str] = "namespaces"
+    appearance: ClassVar[str] = "a folder called <model>_<digest>_r<rank>"
+    has_generic_name: ClassVar[bool] = True
+
+    def __init__(self, namespace: FoundNamespace) -> None:
+        self.folder = namespace.folder
+        self._namespace = namespace
+        self._ops = FileOps()
+
+    @classmethod
+    async def find(cls, directory: str) -> Sequence[Self]:
+        return [cls(namespace) for namespace in await find_namespaces(directory)]
+
+    async def inspect(self, control: MaintenanceControl) -> Findings:
+        found, _ = await inspect_namespace(MaintenanceIo(self._ops, control), self._namespace)
+        for text in found.problems:
+            yield Problem(text)
+        yield Summary("Store", found.rows, figures_of(found))
+
+    async def verify(self, control: MaintenanceControl) -> Findings:
+        io = MaintenanceIo(self._ops, control)
+        found, scan = await inspect_namespace(io, self._namespace)
+        for text in found.problems:
+            yield Problem(text)
+        verified = FileVerification()
+        async with aclosing(verify_blocks(io, self._namespace, scan.blocks)) as outcomes:
+            async for outcome in outcomes:
+                problem = verified.take_in(outcome)
+                if problem is not None:
+                    yield problem
+        figures = figures_of(found) | {"verification": figures_of(verified)}
+        yield Summary("Blocks", verified.rows, figures)
+
+    async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
+        """Remove what nobody will use; the shared count of bytes is right afterwards.
+
+        That is: temporary files and entries of dead writers, old temporary files of unknown ones,
+        empty folders, and on demand corrupt blocks and unknown files.
+        """
+        io = MaintenanceIo(self._ops, control)
+        cleanup = Cleanup(self._ops, self._namespace, options)
+        try:
+            await io.run(cleanup.register)
+            async with aclosing(self._clean_up(io, cleanup, options)) as findings:
+                async for finding in findings:
+                    yield finding
+        finally:
+            await io.run(cleanup.unregister)
+        for finding in cleanup.take_findings():
+            yield finding
+        removed = cleanup.removed
+        yield Summary(removed.title, removed.rows, figures_of(removed))
+
+    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
+        """Remove corrupt blocks, as `gc` does when it is asked to: there is nothing to rebuild."""
+        del options  # there is no manifest that could be lost
+        return self.gc(GcOptions(corrupt=True), control)
+
+    async def _clean_up(self, io: MaintenanceIo, cleanup: Cleanup, options: GcOptions) -> Findings:
+        scan = await scan_namespace(io, self._namespace)
+        for reason in scan.unreadable:
+            cleanup.fail(reason)
+        writers = await io.run(cleanup.other_writers)
+        if options.corrupt:
+            checks = verify_blocks(
+                io, self._namespace, scan.blocks, remove_corrupt=not options.dry_run
+            )
+            async with aclosing(checks) as outcomes:
+                async for outcome in outcomes:
+                    cleanup.take_in(outcome)
+                    for finding in cleanup.take_findings():
+                        yield finding
+        if not io.control.should_stop():
+            await io.run(cleanup.sweep, scan, writers)
+        for finding in cleanup.take_findings():
+            yield finding

@@ -1,0 +1,178 @@
+"""Reads every block of a namespace, and compares it with its digest."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.verdicts import Verdict, Verification
+from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
+from kvoffload_async.tiers.fs.maintenance.scan import FoundBlock
+from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
+
+BATCH_BYTES = 4 << 20
+"""What a thread reads before it looks whether to go on."""
+
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # it was a plain file a moment ago
+
+
+@dataclass(frozen=True, slots=True)
+class BadFile:
+    """A block that is not as it should be, why, and whether it was removed for that."""
+
+    path: str
+    reason: str
+    is_removed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+    @property
+    def what(self) -> str:
+        """Which block."""
+        return self.path
+
+
+@dataclass(slots=True)
+class FileVerification(Verification[BadFile]):
+    """What reading the blocks has shown; `gone` have vanished meanwhile."""
+
+    gone: int = 0
+
+    def take_in(self, outcome: Outcome) -> Problem | None:
+        """Count a block; return what is wrong with it."""
+        if outcome.verdict is not Verdict.GONE:
+            return self.count(outcome.verdict, outcome.bad)
+        self.gone += 1
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One block's verdict, and whether its file was removed."""
+
+    block: FoundBlock
+    verdict: Verdict
+    reason: str = ""
+    is_removed: bool = False
+
+    @property
+    def bad(self) -> BadFile:
+        """The block as one that is not as it should be."""
+        return BadFile(self.block.path, self.reason, self.is_removed)
+
+
+async def verify_blocks(
+    io: MaintenanceIo,
+    namespace: FoundNamespace,
+    blocks: Sequence[FoundBlock],
+    *,
+    remove_corrupt: bool = False,
+) -> AsyncGenerator[Outcome, None]:
+    """Read and judge blocks, several side by side; optionally remove the corrupt ones."""
+    checker = BlockChecker(io.ops, namespace, blocks, remove_corrupt=remove_corrupt)
+    io.control.expect(sum(block.length_bytes for block in blocks))
+    async with aclosing(io.share_out(_batches(blocks), checker.check)) as checked:
+        async for batch, outcomes in checked:
+            io.control.advance(sum(block.length_bytes for block in batch))
+            for outcome in outcomes:
+                yield outcome
+
+
+class BlockChecker:
+    """Judges single files. Thread: any."""
+
+    def __init__(
+        self,
+        ops: FileOps,
+        namespace: FoundNamespace,
+        blocks: Sequence[FoundBlock],
+        *,
+        remove_corrupt: bool = False,
+    ) -> None:
+        """Note how long a block is: as the manifest says, else as most of `blocks` are."""
+        self._ops = ops
+        self._namespace = namespace
+        self._remove_corrupt = remove_corrupt
+        self._block_bytes = namespace.block_bytes
+        lengths = Counter(block.length_bytes for block in blocks).most_common(1)
+        self._usual_bytes = lengths[0][0] if lengths else 0
+
+    def check(self, blocks: Sequence[FoundBlock]) -> list[Outcome]:
+        """Judge blocks one after the other, each on its own."""
+        return [self._check(block) for block in blocks]
+
+    def _check(self, block: FoundBlock) -> Outcome:
+        try:
+            fd = self._ops.open(block.path, _OPEN_FLAGS)
+        except FileNotFoundError:
+            return Outcome(block, Verdict.GONE)
+        except OSError as error:
+            return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
+        try:
+            verdict, reason = self._judge(fd, block)
+            if verdict is not Verdict.CORRUPT:
+                return Outcome(block, verdict, reason)
+            return self._corrupt(fd, block, reason)
+        except FileNotFoundError:
+            return Outcome(block, Verdict.GONE)
+        except OSError as error:
+            return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
+        finally:
+            self._ops.close(fd)
+
+    def _judge(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
+        length = self._ops.fstat(fd).st_size
+        # Before the bytes: of a file that is overwritten meanwhile, they must not match.
+        digest = self._ops.get_xattr(fd, ATTRIBUTE)
+        wanted = self._block_bytes
+        if wanted is None and digest is None:
+            wanted = self._usual_bytes
+        if wanted is not None and length != wanted:
+            return Verdict.CORRUPT, f"{length} bytes instead of {wanted}"
+        data = memoryview(bytearray(length))
+        done = 0
+        while done < length:
+            count = self._ops.pread_into(fd, data[done:], done)
+            if count == 0:
+                return Verdict.CORRUPT, f"ends after {done} bytes"
+            done += count
+        if digest is None:
+            return Verdict.WITHOUT_DIGEST, ""
+        sealer = Sealer(self._namespace.layout_of(length))
+        if digest != sealer.seal(block.key, data):
+            return Verdict.CORRUPT, "wrong checksum"
+        return Verdict.VERIFIED, ""
+
+    def _corrupt(self, fd: int, block: FoundBlock, reason: str) -> Outcome:
+        """Make sure that the path still names the file that was read, and remove it if asked."""
+        status = self._ops.fstat(fd)
+        if not os.path.samestat(status, self._ops.stat(block.path)):
+            return Outcome(block, Verdict.GONE)
+        if not self._remove_corrupt:
+            return Outcome(block, Verdict.CORRUPT, reason)
+        try:
+            self._ops.unlink(block.path)
+        except FileNotFoundError:
+            return Outcome(block, Verdict.GONE)
+        except OSError as error:
+            reason = f"{reason}, and cannot be removed: {error.strerror or error}"
+            return Outcome(block, Verdict.CORRUPT, reason)
+        return Outcome(block, Verdict.CORRUPT, reason, is_removed=True)
+
+
+def _batches(blocks: Sequence[FoundBlock]) -> Iterator[Sequence[FoundBlock]]:
+    first, size_bytes = 0, 0
+    for index, block in enumerate(blocks, 1):
+        size_bytes += block.length_bytes
+        if size_bytes >= BATCH_BYTES:
+            yield blocks[first:index]
+            first, size_bytes = index, 0
+    if first < len(blocks):
+        yield blocks[first:]

@@ -1,0 +1,1 @@
+"""Looking after slab stores: see `SlabMaintenance`."""

@@ -1,0 +1,205 @@
+"""What `gc` and `repair` change in a slab store; both need it for themselves.
+
+What is kept is written beside the old file and renamed over it, so that a repair that is killed
+leaves what it found. Thread: an I/O thread, one at a time; calls block.
+"""
+
+from __future__ import annotations
+
+import os
+import stat as stat_module
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffload_async.abc.maintenance import Finding, GcOptions, Problem, Removal, Rewrite
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, write_all
+from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, TEMP_SUFFIX
+from kvoffload_async.tiers.slab.maintenance.inspection import inspection_of
+from kvoffload_async.tiers.slab.maintenance.stores import Contents, SlabStore, read_contents
+from kvoffload_async.tiers.slab.maintenance.verification import BadSlot, Judged
+from kvoffload_async.tiers.slab.records import SUSPECT, Records, seed_of, snapshot
+
+
+@dataclass(slots=True)
+class Changed:
+    """What was removed from one store, written anew, or would be.
+
+    Attributes:
+        name: The store's folder's name.
+        dry_run: Whether nothing was changed.
+        blocks: Blocks that are kept.
+        temps: Files that a killed writer had left.
+        unknown_files: Files that are no part of a store.
+        dropped: Blocks that do not verify, or cannot be read.
+        manifest_rebuilt: Whether the manifest was written anew.
+        journal_rebuilt: Whether the journal was.
+        freed_bytes: Disk bytes of the files; the places of dropped blocks stay, free.
+        failures: What could not be done, and why.
+    """
+
+    name: str
+    dry_run: bool = False
+    blocks: int = 0
+    temps: list[str] = field(default_factory=list)
+    unknown_files: list[str] = field(default_factory=list)
+    dropped: list[BadSlot] = field(default_factory=list)
+    manifest_rebuilt: bool = False
+    journal_rebuilt: bool = False
+    freed_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures for people."""
+        return [
+            ("blocks kept", f"{self.blocks:,}"),
+            ("blocks dropped", f"{len(self.dropped):,}"),
+            ("files of killed writers", f"{len(self.temps):,}"),
+            ("unknown files", f"{len(self.unknown_files):,}"),
+            ("bytes of files", f"{self.freed_bytes:,}"),
+            ("manifest written anew", "yes" if self.manifest_rebuilt else "no"),
+            ("journal written anew", "yes" if self.journal_rebuilt else "no"),
+        ]
+
+
+class Changes:
+    """Changes one store, or finds what would be changed.
+
+    Attributes:
+        changed: What came of it so far.
+    """
+
+    def __init__(self, ops: FileOps, store: SlabStore, *, dry_run: bool = False) -> None:
+        self.changed = Changed(store.name, dry_run)
+        self._ops = ops
+        self._store = store
+        self._findings: list[Finding] = []
+
+    def take_findings(self) -> list[Finding]:
+        """Return what was found and done since the last call."""
+        findings, self._findings = self._findings, []
+        return findings
+
+    def fail(self, text: str, what: str = "") -> None:
+        """Note what could not be done."""
+        self.changed.failures.append(text)
+        self._findings.append(Problem(text, what))
+
+    def rebuild(self, contents: Contents, judged: Judged, *, is_recovered: bool) -> None:
+        """Write what was found to be lost or damaged anew, and look whether all is right then.
+
+        Args:
+            contents: What is there; its manifest is known.
+            judged: Which blocks verify.
+            is_recovered: Whether the store has no readable manifest itself.
+        """
+        manifest, scanned, changed = contents.manifest, contents.scanned, self.changed
+        if manifest is None:
+            return
+        self._drop([*judged.found.corrupt, *judged.found.unreadable])
+        kept = contents.live[judged.is_good]
+        kept["flags"] &= np.uint16(0xFFFF ^ SUSPECT)  # they have verified
+        is_damaged = (
+            changed.dropped
+            or scanned.lost_bytes
+            or contents.journal_bytes != scanned.end_bytes
+            or not contents.found.has_journal
+        )
+        try:
+            if is_recovered:
+                self._replace(MANIFEST, [manifest.encode()])
+                changed.manifest_rebuilt = True
+            if is_damaged:
+                self._write_journal(contents, kept)
+            for name in contents.found.temps:
+                self._remove(name, changed.temps, "left by a killed writer")
+            now = read_contents(self._ops, self._store)
+        except OSError as error:
+            self.fail(f"cannot be written: {error.strerror or error}")
+            return
+        changed.blocks = len(now.live)
+        for problem in inspection_of(self._store, now, None).problems:
+            self.fail(problem)
+        if len(now.live) != len(kept):
+            self.fail(f"{len(now.live)} blocks are there instead of {len(kept)}")
+
+    def drop_corrupt(self, contents: Contents, judged: Judged) -> None:
+        """Drop the blocks that do not verify; those that cannot be read stay.
+
+        Raises:
+            OSError: The journal cannot be written.
+        """
+        for bad in judged.found.unreadable:
+            self.fail(f"unreadable: {bad}", bad.what)
+        if not judged.found.corrupt:
+            return
+        self._drop(judged.found.corrupt)
+        kept = contents.live[judged.is_good | judged.is_unreadable]
+        self.changed.blocks = len(kept)
+        if not self.changed.dry_run:
+            self._write_journal(contents, kept)
+            return
+        for bad in judged.found.corrupt:
+            self._findings.append(Problem(f"corrupt: {bad}", bad.what))
+
+    def remove_files(self, contents: Contents, options: GcOptions) -> None:
+        """Remove what killed writers have left and, where that is wanted, unknown files."""
+        for name in contents.found.temps:
+            self._remove(name, self.changed.temps, "left by a killed writer")
+        if self.changed.dry_run:
+            for name in self.changed.temps:
+                self._findings.append(Problem(f"left by a killed writer: {name}", name))
+        if not options.unknown_files:
+            return
+        for name in contents.found.strangers:
+            status = self._ops.stat(f"{self._store.folder}/{name}")
+            is_old = time.time() - status.st_mtime >= options.older_than_s
+            if is_old and not stat_module.S_ISDIR(status.st_mode):
+                self._remove(name, self.changed.unknown_files, "no part of a store")
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _drop(self, bad_blocks: Iterable[BadSlot]) -> None:
+        for bad in bad_blocks:
+            self.changed.dropped.append(bad)
+            self._findings.append(Removal(bad.what, bad.reason))
+
+    def _remove(self, name: str, removed: list[str], reason: str) -> None:
+        path = f"{self._store.folder}/{name}"
+        try:
+            size_bytes = disk_bytes(self._ops.stat(path))
+            if not self.changed.dry_run:
+                self._ops.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.fail(f"{name}: cannot be removed: {error.strerror or error}", name)
+            return
+        removed.append(name)
+        self.changed.freed_bytes += size_bytes
+        self._findings.append(Removal(name, reason, size_bytes))
+
+    def _write_journal(self, contents: Contents, kept: Records) -> None:
+        """Write a journal that says where these blocks are, and nothing else."""
+        if contents.manifest is None:
+            return
+        seed = seed_of(contents.manifest.layout)
+        self._replace(JOURNAL, snapshot(contents.scanned.generation + 1, kept, seed))
+        self.changed.journal_rebuilt = True
+
+    def _replace(self, name: str, parts: Iterable[bytes]) -> None:
+        """Write a file beside the old one, and rename it over that once it is on the device."""
+        ops, path = self._ops, f"{self._store.folder}/{name}"
+        fd = ops.open(path + TEMP_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            offset = 0
+            for part in parts:
+                offset += write_all(ops, fd, part, offset)
+            ops.fdatasync(fd)
+        finally:
+            ops.close(fd)
+        ops.rename(path + TEMP_SUFFIX, path)
+        self._findings.append(Rewrite(name))

@@ -1,0 +1,177 @@
+"""Which slab stores lie in a directory, who has one open, and what its files say.
+
+Reading is safe while a tier is at work: the journal is read before the segments are counted, so
+that what it names and is not there has gone meanwhile. Thread: any; calls block.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_number
+from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
+from kvoffload_async.tiers.slab.reading import (
+    Folder,
+    list_folder,
+    live_in,
+    read_file,
+    read_manifest,
+)
+from kvoffload_async.tiers.slab.records import SUSPECT, Records, Scan, keys_of, scan, seed_of
+
+_HOLDER_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SlabStore:
+    """A folder with the files of a slab store, whatever is wrong with them."""
+
+    folder: str
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return os.path.basename(self.folder)  # noqa: PTH119 - paths are text here, as in the tier
+
+
+def find_slab_stores(directory: Path) -> list[SlabStore]:
+    """Return the store that a directory, given by its absolute path, is, or those in it, by name.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    try:
+        folders = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+        found = [path for path in (directory, *sorted(folders)) if _is_store(path)]
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
+    return [SlabStore(str(path)) for path in found]
+
+
+def _is_store(folder: Path) -> bool:
+    try:
+        names = {entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)}
+    except PermissionError:
+        return False
+    return not names.isdisjoint({MANIFEST, JOURNAL}) or any(map(_is_segment, names))
+
+
+def _is_segment(name: str) -> bool:
+    return segment_number(name) is not None
+
+
+def user_of(store: SlabStore) -> str | None:
+    """Return the id of the process that has a store open, "unknown" if it does not say; or None."""
+    try:
+        fd = os.open(f"{store.folder}/{LOCK}", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given up by closing, microseconds later
+    except BlockingIOError:
+        return os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "unknown"
+    finally:
+        os.close(fd)
+    return None
+
+
+@contextmanager
+def locked(ops: FileOps, store: SlabStore) -> Iterator[None]:
+    """Keep tiers away from a store.
+
+    Raises:
+        InputError: One has it open, or it cannot be written to.
+    """
+    try:
+        fd = ops.open(f"{store.folder}/{LOCK}", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise InputError(f"{store.folder}: cannot be written: {error.strerror or error}") from error
+    try:
+        if not ops.lock(fd, wait=False):
+            raise InputError(
+                f"{store.folder}: in use by process {user_of(store) or 'unknown'}; end that first, "
+                "since gc and repair need a store for themselves (inspect and verify do not)"
+            )
+        ops.truncate(fd, 0)
+        ops.pwrite(fd, memoryview(f"{os.getpid()}\n".encode()), 0)
+        yield
+    finally:
+        ops.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a store's files say.
+
+    Attributes:
+        manifest: What the store is; None if it does not say.
+        manifest_problem: Why not.
+        found: The files.
+        scanned: The journal, as far as it can be believed.
+        journal_bytes: Its length.
+        live: The records of the blocks that are there, the oldest first; those that were recorded
+            before damage are marked as suspect.
+    """
+
+    manifest: Manifest | None
+    manifest_problem: str | None
+    found: Folder
+    scanned: Scan
+    journal_bytes: int
+    live: Records
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """How many slots each segment has."""
+        if self.manifest is None:
+            return {}
+        size = self.manifest.slot_bytes
+        return {number: length // size for number, length in self.found.segments.items()}
+
+
+def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = None) -> Contents:
+    """Read a store; `manifest` is believed instead of its own one.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    problem = None
+    if manifest is None:
+        try:
+            manifest = read_manifest(ops, store.folder)
+            problem = None if manifest else "the manifest is missing"
+        except UnreadableManifestError as error:
+            problem = f"the manifest is unreadable: {error}"
+    journal = read_journal_bytes(ops, store)
+    scanned = scan(journal if manifest else b"", seed_of(manifest.layout if manifest else ""))
+    found = list_folder(ops, store.folder)
+    live = scanned.records[:0]
+    if manifest is not None:
+        rows = live_in(found, scanned, manifest.slot_bytes)
+        live = scanned.records[rows]
+        live["flags"][rows < scanned.num_before_damage] |= SUSPECT
+        live = _last_of_each_key(live)
+    return Contents(manifest, problem, found, scanned, len(journal), live)
+
+
+def read_journal_bytes(ops: FileOps, store: SlabStore) -> bytes | memoryview:
+    """Return the journal as it is; nothing if there is none."""
+    try:
+        return read_file(ops, f"{store.folder}/{JOURNAL}")
+    except FileNotFoundError:
+        return b""
+
+
+def _last_of_each_key(live: Records) -> Records:
+    """Leave out records of a key that comes again, which only damage can bring about."""
+    last = dict(zip(keys_of(live), range(len(live)), strict=True))
+    return live[np.array(sorted(last.values()), dtype=np.int64)]

@@ -1,0 +1,398 @@
+"""`kvoffload bench`: its figures, what they stand beside, and what it leaves behind."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from kvoffload_async.facade.fs import FileSystemTierManager
+from kvoffload_async.facade.secondary import SecondaryTierManager
+
+SMALL = (
+    *("--total-bytes", "128KiB", "--keys-per-job", "4", "--one-job", "8"),
+    *("--rounds", "2", "--threads", "2"),
+)
+PASSES = {"store", "load", "store_one_job", "load_one_job"}
+FLOOR_FIGURES = {
+    *("gib_per_s", "cpu_s_per_gib", "wall_us_per_job", "wall_us_per_key"),
+    *("job_ms_p50", "job_ms_p90", "job_ms_p99"),
+}
+OWNER_FIGURES = {
+    *("owner_us_per_job", "owner_us_per_key", "submit_us_per_job", "submit_us_per_key"),
+}
+
+WITNESSES = """
+    import os
+    import signal
+    from kvoffload_async.facade.example import ExampleSecondaryTierManager
+    from kvoffload_async.facade.secondary import SecondaryTierManager
+    from kvoffload_async.errors import TierUnavailableError
+    from kvoffload_async.tiers.example import ExampleTier
+
+    opened = []
+
+    class Witness(SecondaryTierManager):
+        '''Notes what is in its directory when it is opened, and leaves something there.'''
+        def __init__(
+            self, offloading_spec, primary_kv_view, tier_type="Witness", *, root_dir, **options
+        ):
+            opened.append((tier_type, root_dir, os.listdir(root_dir)))
+            os.mkdir(os.path.join(root_dir, "folder"))
+            with open(os.path.join(root_dir, "folder", "file"), "wb") as file:
+                file.write(bytes(1000))
+            tier = ExampleTier()
+            super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    class Second(Witness):
+        pass
+
+    class SoonBroken(ExampleTier):
+        '''The first blocks are fine.'''
+        count = 0
+        async def load(self, job):
+            SoonBroken.count += 1
+            if SoonBroken.count > 1:
+                raise TierUnavailableError("worn out")
+            return await super().load(job)
+
+    class SoonForgetful(ExampleTier):
+        '''Says that it has loaded the later blocks, and has not.'''
+        count = 0
+        async def load(self, job):
+            SoonForgetful.count += 1
+            return {} if SoonForgetful.count > 1 else await super().load(job)
+
+    class Interrupted(Witness):
+        '''Somebody presses Ctrl-C in the first round, after the rehearsal.'''
+        count = 0
+        def __init__(self, *arguments, **options):
+            Interrupted.count += 1
+            if Interrupted.count == 2:
+                signal.raise_signal(signal.SIGINT)
+            super().__init__(*arguments, **options)
+
+    class FakePeer:
+        '''Another engine's tier, though it is one of this package's.'''
+        def __init__(self, name, options, place):
+            self.name, self.options, self.place = name, options, place
+        def capacity_bytes(self, stored_bytes):
+            return None
+        def open(self, view, directory, stored_bytes):
+            from kvoffload_async.bench.tiers import OpenOwnTier
+            return OpenOwnTier(ExampleSecondaryTierManager(None, view))
+"""
+
+
+@pytest.fixture
+def witnesses(importable) -> str:
+    """The name of the module with the tiers above."""
+    return importable("witnesses", WITNESSES)
+
+
+@pytest.fixture
+def bench(command):
+    """Run the command; return its figures."""
+
+    def run(*arguments: object, exit_code: int = 0) -> dict:
+        result = command.run(*("bench", "--block-bytes", "4KiB", *SMALL, *arguments), "--json", "-")
+        assert result.exit_code == exit_code, result.output
+        return json.loads(result.stdout)
+
+    return run
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return folder
+
+
+def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
+    report = bench("--tier", f"fs:root_dir={place}", "--block-bytes", "4KiB,8KiB")
+    assert not report["interrupted"]
+    assert report["settings"] == {
+        "total_bytes": 128 * 1024,
+        "keys_per_job": 4,
+        "one_job": 8,
+        "in_flight": 16,
+        "rounds": 2,
+        "threads": 2,
+        "direct_floor": False,
+        "steady": False,
+        "keep": False,
+        "warm_up": True,
+    }
+    assert report["machine"]["processors"] > 0
+    assert report["contenders"] == {
+        "fs": {"options": {"root_dir": str(place)}, "directory": str(place), "floor": str(place)}
+    }
+    assert [size["block_bytes"] for size in report["sizes"]] == [4096, 8192]
+    assert [size["num_jobs"] for size in report["sizes"]] == [8, 4]
+    for size in report["sizes"]:
+        assert size["keys_per_job"] == 4
+        assert size["one_job_keys"] == 8
+        assert size["memcpy"].keys() == FLOOR_FIGURES
+        assert {what: f.keys() for what, f in size["floors"][str(place)].items()} == {
+            "store": FLOOR_FIGURES,
+            "load": FLOOR_FIGURES,
+        }
+        standing = size["contenders"]["fs"]
+        assert standing["verified_blocks"] == 2 * (size["num_jobs"] * 4 + 8)
+        assert standing["wrong_blocks"] == standing["failed_jobs"] == 0
+        passes = standing["passes"]
+        assert passes.keys() == PASSES | {"at_rest"}
+        for what in PASSES:
+            assert passes[what].keys() == FLOOR_FIGURES | OWNER_FIGURES
+        assert passes["at_rest"].keys() == {"idle_poll_us", "lookup_us"}
+        for figures in (*passes.values(), size["memcpy"], *size["floors"][str(place)].values()):
+            for figure in figures.values():
+                assert figure["low"] <= figure["median"] <= figure["high"]
+
+
+def test_a_ratio_is_the_quotient_of_the_two_medians_that_it_names(bench, place):
+    (size,) = bench("--tier", f"fs:root_dir={place}")["sizes"]
+    for what, floor in (("store", "store"), ("load", "load"), ("load_one_job", "load")):
+        figures = size["contenders"]["fs"]["passes"][what]
+        beside = size["floors"][str(place)][floor]
+        for name, figure in figures.items():
+            other = name.replace("owner_", "wall_").replace("submit_", "wall_")
+            for ratio, parts in (("of_floor", beside), ("of_memcpy", size["memcpy"])):
+                assert figure[ratio] == pytest.approx(figure["median"] / parts[other]["median"])
+    for what in ("store", "load"):
+        for name, figure in size["floors"][str(place)][what].items():
+            assert figure["of_floor"] is None
+            memcpy = size["memcpy"][name]["median"]
+            assert figure["of_memcpy"] == pytest.approx(figure["median"] / memcpy)
+
+
+def test_figures_agree_with_each_other(bench):
+    (size,) = bench("--tier", "example", "--rounds", "1")["sizes"]
+    for passes in (size["contenders"]["example"]["passes"], {"copy": size["memcpy"]}):
+        for what in passes.keys() - {"at_rest"}:
+            figures = {name: figure["median"] for name, figure in passes[what].items()}
+            num_keys, num_jobs = (8, 1) if what.endswith("one_job") else (32, 8)
+            wall_s = num_keys * 4096 / 2**30 / figures["gib_per_s"]
+            assert figures["wall_us_per_job"] == pytest.approx(wall_s / num_jobs * 1e6)
+            assert figures["wall_us_per_key"] == pytest.approx(wall_s / num_keys * 1e6)
+            assert figures["job_ms_p50"] <= figures["job_ms_p90"] <= figures["job_ms_p99"]
+            assert figures["job_ms_p99"] <= wall_s * 1e3 * 1.000001
+            if "owner_us_per_job" in figures:
+                keys = num_keys / num_jobs
+                assert figures["owner_us_per_job"] <= figures["wall_us_per_job"]
+                assert figures["submit_us_per_job"] <= figures["owner_us_per_job"] * num_jobs
+                for kind in ("owner", "submit"):
+                    assert figures[f"{kind}_us_per_key"] * keys == pytest.approx(
+                        figures[f"{kind}_us_per_job"]
+                    )
+
+
+def test_a_tier_in_memory_stands_beside_memcpy(bench):
+    report = bench("--tier", "example")
+    (size,) = report["sizes"]
+    assert size["floors"] == {}
+    assert report["contenders"]["example"]["floor"] is None
+    speed = size["contenders"]["example"]["passes"]["load"]["gib_per_s"]
+    assert speed["of_floor"] == speed["of_memcpy"]
+
+
+def test_tiers_on_one_filesystem_stand_beside_one_floor(bench, place):
+    (place / "a").mkdir()
+    report = bench("--tier", f"fs:root_dir={place}/a", "--tier", f"fs:root_dir={place}/b")
+    assert list(report["sizes"][0]["floors"]) == [f"{place}/a"]
+    assert [facts["floor"] for facts in report["contenders"].values()] == [f"{place}/a"] * 2
+
+
+def test_tiers_of_one_name_are_numbered(bench, place):
+    tier = f"fs:root_dir={place},verify="
+    report = bench("--tier", tier + "off", "--tier", "example", "--tier", tier + "required")
+    assert list(report["contenders"]) == ["fs#1", "example", "fs#2"]
+    assert report["contenders"]["fs#2"]["options"]["verify"] == "required"
+
+
+def test_without_a_large_job_there_are_no_figures_of_one(bench):
+    (size,) = bench("--tier", "example", "--one-job", "0")["sizes"]
+    assert size["one_job_keys"] == 0
+    assert size["contenders"]["example"]["passes"].keys() == {"store", "load", "at_rest"}
+
+
+def test_a_large_job_has_no_more_blocks_than_the_total_has(bench):
+    (size,) = bench("--tier", "example", "--one-job", "1000")["sizes"]
+    assert size["one_job_keys"] == 32
+
+
+def test_every_turn_begins_on_an_empty_directory_of_its_own(bench, place, witnesses):
+    options = f"module_path={witnesses},root_dir={place}"
+    bench("--tier", f"Witness:{options}", "--tier", f"Second:{options}")
+    opened = __import__(witnesses).opened
+    # One rehearsal, then round after round: everybody in turn.
+    assert [name for name, _, _ in opened] == ["Witness", "Second"] * 3
+    assert [found for _, _, found in opened] == [[]] * 6
+    assert len({folder for _, folder, _ in opened}) == 6
+
+
+@pytest.mark.parametrize("given", ["", ",capacity_bytes=1MiB"])
+def test_a_steady_tier_is_full_before_it_is_measured(bench, place, monkeypatch, given):
+    """Once as the bench sizes it: 160 KiB a round, a quarter more, and 16 MiB."""
+    count = 0
+    submit = SecondaryTierManager.submit_store
+
+    def counting(self, job):
+        nonlocal count
+        count += len(job.keys) * 4096
+        submit(self, job)
+
+    monkeypatch.setattr(SecondaryTierManager, "submit_store", counting)
+    options = ("--rounds", "1", "--steady", "--no-warm-up")
+    report = bench("--tier", f"slab:root_dir={place},segment_bytes=1MiB{given}", *options)
+    assert report["settings"]["steady"]
+    assert not report["settings"]["warm_up"]
+    capacity = 2**20 if given else 160 * 1024 * 5 // 4 + 2**24
+    fills = -(-capacity // (128 * 1024))
+    assert count == 4096 + fills * 128 * 1024 + 160 * 1024
+    standing = report["sizes"][0]["contenders"]["slab"]
+    assert standing["failed_jobs"] == standing["wrong_blocks"] == 0
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_kept_store_is_opened_and_filled_once(bench, place, monkeypatch, keeps):
+    opened, closed, stored = [], [], 0
+    manager = FileSystemTierManager
+    init, submit, shutdown = manager.__init__, manager.submit_store, manager.shutdown
+
+    def counting(self, job):
+        nonlocal stored
+        stored += len(job.keys) * 4096
+        submit(self, job)
+
+    @functools.wraps(init)
+    def opening(self, *args, **options):
+        opened.append(options["root_dir"])
+        init(self, *args, **options)
+
+    def closing(self, *args, **options):
+        closed.append(self)
+        return shutdown(self, *args, **options)
+
+    monkeypatch.setattr(manager, "__init__", opening)
+    monkeypatch.setattr(manager, "submit_store", counting)
+    monkeypatch.setattr(manager, "shutdown", closing)
+    options = ("--rounds", "3", "--steady", "--no-warm-up", *(["--keep"] if keeps else []))
+    report = bench("--tier", f"fs:root_dir={place},capacity_bytes=1MiB", *options)
+    assert report["settings"]["keep"] == keeps
+    stores = 1 if keeps else 3
+    assert len(closed) == len(opened) == 1 + stores, "the rehearsal has its own"
+    assert len(set(opened)) == len(opened)
+    assert stored == 4096 + stores * 8 * 128 * 1024 + 3 * 160 * 1024
+    standing = report["sizes"][0]["contenders"]["fs"]
+    assert standing["failed_jobs"] == standing["wrong_blocks"] == 0
+    assert list(place.iterdir()) == []
+
+
+def test_what_it_wrote_is_gone_and_what_others_wrote_is_not(bench, place, witnesses):
+    (place / "precious").write_text("mine")
+    bench("--tier", f"Witness:module_path={witnesses},root_dir={place}")
+    assert [path.name for path in place.iterdir()] == ["precious"]
+    assert (place / "precious").read_text() == "mine"
+
+
+def test_directories_that_it_made_are_gone_too(bench, place):
+    bench("--tier", f"fs:root_dir={place}/new/and/deeper")
+    assert list(place.iterdir()) == []
+
+
+def test_without_a_directory_a_temporary_one_is_used(bench, place, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    report = bench("--tier", "fs")
+    assert report["contenders"]["fs"]["directory"] == str(place)
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tier", "complaint"),
+    [
+        ("SoonForgetful", "wrong_blocks loaded blocks were wrong"),
+        ("SoonBroken", "failed_jobs jobs failed: worn out"),
+    ],
+)
+def test_a_tier_that_does_wrong_is_reported_with_exit_status_1(command, witnesses, tier, complaint):
+    result = command.run(
+        *("bench", "--block-bytes", "4KiB", *SMALL, "--json", "-"),
+        *("--tier", f"{tier}:module_path={witnesses}"),
+    )
+    assert result.exit_code == 1
+    standing = json.loads(result.stdout)["sizes"][0]["contenders"][tier]
+    expected = {"wrong_blocks": "80 loaded", "failed_jobs": "18 jobs"}
+    what = complaint.split()[0]
+    assert f"{tier}, blocks of 4096 bytes: {expected[what]}" in result.stderr
+    assert standing[what] == int(expected[what].split()[0])
+
+
+def test_after_ctrl_c_it_stops_between_turns_and_cleans_up(command, place, witnesses):
+    result = command.run(
+        *("bench", "--block-bytes", "4KiB", *SMALL),
+        *("--tier", f"Interrupted:module_path={witnesses},root_dir={place}"),
+    )
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert list(place.iterdir()) == []
+
+
+def test_block_sizes_that_were_done_before_ctrl_c_are_reported(command, place, witnesses):
+    result = command.run(
+        *("bench", "--block-bytes", "4KiB,8KiB", *SMALL, "--rounds", "1", "--json", "-"),
+        *("--tier", f"Interrupted:module_path={witnesses},root_dir={place}"),
+    )
+    assert result.exit_code == 130
+    report = json.loads(result.stdout)
+    assert report["interrupted"]
+    assert [size["block_bytes"] for size in report["sizes"]] == [4096]
+
+
+def test_a_peer_is_measured_beside_and_compared_with(bench, witnesses, monkeypatch):
+    from kvoffload_async.bench.peers import PEERS, Entry
+
+    monkeypatch.setitem(PEERS, "fake", Entry(witnesses, "FakePeer", ("speed",), "buy one"))
+    report = bench("--tier", "example", "--peer", "fake:speed=3")
+    assert report["contenders"]["fake"]["options"] == {"speed": 3}
+    ours, theirs = (report["sizes"][0]["contenders"][name] for name in ("example", "fake"))
+    assert theirs["against"] == {}
+    assert ours["against"].keys() == {"fake"}
+    assert ours["against"]["fake"].keys() == PASSES | {"at_rest"}
+    for what, ratios in ours["against"]["fake"].items():
+        for name, ratio in ratios.items():
+            mine, other = (s["passes"][what][name]["median"] for s in (ours, theirs))
+            assert ratio == pytest.approx(mine / other)
+
+
+def test_for_people_there_are_tables(command, witnesses, monkeypatch):
+    from kvoffload_async.bench.peers import PEERS, Entry
+
+    monkeypatch.setitem(PEERS, "fake", Entry(witnesses, "FakePeer", (), ""))
+    result = command.run(
+        *("bench", "--block-bytes", "4KiB,16KiB", *SMALL, "--rounds", "1"),
+        *("--tier", "fs", "--peer", "fake"),
+    )
+    assert result.exit_code == 0, result.output
+    for text in (
+        "Store",
+        "Load, one large job",
+        "memcpy",
+        "floor, buffered",
+        "fs / fake",
+        "16 KiB",
+    ):
+        assert text in result.stdout
+    assert "compared with what was stored" in " ".join(result.stdout.split())
+
+
+def test_a_plot_is_a_picture(command):
+    path = command.directory / "bench.png"
+    result = command.run(
+        *("bench", "--block-bytes", "4KiB,8KiB", *SMALL, "--tier", "example", "--tier", "fs"),
+        *("--plot", path, "--json", command.directory / "bench.json"),
+    )
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert json.loads((command.directory / "bench.json").read_text())["sizes"]

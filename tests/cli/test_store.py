@@ -1,0 +1,82 @@
+"""How `kvoffload store` is called, interrupted, and answers people."""
+
+import os
+import signal
+
+import pytest
+
+from kvoffload_async.cli import store as store_module
+from kvoffload_async.cli.store_tables import shown
+from kvoffload_async.tiers.fs.maintenance import verification
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "gc"])
+class TestInput:
+    def test_a_directory_that_is_not_there(self, command, verb):
+        message = command.refusal("store", verb, command.directory / "nope")
+        assert "nope: cannot be read: No such file or directory" in message
+
+    def test_a_file(self, command, verb):
+        message = command.refusal("store", verb, command.file("x"))
+        assert "cannot be read: Not a directory" in message
+
+    def test_a_directory_without_a_store(self, command, verb):
+        (command.directory / "model_0123456789ab_r0").write_text("a file")
+        (command.directory / "model_0123456789ab").mkdir()
+        (command.directory / "link_0123456789ab_r0").symlink_to("/")
+        assert "no fs store" in command.refusal("store", verb, command.directory)
+
+    def test_a_relative_path_with_detours(self, store, verb, monkeypatch):
+        monkeypatch.chdir(store.root.parent)
+        assert store.command.run("store", verb, "./store//").exit_code == 0
+
+    def test_ctrl_c(self, store, verb, monkeypatch):
+        monkeypatch.setattr(verification, "BATCH_BYTES", 4096)
+        dead = store.writer()
+        dead.die()
+        temp = store.temp(dead.writer_id)
+        find = store_module.find_stores
+
+        async def and_interrupt(directory):
+            stores = await find(directory)
+            signal.raise_signal(signal.SIGINT)
+            return stores * 2
+
+        monkeypatch.setattr(store_module, "find_stores", and_interrupt)
+        result = store.command.run("store", verb, store.root)
+        assert result.exit_code == 130
+        assert temp.exists()
+
+    def test_the_table_names_the_namespace(self, store, verb):
+        result = store.command.run("store", verb, store.root)
+        assert result.exit_code == 0
+        assert store.folder.name in result.stdout
+        assert result.stderr == ""
+
+
+def test_names_are_shown_so_that_every_terminal_takes_them():
+    assert shown(os.fsdecode(b"caf\xc3\xa9\xff\x1b[2J")) == "café\ufffd\ufffd[2J"
+
+
+class TestOldNames:
+    """Deprecated; they do what the new ones do."""
+
+    def test_the_option_for_unknown_files(self, store):
+        path = store.unknown_file()
+        result = store.command.run("store", "gc", store.root, "--strangers", "--json")
+        assert result.exit_code == 0
+        assert "--strangers is called --unknown-files now" in result.stderr
+        assert not path.exists()
+        assert "strangers" not in store.command.run("store", "gc", "--help").stdout
+
+    def test_the_keys_of_a_report(self, store):
+        store.unknown_file()
+        found = store.run("verify")
+        assert found["strangers"] == found["unknown_files"] == 1
+        assert found["stranger_bytes"] == found["unknown_file_bytes"] > 0
+        verified = found["verification"]
+        assert verified["sealed"] == verified["verified"]
+        assert verified["unsealed"] == verified["without_digest"]
+        assert verified["sealed"] + verified["unsealed"] == found["blocks"] > 0
+        removed = store.run("gc", "--unknown-files")
+        assert removed["strangers"] == removed["unknown_files"] != []

@@ -1,0 +1,5 @@
+"""The command is what these tests run."""
+
+from command_line import command, faulty_tiers, importable, interrupted_workload
+
+__all__ = ["command", "faulty_tiers", "importable", "interrupted_workload"]

@@ -1,0 +1,269 @@
+"""Both drivers, from the device to the tiers and back."""
+
+import json
+import os
+import threading
+
+import pytest
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.cli.scratch import ScratchFolder
+from kvoffload_async.cli.settings import Flags, resolve
+from kvoffload_async.errors import StalledError, TransportError
+from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.transport.host import HostTransport
+
+ENGINES = ["sync", "async"]
+both = pytest.mark.parametrize("engine", ENGINES)
+
+
+def assert_sound(report):
+    assert report["jobs_submitted"] == report["job_results"]
+    assert report["corrupt_blocks"] == report["leaked_pins"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--primary-blocks", 150],
+        ["--tier", "example"],
+        ["--tier", "example", "--policy", "arc"],
+        ["--tier", "example", "--tier", "example", "--limit", 150],
+        ["--tier", "example", "--device-blocks", 120, "--limit", 150],
+        ["--layers", 1, "--block-bytes", 100, "--limit", 50, "--tier", "example"],
+    ],
+)
+def test_both_engines_have_the_same_figures(command, arguments):
+    first, second = (command.figures(*arguments, "--engine", engine) for engine in ENGINES)
+    assert first["hit_ratio"] == second["hit_ratio"] > 0
+    assert first["bytes_from_device"] == second["bytes_from_device"]
+    if "arc" not in arguments:  # which counts the uses of a request in another order
+        assert first["hits"] == second["hits"]
+    assert_sound(first)
+    assert_sound(second)
+    assert [first["engine"], second["engine"]] == ENGINES
+
+
+@both
+def test_many_requests_at_once(command, engine):
+    report = command.figures(
+        *("--tier", "example", "--concurrency", 16, "--device-blocks", 400, "--engine", engine)
+    )
+    assert report["requests"] == NUM_REQUESTS
+    assert report["hit_ratio"] == pytest.approx(0.7976, abs=0.01)
+    assert report["hits"]["device"] > 500
+    assert report["verified_blocks"] >= sum(report["hits"].values())
+    assert_sound(report)
+
+
+@both
+def test_a_device_that_keeps_everything_has_all_the_hits(command, engine):
+    arguments = ("--primary-blocks", 100, "--engine", engine)
+    report = command.figures(*arguments, "--tier", "example", "--device-blocks", 5000)
+    assert set(report["hits"].items()) == {("device", 7805), ("primary", 0), ("example", 0)}
+    assert report["device_blocks"] == 5000
+    assert report["bytes_to_device"] == report["bytes_loaded"] == 0
+
+
+@both
+def test_a_device_that_keeps_nothing_has_no_hits_and_room_for_all(command, engine):
+    trace = command.trace([[1, 2, 3], [1, 2, 3, 4]])
+    report = command.figures(trace, "--engine", engine, "--concurrency", 3)
+    assert "device" not in report["hits"]
+    assert report["device_blocks"] == 12
+    assert report["layers"] == 2
+
+
+def test_bytes_are_counted_both_ways(command):
+    report = command.figures(command.trace([[1, 2], [1, 2, 3]]), "--block-bytes", 6000)
+    assert report["bytes_from_device"] == 3 * 6000
+    assert report["bytes_to_device"] == 2 * 6000
+
+
+def test_a_request_that_is_preempted_counts_once(command):
+    requests = [list(range(first, first + 40)) for first in range(0, 400, 40)] * 2
+    report = command.figures(
+        command.trace(requests), "--concurrency", 4, "--device-blocks", 60, "--primary-blocks", 900
+    )
+    assert report["preemptions"] > 0
+    assert report["requests"] == 20
+    assert report["block_refs"] == 800
+    assert report["hits"]["primary"] + report["hits"]["device"] == 400
+    assert_sound(report)
+
+
+def test_preemption_while_others_load(command):
+    requests = [[*range(30), *range(100 * i, 100 * i + 40)] for i in range(1, 9)] * 3
+    report = command.figures(
+        *(command.trace(requests), "--concurrency", 8, "--device-blocks", 80),
+        *("--primary-blocks", 120, "--tier", "example"),
+    )
+    assert report["requests"] == 24
+    assert report["preemptions"] > 0
+    assert_sound(report)
+
+
+def test_async_requests_wait_for_room(command):
+    requests = [list(range(first, first + 40)) for first in range(0, 400, 40)]
+    report = command.figures(
+        *(command.trace(requests), "--concurrency", 4, "--device-blocks", 60, "--engine", "async")
+    )
+    assert (report["requests"], report["preemptions"]) == (10, 0)
+    assert_sound(report)
+
+
+@both
+def test_a_request_larger_than_the_device_is_one_line(command, engine):
+    trace = command.trace([[1], [1, 2, 3]])
+    line = command.refusal("replay", trace, "--device-blocks", 2, "--engine", engine)
+    assert "request-1 has 3 blocks, and the device room for 2" in line
+
+
+@both
+def test_bytes_that_do_not_arrive_are_found_out(command, engine, monkeypatch):
+    copy = HostTransport._copy_group
+
+    def copy_wrongly(self, direction, index, part):
+        copy(self, direction, index, part)
+        if direction is Direction.LOAD:
+            self._device[index][1][part.blocks[-1], 3] ^= 1
+
+    monkeypatch.setattr(HostTransport, "_copy_group", copy_wrongly)
+    result = command.run("replay", "--tier", "example", "--engine", engine, "--json", "-")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert report["corrupt_blocks"] > 0
+    assert "loaded blocks had wrong bytes" in result.stderr
+
+
+@both
+@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.STORE])
+def test_copies_that_fail_cost_hits_and_nothing_else(command, engine, direction, monkeypatch):
+    perform = HostTransport._perform
+
+    def perform_or_fail(self, at, transfer):
+        if at is direction:
+            raise TransportError("pulled out")
+        perform(self, at, transfer)
+
+    monkeypatch.setattr(HostTransport, "_perform", perform_or_fail)
+    report = command.figures("--tier", "example", "--engine", engine, "--limit", 40)
+    assert report["requests"] == 40
+    assert report["hit_ratio"] == 0
+    assert report["bytes_to_device"] == 0
+    assert_sound(report)
+
+
+@pytest.mark.parametrize("keys", [{"num_workers": 2}, {"blocks_per_chunk": 4}])
+def test_several_workers_and_several_device_blocks(command, keys):
+    plain = command.figures("--tier", "example", "--limit", 60)
+    config = command.config(**keys)
+    report = command.figures("--tier", "example", "--limit", 60, "--config", config)
+    assert report["hits"] == plain["hits"]
+    assert report["bytes_to_device"] == plain["bytes_to_device"] * keys.get("num_workers", 1)
+    assert_sound(report)
+
+
+def test_async_with_several_device_blocks(command):
+    config = command.config(blocks_per_chunk=4)
+    report = command.figures("--limit", 60, "--config", config, "--engine", "async")
+    assert report["hit_ratio"] > 0
+    assert_sound(report)
+
+
+def test_async_has_one_worker(command):
+    config = command.config(num_workers=2)
+    assert "one worker" in command.refusal("replay", "--config", config, "--engine", "async")
+
+
+@pytest.mark.parametrize("option", ["--engine", "--device"])
+def test_what_is_no_engine_and_no_device(command, option):
+    assert f"{option} warp: it must be" in command.refusal("replay", option, "warp")
+
+
+@both
+def test_a_device_that_is_not_there(command, engine, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    line = command.refusal("replay", "--device", "cuda", "--engine", engine)
+    assert "no CUDA device" in line
+
+
+@both
+def test_a_pipe_is_replayed_although_nobody_knows_how_large_requests_are(command, engine):
+    pipe = command.directory / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('{"hash_ids": [1, 2]}\n' * 3,))
+    writer.start()
+    report = command.figures(pipe, "--engine", engine, "--block-bytes", "1KiB")
+    writer.join(10)
+    assert (report["requests"], report["hits"]["primary"]) == (3, 4)
+
+
+class TestAsync:
+    """What the synchronous driver's tests ask of it, asked of the other one."""
+
+    @pytest.mark.parametrize("tier", ["BitFlip", "Swapped", "Stale"])
+    def test_a_tier_that_hands_back_wrong_bytes(self, command, faulty_tiers, tier):
+        spec = f"{tier}:module_path={faulty_tiers}"
+        report = command.figures("--tier", spec, "--engine", "async", exit_code=1)
+        assert report["corrupt_blocks"] > 0
+
+    def test_a_tier_that_fails(self, command, faulty_tiers):
+        spec = f"Unplugged:module_path={faulty_tiers}"
+        report = command.figures("--tier", spec, "--engine", "async", "--limit", 100)
+        assert report["job_failures"] > 0
+        assert report["hits"]["Unplugged"] == 0
+        assert_sound(report)
+
+    def test_a_tier_that_cannot_be_opened(self, command, faulty_tiers):
+        spec = f"Closed:module_path={faulty_tiers}"
+        assert "nobody there" in command.refusal("replay", "--tier", spec, "--engine", "async")
+
+    def test_a_tier_that_cannot_be_closed(self, command, faulty_tiers):
+        spec = f"Jammed:module_path={faulty_tiers}"
+        result = command.run("replay", "--tier", spec, "--engine", "async", "--limit", 5)
+        assert result.exit_code == 1
+        assert "jammed" in result.stderr
+
+    def test_a_request_larger_than_the_primary(self, command):
+        trace = command.trace([range(10), range(10)])
+        report = command.figures(trace, "--primary-blocks", 4, "--engine", "async")
+        assert report["hits"] == {"primary": 4}
+        assert report["stores_refused"] == 1  # the second: the primary is full of its own head
+
+    def test_no_room_for_anything(self, command, monkeypatch):
+        monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous._ROOM_S", 0.01)
+        config = command.config(accept_prefix=False)
+        trace = command.trace([range(10)])
+        report = command.figures(
+            trace, "--primary-blocks", 4, "--config", config, "--engine", "async"
+        )
+        assert report["stores_refused"] == 1
+        assert_sound(report)
+
+    @pytest.mark.usefixtures("interrupted_workload")
+    def test_ctrl_c(self, command):
+        report = command.figures("--engine", "async", "--concurrency", 2, exit_code=130)
+        assert report["interrupted"]
+        assert 0 < report["requests"] < 10
+        assert_sound(report)
+
+    def test_ctrl_c_while_requests_wait(self, faulty_tiers):
+        spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
+        stops = threading.Event()
+        timer = threading.Timer(0.3, stops.set)
+        timer.start()
+        options = ReplayOptions(engine="async", should_stop=stops.is_set)
+        report = replay(spec, ChatWorkload(limit=3), options)
+        timer.join()
+        assert report.interrupted
+        assert report.jobs_submitted == report.job_results == 1
+
+    def test_work_that_never_ends_is_given_up(self, faulty_tiers, monkeypatch):
+        monkeypatch.setattr("kvoffload_async.replay.run.stall_timeout_s", lambda _spec: 0.2)
+        config = {"type": "Stuck", "module_path": faulty_tiers}
+        spec = resolve(Flags(tiers=[f"Stuck:module_path={config['module_path']}"]), ScratchFolder())
+        monkeypatch.setattr("kvoffload_async.replay.run._bounded", lambda _spec, _options: 0.3)
+        with pytest.raises(StalledError, match="1 jobs have no result"):
+            replay(spec, ChatWorkload(limit=3), ReplayOptions(engine="async"))

@@ -1,0 +1,73 @@
+"""One replay as a library call: how it is stopped, given up, and what it complains of."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvoffload_async import TieringOffloadingSpec
+from kvoffload_async.cli.scratch import ScratchFolder
+from kvoffload_async.cli.settings import Flags, resolve
+from kvoffload_async.errors import StalledError
+from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
+from kvoffload_async.replay.drivers.workers import Workers
+from kvoffload_async.replay.run import ReplayOptions, replay, stall_timeout_s, unique_names
+from kvoffload_async.replay.tally import Tally
+from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.transport.paged import PagedMemory
+
+
+class TestStop:
+    def test_stopping_ends_the_requests_in_flight(self, command):
+        answers = iter([False] * 50)
+        spec = resolve(Flags(primary_blocks=100, tiers=["example"]), ScratchFolder())
+        options = ReplayOptions(concurrency=4, should_stop=lambda: next(answers, True))
+        report = replay(spec, ChatWorkload(), options)
+        assert report.interrupted
+        assert 0 < report.requests < NUM_REQUESTS
+        assert report.complaints == []
+
+    def test_work_that_never_ends_is_given_up_at_the_deadline(self, faulty_tiers):
+        spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
+        manager = spec.get_manager()
+        tally = Tally.of_tiers(["Stuck"], device_keeps=False)
+        workers = Workers(spec, [PagedMemory(2, 16 * 1024)], tally)
+        pool = FramePool(2, keeps_contents=False)
+        driver = StepwiseDriver(
+            manager, workers, pool, tally, tier_names=["Stuck"], stall_timeout_s=0.25
+        )
+        with pytest.raises(StalledError, match="0 requests wait and 1 jobs have no result"):
+            driver.run([[1, 2]])
+        assert not driver.drain(0.05)
+        workers.shutdown(5)
+        spec.shutdown(0.2)
+        assert manager.engine.counters.job_results == 1
+
+    def test_the_stall_deadline_is_behind_the_engines_own(self):
+        tiers = [{"type": "example", "io_timeout_s": 70}, {"type": "example"}]
+        config = {"cpu_bytes_to_use": 4096, "block_bytes": 1}
+        assert stall_timeout_s(TieringOffloadingSpec(config)) > 30
+        spec = TieringOffloadingSpec({**config, "secondary_tiers": tiers})
+        assert stall_timeout_s(spec) > 70
+
+
+class TestReport:
+    def test_complains_of_what_must_never_happen(self):
+        spec = resolve(Flags(tiers=["example"]), ScratchFolder())
+        good = replay(spec, ChatWorkload(limit=3), ReplayOptions())
+        assert good.complaints == []
+        bad = replace(good, corrupt_blocks=1, leaked_pins=2, job_results=good.job_results - 3)
+        assert bad.complaints == [
+            "1 loaded blocks had wrong bytes",
+            "2 slots were never given back",
+            "3 jobs got no result",
+        ]
+
+
+def test_names_of_tiers_are_unique():
+    assert unique_names(["fs", "primary", "fs", "device"]) == [
+        "fs",
+        "primary#2",
+        "fs#2",
+        "device#2",
+    ]

@@ -1,0 +1,200 @@
+"""`kvoffload store repair`: damage is named by the others, and only what verifies is kept."""
+
+import itertools
+import os
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from slab.maintenance.slabs import BLOCK, NUM_BLOCKS, Slab, deaf_to
+from slab.shelves import flip
+
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import BlockDigester
+from kvoffload_async.tiers.slab.layout import JOURNAL, segment_name
+from kvoffload_async.tiers.slab.maintenance.stores import read_contents
+from kvoffload_async.tiers.slab.places import segment_of, slot_of
+from kvoffload_async.tiers.slab.records import (
+    RECORD_BYTES,
+    frame,
+    keys_of,
+    places_of,
+    put_records,
+    seed_of,
+)
+from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
+
+_numbers = itertools.count()
+
+
+def test_a_flipped_bit_is_named_by_verify_and_dropped_by_repair(slab):
+    slab.flip(3)
+    path, offset = slab.place(3)
+    complaint = (
+        f"corrupt: {key_of(3).hex()} (segment {int(path.stem[-6:])}, slot {offset // BLOCK}): "
+        "wrong checksum"
+    )
+    assert slab.complaints("verify") == [complaint]
+    found = slab.run("verify", exit_code=1)["verification"]
+    assert (found["checked"], found["verified"], len(found["corrupt"])) == (12, 11, 1)
+    changed = slab.run("repair")
+    assert changed["journal_rebuilt"]
+    assert not changed["manifest_rebuilt"]
+    assert changed["blocks"] == 11
+    assert [bad["key"] for bad in changed["dropped"]] == [key_of(3).hex()]
+    assert slab.run("verify")["verification"]["verified"] == 11
+    assert slab.served() == [i for i in range(12) if i != 3]
+
+
+def test_repair_of_a_sound_store_changes_nothing(slab):
+    before = slab.files()
+    changed = slab.run("repair")
+    assert slab.files() == before
+    assert changed["blocks"] == 12
+    assert not changed["journal_rebuilt"]
+
+
+def test_a_damaged_journal_costs_its_frame_and_no_other_block(slab):
+    first_half, second_half = range(6), range(6, 12)
+    other = Slab(slab.command, "other")
+    tier = other.open()
+    other.rows[:] = other.truth
+    assert other.job(tier, first_half).success
+    kept = other.journal.stat().st_size
+    assert other.job(tier, second_half).success
+    flip(other.journal, RECORD_BYTES + 50)  # in the first frame's first record
+    copy = slab.root / "m_r0"
+    for path in other.folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    tier.shutdown()
+    other.close()
+    assert slab.complaints("inspect") == [f"{kept} bytes of the journal are damaged"]
+    changed = slab.run("repair")
+    assert changed["journal_rebuilt"]
+    assert changed["blocks"] == 6
+    assert slab.run("inspect")["damaged_bytes"] == 0
+    assert slab.served() == list(second_half)
+
+
+def test_blocks_before_damage_are_suspect_until_repair_has_verified_them(slab):
+    tier = slab.open()
+    slab.rows[:] = slab.truth
+    extra = tuple(key_of(100 + i) for i in range(4))
+    for number, key in enumerate(extra):
+        rows = as_block_ids([number])
+        tier.submit_store(JobMetadata(number, (key,), rows, False, ReqContext("r")))
+        assert tier.drain_jobs(30.0)
+    journal = slab.journal.read_bytes()
+    tier.shutdown()
+    slab.journal.write_bytes(journal)
+    flip(slab.journal, len(journal) - 3 * RECORD_BYTES)  # the last frame but one
+    assert slab.run("inspect", exit_code=1)["suspect"] == 14
+    changed = slab.run("repair")
+    assert changed["blocks"] == 15
+    found = slab.run("inspect")
+    assert (found["blocks"], found["suspect"]) == (15, 0)
+    assert slab.served() == list(range(12))
+
+
+def test_of_two_records_of_a_key_the_later_one_counts(slab):
+    """As it is when the removal of the first was damaged."""
+    path, offset = slab.place(3)
+    contents = read_contents(FileOps(), slab.store)
+    free = max(places_of(contents.live)) + 1
+    with (slab.folder / segment_name(segment_of(free))).open("r+b") as file:
+        file.seek(slot_of(free) * BLOCK)
+        file.write(path.read_bytes()[offset : offset + BLOCK])
+    digest = BlockDigester(contents.manifest.layout).digest(key_of(3), slab.truth[3].data)
+    puts = put_records([key_of(3)], free, [digest])
+    seed = seed_of(contents.manifest.layout)
+    with slab.journal.open("ab") as file:
+        file.write(frame(contents.scanned.generation + 1, puts, seed))
+    slab.flip(2)
+    assert slab.run("repair")["blocks"] == 11
+    assert slab.place(3)[1] == slot_of(free) * BLOCK
+    assert slab.served() == [i for i in range(12) if i != 2]
+
+
+def test_a_torn_tail_is_no_problem_and_is_cut_by_repair(slab):
+    with slab.journal.open("ab") as file:
+        file.write(b"KVSLABF1" + bytes(60))
+    assert slab.run("inspect")["torn_bytes"] == 68
+    assert slab.run("repair")["journal_rebuilt"]
+    assert slab.run("inspect")["torn_bytes"] == 0
+    assert slab.served() == list(range(12))
+
+
+def test_without_a_journal_nothing_can_be_kept_and_repair_says_so(slab):
+    slab.journal.unlink()
+    assert slab.complaints("inspect") == [
+        "the journal is missing: nothing says which blocks these are"
+    ]
+    changed = slab.run("repair")
+    assert changed["blocks"] == 0
+    assert changed["journal_rebuilt"]
+    assert slab.served() == []
+
+
+def test_a_shortened_segment_loses_only_what_was_behind_its_end(slab):
+    path, _ = slab.place(0)
+    os.truncate(path, 3 * BLOCK + 1)
+    slab.run("repair")
+    found = slab.run("verify")
+    assert found["verification"]["verified"] == found["blocks"] == 7
+    assert len(slab.served()) == 7
+
+
+def test_a_segment_that_cannot_be_read_is_said_and_its_blocks_are_dropped(slab, monkeypatch):
+    monkeypatch.setattr(
+        "kvoffload_async.tiers.slab.maintenance.store.FileOps", deaf_to(segment_name(0))
+    )
+    assert all("unreadable: " in line for line in slab.complaints("verify"))
+    assert len(slab.complaints("gc", "--corrupt")) == 8
+    assert slab.run("repair")["blocks"] == 4
+    monkeypatch.undo()
+    assert len(slab.served()) == 4
+
+
+def test_a_repair_that_cannot_write_leaves_what_it_found(slab, monkeypatch):
+    class Full(FileOps):
+        def fdatasync(self, fd):
+            raise OSError(28, "No space left on device")
+
+    slab.flip(3)
+    before = slab.files()
+    monkeypatch.setattr("kvoffload_async.tiers.slab.maintenance.store.FileOps", Full)
+    assert slab.complaints("repair") == ["cannot be written: No space left on device"]
+    assert {k: v for k, v in slab.files().items() if k != "journal.tmp"} == before
+    monkeypatch.undo()
+    assert slab.served() == [i for i in range(12) if i != 3]
+
+
+@settings(
+    max_examples=settings().max_examples // 10,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # a directory an example
+)
+@given(data=st.data())
+def test_repair_keeps_exactly_what_verifies_whatever_is_damaged(command, data):
+    slab = Slab(command, f"root{next(_numbers)}")
+    slab.store_blocks()
+    names = [JOURNAL, segment_name(0), segment_name(1)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        path = slab.folder / data.draw(st.sampled_from(names))
+        flip(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+    contents = read_contents(FileOps(), slab.store)
+    sound = {
+        key
+        for key, place in zip(keys_of(contents.live), places_of(contents.live), strict=True)
+        if _is_sound(slab, key, place)
+    }
+    assert slab.run("repair")["blocks"] == len(sound)
+    assert {key_of(number) for number in slab.served()} == sound
+    assert slab.run("verify")["problems"] == []
+    slab.close()
+
+
+def _is_sound(slab, key, place):
+    data = (slab.folder / segment_name(segment_of(place))).read_bytes()
+    offset = slot_of(place) * BLOCK
+    number = next(i for i in range(NUM_BLOCKS) if key_of(i) == key)
+    return data[offset : offset + BLOCK] == slab.truth[number].tobytes()
