@@ -23,7 +23,7 @@ def test_the_connector_that_makes_the_spec_is_found():
     def create_spec(extra_config):
         return surroundings_of(extra_config)
 
-    found = connector(config, "caches", lambda extra_config: create_spec(extra_config))
+    found = connector(config, "caches", create_spec)
     assert found == Surroundings(config, "caches")
 
 
