@@ -17,6 +17,7 @@ from kvoffload_async.integrations.vllm.identity import (
     identify,
 )
 from kvoffload_async.integrations.vllm.model_fingerprint import Fingerprint
+from kvoffload_async.integrations.vllm.surroundings import Surroundings
 
 KEYS = keys_of(1, 2, 3)
 ONE = {"is_parallelism_agnostic": True}
@@ -89,6 +90,17 @@ def test_the_model_is_not_looked_at_where_a_fingerprint_is_given():
     spec = KVOffloadSpec(replace(make_config([], "e"), extra_config={"cpu_bytes_to_use": "64KiB"}))
     for options in ({"fingerprint": "v7"}, {"trust_vllm_directory": True}):
         identify(spec, IdentityOptions.take_from(dict(options)), "", Untouchable(None))
+
+
+def test_a_tier_is_refused_where_weights_change_while_the_server_runs():
+    class VllmConfig:
+        weight_transfer_config = "nccl"
+
+    spec = KVOffloadSpec(replace(make_config([], "e"), extra_config={"cpu_bytes_to_use": "64KiB"}))
+    content = ModelContent(Surroundings(VllmConfig(), None))
+    with pytest.raises(ConfigError, match="weight_transfer_config is set.*leave the tier out"):
+        identify(spec, IdentityOptions(), "", content)
+    identify(spec, IdentityOptions(fingerprint="they never change"), "", content)
 
 
 @pytest.mark.parametrize(
