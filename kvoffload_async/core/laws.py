@@ -1,4 +1,4 @@
-"""The laws of the engine, P1 to P20, and the three ways of checking them.
+"""The laws of the planner, P1 to P20, and the three ways of checking them.
 
 Some hold at any moment between two calls, some when everything has come to rest, some only of a
 whole story. The same laws run in the tests and, step by step, in a production's debug mode.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvoffload_async.core import restlaws, statelaws, storylaws
-from kvoffload_async.core.engine import Engine
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.restlaws import Rest
 from kvoffload_async.core.story import Story
 from kvoffload_async.errors import InvariantError
@@ -33,14 +33,14 @@ class Law:
     Attributes:
         name: P1 to P20.
         statement: What always holds.
-        of_state: Checks an engine between any two calls.
-        of_rest: Checks an engine that has come to rest.
+        of_state: Checks an planner between any two calls.
+        of_rest: Checks an planner that has come to rest.
         of_story: Checks a story, finished or not.
     """
 
     name: str
     statement: str
-    of_state: Check[Engine] = _silent
+    of_state: Check[Planner] = _silent
     of_rest: Check[Rest] = _silent
     of_story: Check[Story] = _silent
 
@@ -147,34 +147,34 @@ LAWS = (
 )
 
 
-def check_state(engine: Engine) -> None:
+def check_state(planner: Planner) -> None:
     """Check what holds between any two calls; cost grows with the slots of the primary.
 
     Raises:
         InvariantError: A law does not hold; the message names it.
     """
     for law in LAWS:
-        law.enforce(law.of_state(engine))
+        law.enforce(law.of_state(planner))
 
 
 def check_quiescent(
-    engine: Engine,
+    planner: Planner,
     *,
     kept: Collection[OffloadKey] = (),
     tier_contents: Sequence[Collection[OffloadKey]] = (),
 ) -> None:
-    """Check an engine at rest: all jobs, copies, loads, stores and requests have ended.
+    """Check an planner at rest: all jobs, copies, loads, stores and requests have ended.
 
     Args:
-        engine: The engine.
+        planner: The planner.
         kept: Keys that were stored, and met no failure, no drop and no eviction since.
         tier_contents: What each tier has; needed for `kept`.
 
     Raises:
         InvariantError: A law does not hold; the message names it.
     """
-    check_state(engine)
-    rest = Rest(engine, kept, tier_contents)
+    check_state(planner)
+    rest = Rest(planner, kept, tier_contents)
     for law in LAWS:
         law.enforce(law.of_rest(rest))
 

@@ -1,4 +1,4 @@
-"""What holds of an engine between any two calls."""
+"""What holds of an planner between any two calls."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
-from kvoffload_async.core.engine import Engine
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.types import JobMetadata, OffloadKey
 
 
-def jobs_are_counted(engine: Engine) -> Iterator[str]:
+def jobs_are_counted(planner: Planner) -> Iterator[str]:
     """P1."""
-    counters = engine.counters
+    counters = planner.counters
     under_way = counters.jobs_submitted - counters.job_results
-    if under_way != len(engine.jobs):
+    if under_way != len(planner.jobs):
         yield (
             f"{counters.jobs_submitted} jobs were submitted and {counters.job_results} reported, "
-            f"but {len(engine.jobs)} are under way"
+            f"but {len(planner.jobs)} are under way"
         )
 
 
-def slots_are_partitioned(engine: Engine) -> Iterator[str]:
+def slots_are_partitioned(planner: Planner) -> Iterator[str]:
     """P3."""
-    primary = engine.primary
+    primary = planner.primary
     free, held = primary.pool.free_slots(), primary.pool.held_slots()
     blocks = list(primary.resident())
     uses = Counter(chain(free, held, (slot for _, slot, _ in blocks)))
@@ -43,50 +43,47 @@ def slots_are_partitioned(engine: Engine) -> Iterator[str]:
         yield f"the counts are {primary.counts}, but should be {true_counts}"
 
 
-def every_use_has_its_reason(engine: Engine) -> Iterator[str]:
+def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
     """P4."""
-    blocks = {key: (slot, refs) for key, slot, refs in engine.primary.resident()}
-    yield from _pins(engine, {key: max(refs, 0) for key, (_, refs) in blocks.items()})
-    yield from _writes(engine, {key for key, (_, refs) in blocks.items() if refs < 0})
-    yield from _slots_of_jobs(engine, {key: slot for key, (slot, _) in blocks.items()})
-    for index, tier in enumerate(engine.tiers):
-        late = ((copy.tier, copy.job) for copy in engine.disowned.values())
-        cascading = sum(
-            len(job.keys)
-            for at, job in chain(engine.jobs.values(), late)
-            if at == index and not job.is_promotion
-        )
+    blocks = {key: (slot, refs) for key, slot, refs in planner.primary.resident()}
+    yield from _pins(planner, {key: max(refs, 0) for key, (_, refs) in blocks.items()})
+    yield from _writes(planner, {key for key, (_, refs) in blocks.items() if refs < 0})
+    yield from _slots_of_jobs(planner, {key: slot for key, (slot, _) in blocks.items()})
+    for tier in planner.tiers:
+        late = (record.job for record in tier.jobs.disowned())
+        jobs = chain(tier.jobs.unreported(), late)
+        cascading = sum(len(job.keys) for job in jobs if not job.is_promotion)
         if tier.cascading_blocks != cascading:
             yield f"tier {tier.name!r} counts {tier.cascading_blocks} blocks, not {cascading}"
 
 
-def promotions_are_single_and_capped(engine: Engine) -> Iterator[str]:
+def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     """P7."""
-    under_way = Counter(_promoted_keys(engine))
+    under_way = Counter(_promoted_keys(planner))
     for key, count in under_way.items():
         if count > 1:
             yield f"block {key.hex()} has {count} promotions under way"
-    outstanding = under_way.total() + sum(len(r.held) for r in engine.requests.values())
-    counted = engine.promotions.outstanding_slots
+    outstanding = under_way.total() + sum(len(r.held) for r in planner.requests.values())
+    counted = planner.promotions.outstanding_slots
     if counted != outstanding:
         yield f"{counted} promotion slots are counted, {outstanding} are outstanding"
-    if counted > engine.limits.promotion_slots:
-        yield f"{counted} promotion slots exceed the cap of {engine.limits.promotion_slots}"
-    for req_id, request in engine.requests.items():
+    if counted > planner.limits.promotion_slots:
+        yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
+    for req_id, request in planner.requests.items():
         if request.is_finished and request.held:
             yield f"blocks are kept for request {req_id!r}, which has finished"
 
 
-def finished_requests_wait_for_something(engine: Engine) -> Iterator[str]:
+def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
     """P10."""
-    for req_id, request in engine.requests.items():
+    for req_id, request in planner.requests.items():
         if request.can_end:
             yield f"the tiers were not told that request {req_id!r} has finished"
 
 
-def policy_ranks_what_is_resident(engine: Engine) -> Iterator[str]:
+def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
     """P13."""
-    primary = engine.primary
+    primary = planner.primary
     ranked = list(primary.policy.resident())
     resident = {key for key, _, _ in primary.resident()}
     for key, count in Counter(ranked).items():
@@ -97,12 +94,12 @@ def policy_ranks_what_is_resident(engine: Engine) -> Iterator[str]:
     yield from primary.policy.violations()
 
 
-def pending_work_is_known(engine: Engine) -> Iterator[str]:
+def pending_work_is_known(planner: Planner) -> Iterator[str]:
     """P16."""
-    parked = [req_id for req_id, request in engine.requests.items() if request.parked]
-    if engine.has_pending_work != bool(engine.jobs or parked):
+    parked = [req_id for req_id, request in planner.requests.items() if request.parked]
+    if planner.has_pending_work != bool(planner.jobs or parked):
         yield (
-            f"has_pending_work is {engine.has_pending_work} with {len(engine.jobs)} jobs "
+            f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs "
             f"and parked keys of {parked}"
         )
 
@@ -110,20 +107,20 @@ def pending_work_is_known(engine: Engine) -> Iterator[str]:
 # -- reasons ------------------------------------------------------------------------------------
 
 
-def _pins(engine: Engine, pins: dict[OffloadKey, int]) -> Iterator[str]:
-    reasons = engine.primary.loads()
-    for job in _readers(engine):
+def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
+    reasons = planner.primary.loads()
+    for job in _readers(planner):
         reasons.update(job.keys)
-    for request in engine.requests.values():
+    for request in planner.requests.values():
         reasons.update(request.held.keys())
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"block {key.hex()} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
 
 
-def _writes(engine: Engine, writing: set[OffloadKey]) -> Iterator[str]:
-    reasons = Counter(_promoted_keys(engine))
-    for request in engine.requests.values():
+def _writes(planner: Planner, writing: set[OffloadKey]) -> Iterator[str]:
+    reasons = Counter(_promoted_keys(planner))
+    for request in planner.requests.values():
         reasons.update(request.writing)
     for key in writing | reasons.keys():
         if reasons[key] != (key in writing):
@@ -131,37 +128,37 @@ def _writes(engine: Engine, writing: set[OffloadKey]) -> Iterator[str]:
             yield f"block {key.hex()} {state} being written, for {reasons[key]} reasons"
 
 
-def _slots_of_jobs(engine: Engine, slots: dict[OffloadKey, int]) -> Iterator[str]:
+def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[str]:
     """The slots that jobs name, against those that their keys occupy and those that are held."""
     held = {
         slot
-        for late in engine.disowned.values()
+        for late in planner.disowned.values()
         if late.holds_slots
         for slot in late.job.block_ids.tolist()
     }
-    if held != set(engine.primary.pool.held_slots()):
-        yield f"slots {engine.primary.pool.held_slots()} are held, but copies touch {sorted(held)}"
+    if held != set(planner.primary.pool.held_slots()):
+        yield f"slots {planner.primary.pool.held_slots()} are held, but copies touch {sorted(held)}"
     named = [
         (f"job {job.job_id}", key, slot)
-        for job in chain(_readers(engine), _writers(engine))
+        for job in chain(_readers(planner), _writers(planner))
         for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True)
     ]
-    named += [("a reservation", key, slot) for key, slot in engine.promotions.unflushed()]
+    named += [("a reservation", key, slot) for key, slot in planner.promotions.unflushed()]
     for who, key, slot in named:
         if slots.get(key) != slot:
             yield f"{who} names slot {slot}, but block {key.hex()} is in {slots.get(key)}"
 
 
-def _readers(engine: Engine) -> Iterator[JobMetadata]:
+def _readers(planner: Planner) -> Iterator[JobMetadata]:
     """The cascades whose copies may still run, under a pin each."""
-    yield from (job for _, job in engine.jobs.values() if not job.is_promotion)
-    yield from (late.job for late in engine.disowned.values() if not late.holds_slots)
+    yield from (job for _, job in planner.jobs.values() if not job.is_promotion)
+    yield from (late.job for late in planner.disowned.values() if not late.holds_slots)
 
 
-def _writers(engine: Engine) -> Iterator[JobMetadata]:
-    return (job for _, job in engine.jobs.values() if job.is_promotion)
+def _writers(planner: Planner) -> Iterator[JobMetadata]:
+    return (job for _, job in planner.jobs.values() if job.is_promotion)
 
 
-def _promoted_keys(engine: Engine) -> Iterator[OffloadKey]:
-    yield from chain.from_iterable(job.keys for job in _writers(engine))
-    yield from (key for key, _ in engine.promotions.unflushed())
+def _promoted_keys(planner: Planner) -> Iterator[OffloadKey]:
+    yield from chain.from_iterable(job.keys for job in _writers(planner))
+    yield from (key for key, _ in planner.promotions.unflushed())

@@ -12,16 +12,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvoffload_async.core.effects import EngineEffect, FinishRequest, SubmitJob
-from kvoffload_async.core.events import (
-    CacheReset,
-    EngineEvent,
-    JobReleased,
-    JobReported,
-    ResetFlushed,
-    StepBegan,
-    StepEnded,
-)
+from kvoffload_async.core.effects import FinishRequest, StartJob, TierEffect
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.types import JobId, OffloadKey
 
@@ -287,22 +278,15 @@ class Story:
         return len(self._facts)
 
 
-def fact_of(happening: EngineEvent | EngineEffect) -> Fact | None:
-    """Return the fact in an event of the engine, or in an effect that it left; None if none is."""
-    match happening:
-        case SubmitJob(tier, job):
-            return JobAccepted(
-                tier, job.job_id, job.req_context.req_id, job.is_promotion, len(job.keys)
-            )
-        case JobReported(tier, result):
-            return JobAnswered(tier, result.job_id, result.disowned)
-        case JobReleased(tier, job_id):
-            return CopyEnded(tier, job_id)
-        case FinishRequest(tier, ctx):
+def fact_of(tier: int, effect: TierEffect) -> Fact | None:
+    """Return the fact in an effect that the planner left for a tier; None if there is none."""
+    match effect:
+        case StartJob(job):
+            req_id = job.req_context.req_id
+            return JobAccepted(tier, job.job_id, req_id, job.is_promotion, len(job.keys))
+        case FinishRequest(ctx):
             return RequestClosed(tier, ctx.req_id)
-        case StepEnded():
-            return StepClosed()
-        case StepBegan() | CacheReset() | ResetFlushed():  # pragma: no branch - nor anything else
+        case _:
             return None
 
 

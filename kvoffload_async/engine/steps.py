@@ -103,7 +103,7 @@ class Steps:
 
         Who waits begins a new step by looking again: woken by steps alone, it would spin.
         """
-        counters = manager.engine.counters
+        counters = manager.planner.counters
         results_before = counters.job_results
         try:
             manager.on_schedule_end()

@@ -11,7 +11,7 @@ from kvoffload_async.config import Parser, at_least, or_none, parse_bool, parse_
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
-from kvoffload_async.core.port import TierPort
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.host import RuntimeHost
@@ -87,6 +87,7 @@ class SecondaryTierManager:
         medium: Where its blocks lie.
         locality: How far away that is.
         backpressure_detector: Spares the tier some cascades when it is slow, or None.
+        state: What the owner knows of the tier. A `TieringOffloadingManager` drives it itself.
     """
 
     def __init__(
@@ -163,7 +164,15 @@ class SecondaryTierManager:
             else ProbedIndex(tier.bounds.concurrent_probes)
         )
         events = EventLog(self.medium, self.locality, enabled=enable_kv_events)
-        self._port = TierPort(index, shape[1], events)
+        self.state = TierState(
+            tier_type,
+            index,
+            shape[1],
+            events,
+            medium=self.medium,
+            locality=self.locality,
+            backpressure=backpressure_detector,
+        )
         shared: Bridge | None = runtime or getattr(offloading_spec, "runtime", None)
         self._host: RuntimeHost | None = None
         if shared is None:
@@ -174,8 +183,7 @@ class SecondaryTierManager:
         """Whether polling hands submitted jobs over; a composing manager does it once a step."""
         self._link = TierLink(
             self._bridge,
-            self._port,
-            tier_type,
+            self.state,
             tier,
             kv_view=self._view,
             pool=self._bridge.create_pool(
@@ -201,15 +209,15 @@ class SecondaryTierManager:
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
-        self._port.index.forget_request(req_context.req_id)
+        self.state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
-        return self._port.lookup(key, req_context.req_id)
+        return self.state.lookup(key, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Note a use of blocks, head to tail."""
-        self._port.touch(keys)
+        self.state.touch(keys)
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -224,32 +232,36 @@ class SecondaryTierManager:
         Raises:
             StateError: Lengths differ.
         """
-        self._port.submit(job_metadata)
+        self.state.submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         """Accept a promotion: its keys are copied into the primary's slots.
 
         Ownership and errors as in `submit_store`.
         """
-        self._port.submit(job_metadata)
+        self.state.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once. Never waits."""
-        if self.flushes_on_poll and self._port.has_effects:
-            self._bridge.flush()
-        if self._link.inbox:
-            self._link.pump()
-        if not self._port.ledger.has_results:
+        self.poll()
+        if not self.state.jobs.has_ended:
             return ()
-        return self._port.take_results()
+        return [result for _, result in self.state.take_ended()]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the disowned jobs whose copies ended since the last call, each once."""
-        return self._port.take_released()
+        return [record.job.job_id for record in self.state.take_released()]
+
+    def poll(self) -> None:
+        """Take in what has happened in the tier; with `flushes_on_poll`, hand jobs over first."""
+        if self.flushes_on_poll and self.state.has_effects:
+            self._bridge.flush()
+        if self._link.inbox:
+            self._link.pump()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: existence probes that it asked for start, and submitted jobs run."""
-        self._port.end_step()
+        self.state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()
 
@@ -257,11 +269,11 @@ class SecondaryTierManager:
         """Tell whether a job has no result yet, a result waits, or a probe is unanswered."""
         if self._link.inbox:
             self._link.pump()
-        return self._port.has_pending_work
+        return self.state.has_pending_work
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
-        return self._port.take_events()
+        return self.state.take_events()
 
     # -- the calls that wait --------------------------------------------------------------------
 
@@ -274,7 +286,7 @@ class SecondaryTierManager:
 
     def abandon_jobs(self) -> Sequence[JobId]:
         """Give up every job that has no result yet: it fails now; return those still running."""
-        return self._port.abandon_rest()
+        return self.state.abandon_rest()
 
     def shutdown(self, timeout: float | None = None) -> CloseReport:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvoffload_async.core.effects import PortEffect, StartJob, StartProbe, TouchBlocks
+from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.tiers._actor import TierActor
 
-Batch = Sequence[tuple[TierActor, Sequence[PortEffect]]]
+Batch = Sequence[tuple[TierActor, Sequence[TierEffect]]]
 
 
 def execute(batch: Batch) -> None:

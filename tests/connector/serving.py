@@ -339,7 +339,7 @@ class Serving:
     # -- laws -----------------------------------------------------------------------------------
 
     def check(self):
-        check_state(self.world.manager.engine)
+        check_state(self.world.manager.planner)
         owned = [b for r in self.live for table in r.tables for b in table if b != NULL_BLOCK]
         assert len(set(owned) | set(self.free)) == len(owned) + len(self.free)
         if self.copies or self.deferred:
@@ -368,7 +368,7 @@ class Serving:
                 if copy.outcome is None:
                     self.perform(copy)
             self.report(*self.copies)
-            late = self.world.manager.engine.disowned  # copies that a reset did not wait for
+            late = self.world.manager.planner.disowned  # copies that a reset did not wait for
             if not (self.live or late or self.connector.has_pending_push_work()):
                 break
             self.step()
@@ -378,7 +378,7 @@ class Serving:
         assert not len(self.connector._jobs)
         counts = self.world.counts
         assert counts["pinned"] == counts["writing"] == 0
-        check_quiescent(self.world.manager.engine)
+        check_quiescent(self.world.manager.planner)
         opened, ended = (
             Counter(ctx.req_id for name, ctx in self.manager.contexts if name == hook)
             for hook in ("on_new_request", "on_request_finished")

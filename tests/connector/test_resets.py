@@ -194,7 +194,7 @@ def test_nothing_is_promoted_into_a_slot_that_a_late_copy_still_touches():
         desk.step()
         world.rest()
         assert desk.ask(request) == (8, True)
-        check_state(world.manager.engine)
+        check_state(world.manager.planner)
         world.manager.reset_cache()
     finally:
         world.end()

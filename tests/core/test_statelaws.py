@@ -1,10 +1,13 @@
 """Every law of a state notices its damage."""
 
+from dataclasses import replace
+
 import pytest
 from core.terms import k, ks
 from core.world import World
 
 from kvoffload_async.core.laws import LAWS, check_quiescent, check_state
+from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.restlaws import Rest
 from kvoffload_async.errors import InvariantError
 from kvoffload_async.policies.arc import ArcPolicy
@@ -66,47 +69,47 @@ def damage_p4_pin(world):
 
 
 def damage_p4_write(world):
-    world.engine.requests["r"].writing.clear()
+    world.planner.requests["r"].writing.clear()
 
 
 def damage_p4_not_written(world):
-    world.engine.requests["r"].writing.add(k("i"))
+    world.planner.requests["r"].writing.add(k("i"))
 
 
 def damage_p4_slot(world):
-    _, job = world.engine.jobs[min(world.engine.jobs)]
+    _, job = world.planner.jobs[min(world.planner.jobs)]
     block(world, "i").slot, block(world, "c").slot = block(world, "c").slot, block(world, "i").slot
     assert k("c") in job.keys
 
 
 def damage_p4_held(world):
-    world.engine.disowned[4].holds_slots = False
+    world.planner.disowned[4].holds_slots = False
 
 
 def damage_p4_cascading(world):
-    world.engine.tiers[0].cascading_blocks += 1
+    world.planner.tiers[0].cascading_blocks += 1
 
 
 def damage_p7_twice(world):
-    tier, job = world.engine.jobs[5]
-    world.engine.jobs[99] = tier, job
-    world.engine.counters.jobs_submitted += 1
+    _, job = world.planner.jobs[5]
+    world.planner.tiers[0].jobs._records[99] = JobRecord(replace(job, job_id=99))
+    world.planner.counters.jobs_submitted += 1
 
 
 def damage_p7_count(world):
-    world.engine.promotions._held += 1
+    world.planner.promotions._held += 1
 
 
 def damage_p7_cap(world):
-    world.engine.limits = type(world.engine.limits)(1, 1_000, 1.0)
+    world.planner.limits = type(world.planner.limits)(1, 1_000, 1.0)
 
 
 def damage_p7_kept_for_nobody(world):
-    world.engine.requests["r"].is_finished = True
+    world.planner.requests["r"].is_finished = True
 
 
 def damage_p10(world):
-    request = world.engine.requests["s"]
+    request = world.planner.requests["s"]
     request.is_finished = True
     request.parked.clear()
     request.unflushed_promotions = 0
@@ -125,13 +128,13 @@ def damage_p13_twice(world):
 
 
 def damage_p16(world):
-    world.engine.requests["s"].parked.clear()
-    world.engine.jobs.clear()
-    world.engine.counters.job_results = world.engine.counters.jobs_submitted
+    world.planner.requests["s"].parked.clear()
+    world.planner.tiers[0].jobs._records.clear()
+    world.planner.counters.job_results = world.planner.counters.jobs_submitted
 
 
 def damage_p1(world):
-    world.engine.counters.job_results += 1
+    world.planner.counters.job_results += 1
 
 
 DAMAGES = [value for name, value in sorted(globals().items()) if name.startswith("damage_")]
@@ -151,7 +154,7 @@ def test_a_busy_engine_obeys_every_law_of_state():
     world = busy_world()
     counts = world.primary.counts
     assert min(counts.values()) > 0, counts
-    check_state(world.engine)
+    check_state(world.planner)
     world.wind_down()
 
 
@@ -159,23 +162,23 @@ def test_a_busy_engine_obeys_every_law_of_state():
 def test_damage_violates_its_law(damage):
     world = busy_world()
     damage(world)
-    assert damage.__name__.split("_")[1] in violated(world.engine)
+    assert damage.__name__.split("_")[1] in violated(world.planner)
     with pytest.raises(InvariantError):
-        check_state(world.engine)
+        check_state(world.planner)
 
 
 def test_a_violation_names_its_law_and_says_what_is_wrong():
     world = busy_world()
     damage_p1(world)
     with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 6 jobs were submi"):
-        check_state(world.engine)
+        check_state(world.planner)
 
 
 def test_a_policy_that_knows_its_own_invariants_is_asked():
     world = World(policy="arc")
     world.primary.policy.p = -1.0
     with pytest.raises(InvariantError, match=r"P13 .*p=-1"):
-        check_state(world.engine)
+        check_state(world.planner)
     assert list(ArcPolicy(2).violations()) == []
 
 
@@ -193,9 +196,9 @@ def at_rest():
 
 def test_an_engine_at_rest_obeys_every_law_of_rest():
     world = at_rest()
-    check_quiescent(world.engine, kept=[A], tier_contents=[{A}])
-    check_quiescent(world.engine, kept=[A], tier_contents=[set()])
-    check_quiescent(world.engine, kept=[B], tier_contents=[{B}])
+    check_quiescent(world.planner, kept=[A], tier_contents=[{A}])
+    check_quiescent(world.planner, kept=[A], tier_contents=[set()])
+    check_quiescent(world.planner, kept=[B], tier_contents=[{B}])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,7 @@ def test_what_is_left_over_violates_rest(disturb, law):
     world = at_rest()
     disturb(world, world.begin())
     with pytest.raises(InvariantError, match=rf"^{law} "):
-        check_quiescent(world.engine)
+        check_quiescent(world.planner)
 
 
 def test_a_held_slot_is_no_rest():
@@ -239,7 +242,7 @@ def test_a_promotion_that_nobody_read_is_no_rest():
 
 
 def rest_of(world):
-    return Rest(world.engine, (), ())
+    return Rest(world.planner, (), ())
 
 
 def test_a_request_that_waits_for_ever_is_no_rest():
@@ -256,4 +259,4 @@ def test_a_request_that_waits_for_ever_is_no_rest():
 
 def test_a_lost_block_violates_p9():
     with pytest.raises(InvariantError, match=f"P9 .*{B.hex()} is lost"):
-        check_quiescent(at_rest().engine, kept=[B], tier_contents=[{B}, set()])
+        check_quiescent(at_rest().planner, kept=[B], tier_contents=[{B}, set()])

@@ -263,7 +263,7 @@ async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monke
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         assert await engine.quiesce()
-        core = engine.manager.engine
+        core = engine.manager.planner
         while core.jobs:
             await engine._steps.next_progress(engine._loop.time() + 1.0)
         check_quiescent(core)

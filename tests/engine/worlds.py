@@ -185,7 +185,7 @@ class World:
 
     @property
     def core(self):
-        return self.engine.manager.engine
+        return self.engine.manager.planner
 
     @property
     def counts(self):

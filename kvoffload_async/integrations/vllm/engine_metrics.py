@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvoffload_async.core.engine import Engine
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.integrations.vllm import convert
 
 _COUNTERS: Final = {
@@ -65,8 +65,8 @@ class EngineCounts:
         failed_stores: Blocks that did not arrive; the caller adds to it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
         self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
         self.failed_stores = 0
@@ -77,9 +77,9 @@ class EngineCounts:
         increments = now - self._told
         self._told = now
         allocations, self.allocations = self.allocations, []
-        counts = self._engine.primary.counts
-        writing = counts["writing"] / self._engine.primary.num_slots
-        reading = counts["pinned"] / self._engine.primary.num_slots
+        counts = self._planner.primary.counts
+        writing = counts["writing"] / self._planner.primary.num_slots
+        reading = counts["pinned"] / self._planner.primary.num_slots
         return convert.engine_stats(
             [(name, labels, amount) for (name, labels), amount in increments.items()],
             dict(zip(_GAUGES, (writing + reading, writing, reading), strict=True)),
@@ -88,18 +88,18 @@ class EngineCounts:
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
         """Return the labels of this engine, by `CONFIG_INFO_KEYS`."""
-        tiers = ",".join(tier.name for tier in self._engine.tiers)
-        blocks = self._engine.primary.num_slots
+        tiers = ",".join(tier.name for tier in self._planner.tiers)
+        blocks = self._planner.primary.num_slots
         values = (version("kvoffload-async"), blocks, tiers)
         return [dict(zip(CONFIG_INFO_KEYS, values, strict=True))]
 
     def _totals(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        counters = self._engine.counters
+        counters = self._planner.counters
         values = (counters.promotions_refused, self.failed_stores, counters.deferrals_expired)
         totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for name, value in zip(_COUNTERS, values, strict=True):
             totals[name, ()] = value
-        for tier in self._engine.tiers:
+        for tier in self._planner.tiers:
             own = tier.counters
             values_of_tier = (
                 own.loaded_bytes,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.engine import EngineLimits
 from kvoffload_async.core.laws import check_story
+from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.story import RequestDecided, RequestDeferred, RunEnded, Story
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
 from kvoffload_async.types import ALL_TIERS, Locality, TierMatcher
@@ -57,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
             setup["num_slots"],
             tiers,
             policy=setup["policy"],
-            limits=EngineLimits(setup["cap"], setup["cascade_blocks"], DEFERRAL_S),
+            limits=PlannerLimits(setup["cap"], setup["cascade_blocks"], DEFERRAL_S),
             breaker=BreakerSettings(setup["faults"], retry_after_s=3.0),
             request_level=sorted(setup["request_level"] & set(range(tiers))),
             pressed_tier=1,
@@ -119,7 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keys=CHAIN)
     def touch_and_finish(self, data, keys):
         ctx = self.request(data)
-        self.world.engine.touch(keys, ctx)
+        self.world.planner.touch(keys, ctx)
         self.deferred.discard(ctx.req_id)
         self.world.finish(ctx)
 
@@ -163,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
         key=st.sampled_from(ALL_KEYS),
     )
     def disturb(self, what, tier, key):
-        if self.world.engine.promotions_held:
+        if self.world.planner.promotions_held:
             self.world.flush_reset()
         elif what == "reset":
             self.world.reset()

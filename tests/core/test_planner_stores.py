@@ -4,7 +4,7 @@ from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import World, stored_below
 
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.engine import EngineLimits
+from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import CorruptBlockError, TierFullError, TierUnavailableError
 
@@ -30,7 +30,7 @@ def test_a_failed_cascade_lets_go_of_its_pin():
     world.store(world.begin(), "a")
     world.settle(failed={0})
     assert world.primary.state_of(k("a")) is BlockState.IDLE
-    assert world.engine.tiers[0].counters.failed_jobs == 1
+    assert world.planner.tiers[0].counters.failed_jobs == 1
     world.wind_down()
 
 
@@ -58,13 +58,13 @@ def test_a_refused_submission_is_a_failed_job_and_leaks_nothing():
 
 def test_what_is_over_the_bound_of_a_tier_is_dropped_and_counted_50031_50045():
     """50031, 50045: cascades to a slow tier piled up without bound."""
-    world = World(8, limits=EngineLimits(8, cascade_blocks=3, deferral_s=100.0))
+    world = World(8, limits=PlannerLimits(8, cascade_blocks=3, deferral_s=100.0))
     ctx = world.begin()
     world.store(ctx, "ab")
     world.store(ctx, "cde")
     world.store(ctx, "f")
     assert [job.keys for _, job in world.running.values()] == [tuple(ks("ab")), tuple(ks("c"))]
-    assert world.engine.tiers[0].counters.dropped_blocks == 3
+    assert world.planner.tiers[0].counters.dropped_blocks == 3
     assert world.primary.state_of(k("d")) is BlockState.IDLE
     world.settle()
     world.store(ctx, "g")
@@ -151,7 +151,7 @@ def test_blocks_that_another_request_writes_are_parked_and_cascade_later_53329()
     world.offer(first, "ab")
     world.offer(second, "abc")
     world.finish(second)
-    assert world.engine.has_pending_work
+    assert world.planner.has_pending_work
     world.step()
     world.written(world.writes[1])
     world.written(world.writes[0])
@@ -173,5 +173,5 @@ def test_a_parked_block_whose_write_fails_is_dropped():
     world.written(success=False)
     world.step()
     assert world.running == {}
-    assert not world.engine.has_pending_work
+    assert not world.planner.has_pending_work
     world.wind_down()

@@ -4,7 +4,7 @@ import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.core.engine import EngineLimits
+from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.types import Locality, LookupResult, TierMatcher
@@ -64,7 +64,7 @@ def test_a_request_may_choose_the_tiers_it_loads_from():
 def test_a_full_primary_makes_a_block_below_a_miss_and_never_a_retry():
     world, ctx = stored_below(num_slots=1)
     assert [world.lookup(ctx, name) for name in "ab"] == [PENDING, MISS]
-    assert world.engine.counters.promotions_refused == 1
+    assert world.planner.counters.promotions_refused == 1
     world.wind_down()
 
 
@@ -87,7 +87,7 @@ def test_the_good_blocks_of_a_bad_batch_are_kept_50321():
     world.step()
     world.settle(failed={2}, error=CorruptBlockError("flipped"))
     assert [world.lookup(ctx, name) for name in "abc"] == [HIT, HIT, MISS]
-    assert world.engine.tiers[0].counters.loaded_blocks == 2
+    assert world.planner.tiers[0].counters.loaded_blocks == 2
     world.wind_down()
 
 
@@ -129,7 +129,7 @@ def test_a_request_does_not_inherit_the_failures_of_an_earlier_one_of_its_id():
 
 def test_waiting_requests_fill_neither_primary_nor_evict_each_others_blocks_49902():
     """49902, 49952, 50014: 50 waiters filled a small pool and evicted unread promotions."""
-    world = World(16, limits=EngineLimits(8, 1_000, 1_000.0))
+    world = World(16, limits=PlannerLimits(8, 1_000, 1_000.0))
     names = [f"block{i}" for i in range(50)]
     world.fill(0, ks(names))
     waiters = [world.begin(f"r{i}") for i in range(50)]
@@ -165,7 +165,7 @@ def test_promotions_for_a_request_that_has_finished_are_not_kept():
 
 def test_a_tier_that_never_answers_defers_for_a_bounded_time_49829_49850():
     """49829, 49850: a stalled tier deferred its requests for ever."""
-    world = World(limits=EngineLimits(8, 8, deferral_s=3.0))
+    world = World(limits=PlannerLimits(8, 8, deferral_s=3.0))
     world.tiers[0].is_probing = True
     ctx = world.begin()
     answers = []
@@ -173,14 +173,14 @@ def test_a_tier_that_never_answers_defers_for_a_bounded_time_49829_49850():
         answers.append(world.lookup(ctx, "a"))
         world.step(1.0)
     assert answers == [RETRY, RETRY, RETRY, MISS, MISS]
-    assert world.engine.counters.deferrals_expired == 1
+    assert world.planner.counters.deferrals_expired == 1
     world.wind_down()
 
 
 def test_failed_rounds_do_not_reset_the_deadline_53087():
     """53087: a tier that failed again and again began a new deadline each time."""
     names = [f"block{i}" for i in range(8)]
-    world, ctx = stored_below(names=names, limits=EngineLimits(8, 8, deferral_s=3.0))
+    world, ctx = stored_below(names=names, limits=PlannerLimits(8, 8, deferral_s=3.0))
     answers = []
     for name in names:
         answers.append(world.lookup(ctx, name))
@@ -192,7 +192,7 @@ def test_failed_rounds_do_not_reset_the_deadline_53087():
 
 
 def test_being_scheduled_stops_the_clock():
-    world, ctx = stored_below(names="ab", limits=EngineLimits(8, 8, deferral_s=3.0))
+    world, ctx = stored_below(names="ab", limits=PlannerLimits(8, 8, deferral_s=3.0))
     world.lookup(ctx, "a")
     world.step(2.0)
     world.settle()
@@ -204,7 +204,7 @@ def test_being_scheduled_stops_the_clock():
 
 
 def test_for_an_expired_request_pending_means_missing_and_hits_stay_hits():
-    world, ctx = stored_below(names="ab", limits=EngineLimits(8, 8, deferral_s=1.0))
+    world, ctx = stored_below(names="ab", limits=PlannerLimits(8, 8, deferral_s=1.0))
     world.store(ctx, "x")
     world.lookup(ctx, "a")
     world.step(1.0)

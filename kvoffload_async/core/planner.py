@@ -1,34 +1,25 @@
-"""The engine: the primary tier, the secondary tiers behind it, and what moves between them.
+"""The planner: the primary tier, the secondary tiers behind it, and what moves between them.
 
-A scheduler's calls are methods, since they have answers; everything else comes in through
-`handle(event)`. Both leave effects, which `handle` returns and `take_effects` detaches. The engine
-executes nothing and knows no clock: time comes in with `StepBegan`.
+It drives one `TierState` a tier. What it wants done waits there, as effects, until somebody hands
+them over; what has ended is there when `collect` looks. The planner executes nothing and knows no
+clock: time comes in with `begin_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from kvoffload_async.core.effects import EngineEffect, FinishRequest, SubmitJob
-from kvoffload_async.core.events import (
-    CacheReset,
-    EngineEvent,
-    JobReleased,
-    JobReported,
-    ResetFlushed,
-    StepBegan,
-    StepEnded,
-)
+from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.tierslot import TierSlot
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
+    JobResult,
     LookupResult,
     OffloadKey,
     PrepareStoreOutput,
@@ -38,8 +29,8 @@ from kvoffload_async.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """The engine's bounds.
+class PlannerLimits:
+    """The planner's bounds.
 
     Attributes:
         promotion_slots: Primary slots that promotions may occupy until they are loaded.
@@ -53,8 +44,8 @@ class EngineLimits:
 
 
 @dataclass(slots=True)
-class EngineCounters:
-    """What the engine has done so far."""
+class PlannerCounters:
+    """What the planner has done so far."""
 
     jobs_submitted: int = 0
     job_results: int = 0
@@ -63,43 +54,25 @@ class EngineCounters:
     deferrals_expired: int = 0
 
 
-@dataclass(slots=True)
-class LateCopy:
-    """A reported job whose copy still runs.
-
-    Attributes:
-        tier: Which tier runs it.
-        job: The job.
-        holds_slots: Its slots are held; else (a cascade, before a reset) its keys are pinned.
-    """
-
-    tier: int
-    job: JobMetadata
-    holds_slots: bool
-
-
-class Engine:
+class Planner:
     """Decides what is stored, cascaded, promoted and evicted.
 
     Thread: owner.
     """
 
-    def __init__(self, primary: Primary, tiers: Sequence[TierSlot], limits: EngineLimits) -> None:
+    def __init__(self, primary: Primary, tiers: Sequence[TierState], limits: PlannerLimits) -> None:
         """Start with an empty primary in front of `tiers`, in the order of their lookup."""
         self.primary = primary
         self.tiers = tuple(tiers)
         self.limits = limits
-        self.counters = EngineCounters()
+        self.counters = PlannerCounters()
         self.promotions = Promotions(primary, limits.promotion_slots)
         self.requests: dict[str, RequestState] = {}
-        self.jobs: dict[JobId, tuple[int, JobMetadata]] = {}
-        self.disowned: dict[JobId, LateCopy] = {}
         self.promotions_held = False
         self._parking: dict[str, RequestState] = {}
         self._hits_of_step: set[OffloadKey] = set()
         self._next_job_id: JobId = 0
         self._now_s = 0.0
-        self._effects: list[EngineEffect] = []
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
@@ -179,45 +152,96 @@ class Engine:
         """Note a use of keys."""
         self.primary.touch(ctx, keys)
 
+    # -- steps and jobs -------------------------------------------------------------------------
+
+    def begin_step(self, now_s: float) -> None:
+        """Note the time of the scheduler's step, at its first call."""
+        self._now_s = now_s
+
+    def collect(self) -> None:
+        """Take in the results and the releases that the tiers' states have."""
+        for index, tier in enumerate(self.tiers):
+            if tier.jobs.has_news:
+                self.collect_from(index)
+
+    def collect_from(self, index: int) -> None:
+        """Take in what one tier's state has."""
+        tier = self.tiers[index]
+        for job, result in tier.take_ended(self._now_s):
+            self._job_ended(index, job, result)
+        for record in tier.take_released():
+            self._job_released(record)
+
+    def end_step(self) -> None:
+        """Submit the step's promotions; retry what is parked."""
+        for tier, request, keys, slots in self.promotions.flush():
+            self._submit(tier, request, keys, slots, is_promotion=True)
+            self._end_if_done(request)
+        for request in list(self._parking.values()):
+            self._retry_parked(request)
+        self._hits_of_step.clear()
+
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job is registered or a key is parked."""
-        return bool(self.jobs) or bool(self._parking)
+        """Whether a job has no result yet, or a key is parked."""
+        return self.counters.jobs_submitted != self.counters.job_results or bool(self._parking)
 
-    # -- events and effects ---------------------------------------------------------------------
+    @property
+    def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
+        """The jobs without a result, each with its tier, oldest first. For inspection."""
+        jobs = (
+            (index, job) for index, tier in enumerate(self.tiers) for job in tier.jobs.unreported()
+        )
+        return {
+            job.job_id: (index, job) for index, job in sorted(jobs, key=lambda at: at[1].job_id)
+        }
 
-    def handle(self, event: EngineEvent) -> tuple[EngineEffect, ...]:
-        """Apply an event; return the effects that are due, oldest first."""
-        self._HANDLERS[type(event)](self, event)
-        return self.take_effects()
+    @property
+    def disowned(self) -> dict[JobId, JobRecord]:
+        """The jobs that have a result and whose copies still run. For inspection."""
+        records = (record for tier in self.tiers for record in tier.jobs.disowned())
+        return {record.job.job_id: record for record in records}
 
-    def take_effects(self) -> tuple[EngineEffect, ...]:
-        """Detach the effects that calls and events have left, oldest first."""
-        effects, self._effects = self._effects, []
-        return tuple(effects)
+    # -- reset ----------------------------------------------------------------------------------
 
-    def _step_began(self, event: StepBegan) -> None:
-        self._now_s = event.now_s
+    def reset_cache(self) -> None:
+        """Empty the primary; every job has its result. Promotions are held until the flush.
 
-    def _job_reported(self, event: JobReported) -> None:
-        result = event.result
-        owner, job = self.jobs.get(result.job_id, (None, None))
-        if job is None or owner != event.tier:
-            name = self.tiers[event.tier].name
-            raise StateError(f"tier {name!r} reported job {result.job_id}, which is not its job")
-        del self.jobs[result.job_id]
-        self.tiers[event.tier].ended(job, result, self._now_s)
+        Raises:
+            StateError: A job has none.
+        """
+        if jobs := self.jobs:
+            raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
+        self.promotions.reset()
+        reading = [record for record in self.disowned.values() if not record.holds_slots]
+        for record in reading:
+            record.holds_slots = True
+        self.primary.reset([slot for r in reading for slot in r.job.block_ids.tolist()])
+        self._parking.clear()
+        for request in list(self.requests.values()):
+            request.forget_blocks()
+            self._end_if_done(request)
+        for tier in self.tiers:
+            if tier.backpressure is not None:
+                tier.backpressure.clear()
+        self._hits_of_step.clear()
+        self.promotions_held = True
+
+    def reset_flushed(self) -> None:
+        """Learn that no copy from before the reset touches the primary any more."""
+        self.promotions_held = False
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _job_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         self.counters.job_results += 1
         self.counters.job_failures += not result.success
-        if result.disowned:
-            self.disowned[job.job_id] = LateCopy(event.tier, job, holds_slots=job.is_promotion)
         if job.is_promotion:
-            self._promotion_ended(event, job)
+            self._promotion_ended(index, job, result)
         elif not result.disowned:
             self.primary.unpin(job.keys)
 
-    def _promotion_ended(self, event: JobReported, job: JobMetadata) -> None:
-        result = event.result
+    def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
         if result.disowned:
             good = frozenset()  # whatever the tier says: while the copy runs, nothing has landed
@@ -232,50 +256,13 @@ class Engine:
             self.promotions.land(landed, request)
             self.promotions.fail(failed)
         if request is not None:
-            request.failed.update((event.tier, key) for key in failed)
+            request.failed.update((index, key) for key in failed)
 
-    def _job_released(self, event: JobReleased) -> None:
-        late = self.disowned.get(event.job_id)
-        if late is None or late.tier != event.tier:
-            name = self.tiers[event.tier].name
-            raise StateError(f"tier {name!r} released job {event.job_id}, which is not its job")
-        del self.disowned[event.job_id]
-        self.tiers[event.tier].released(late.job)
-        if late.holds_slots:
-            self.primary.release_slots(late.job.block_ids.tolist())
+    def _job_released(self, record: JobRecord) -> None:
+        if record.holds_slots:
+            self.primary.release_slots(record.job.block_ids.tolist())
         else:
-            self.primary.unpin(late.job.keys)
-
-    def _step_ended(self, _event: StepEnded) -> None:
-        for tier, request, keys, slots in self.promotions.flush():
-            self._submit(tier, request, keys, slots, is_promotion=True)
-            self._end_if_done(request)
-        for request in list(self._parking.values()):
-            self._retry_parked(request)
-        self._hits_of_step.clear()
-
-    def _cache_reset(self, _event: CacheReset) -> None:
-        if self.jobs:
-            raise StateError(f"a reset with {len(self.jobs)} jobs in flight: drain the tiers first")
-        self.promotions.reset()
-        reading = [late for late in self.disowned.values() if not late.holds_slots]
-        for late in reading:
-            late.holds_slots = True
-        self.primary.reset([slot for late in reading for slot in late.job.block_ids.tolist()])
-        self._parking.clear()
-        for request in list(self.requests.values()):
-            request.forget_blocks()
-            self._end_if_done(request)
-        for tier in self.tiers:
-            if tier.backpressure is not None:
-                tier.backpressure.clear()
-        self._hits_of_step.clear()
-        self.promotions_held = True
-
-    def _reset_flushed(self, _event: ResetFlushed) -> None:
-        self.promotions_held = False
-
-    # -- inside ---------------------------------------------------------------------------------
+            self.primary.unpin(record.job.keys)
 
     def _live_request(self, ctx: ReqContext) -> RequestState:
         request = self.requests.get(ctx.req_id)
@@ -293,7 +280,7 @@ class Engine:
         for index, tier in enumerate(self.tiers):
             if (index, key) in request.failed or not tier.may_load(request.ctx, self._now_s):
                 continue
-            answer = tier.source.lookup(key, request.ctx)
+            answer = tier.lookup(key, request.ctx)
             if answer is LookupResult.HIT:
                 if self.promotions.reserve(index, request, key, self._hits_of_step):
                     return LookupResult.HIT_PENDING
@@ -362,23 +349,12 @@ class Engine:
             self._now_s,
         )
         self._next_job_id += 1
-        # Registered before the effect runs: a tier may end a job at once.
-        self.jobs[job.job_id] = (index, job)
         self.counters.jobs_submitted += 1
-        self.tiers[index].submitted(job, self._now_s)
-        self._effects.append(SubmitJob(index, job))
+        self.tiers[index].submit(job)
 
     def _end_if_done(self, request: RequestState) -> None:
         if not request.can_end:
             return
         del self.requests[request.ctx.req_id]
-        self._effects.extend(FinishRequest(i, request.ctx) for i in range(len(self.tiers)))
-
-    _HANDLERS: ClassVar[dict[type[EngineEvent], Callable[[Engine, Any], None]]] = {
-        StepBegan: _step_began,
-        JobReported: _job_reported,
-        JobReleased: _job_released,
-        StepEnded: _step_ended,
-        CacheReset: _cache_reset,
-        ResetFlushed: _reset_flushed,
-    }
+        for tier in self.tiers:
+            tier.finish_request(request.ctx)

@@ -1,10 +1,10 @@
-"""A port with a probed index: every job one result, every probe one answer, verdicts that last."""
+"""A tier with a probed index: every job one result, every probe one answer, verdicts that last."""
 
 from collections import Counter
 
 import pytest
 from core.machines import THOROUGH
-from core.terms import HIT, MISS, RETRY, job, k
+from core.terms import HIT, MISS, RETRY, job, k, released, results
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,9 +19,9 @@ from kvoffload_async.core.effects import StartJob, StartProbe
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.ledger import JobState
-from kvoffload_async.core.port import TierPort
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.types import Medium
+from kvoffload_async.types import Medium, ReqContext
 
 pytestmark = pytest.mark.stateful
 
@@ -31,14 +31,14 @@ KEY_SETS = st.frozensets(NAMES.map(k), max_size=5)
 LATE = TierTimeoutError("late")
 
 
-class PortMachine(RuleBasedStateMachine):
+class TierStateMachine(RuleBasedStateMachine):
     """`verdicts` is the last word on each key that a live request has asked for."""
 
     @initialize(concurrent=st.integers(1, 3), batch=st.integers(1, 4))
     def build(self, concurrent, batch):
         self.concurrent = concurrent
-        self.port = TierPort(
-            ProbedIndex(concurrent, batch), 1, EventLog(Medium.STORAGE, enabled=True)
+        self.tier = TierState(
+            "tier", ProbedIndex(concurrent, batch), 1, EventLog(Medium.STORAGE, enabled=True)
         )
         self.accepted = 0
         self.waiting: dict = {}
@@ -58,7 +58,7 @@ class PortMachine(RuleBasedStateMachine):
     @rule(names=st.lists(NAMES, max_size=3, unique=True), promotion=st.booleans())
     def submit(self, names, promotion):
         self.waiting[self.accepted] = job(self.accepted, names, promotion=promotion)
-        self.port.submit(self.waiting[self.accepted])
+        self.tier.submit(self.waiting[self.accepted])
         if self.is_closed:
             del self.waiting[self.accepted]
         self.accepted += 1
@@ -66,8 +66,8 @@ class PortMachine(RuleBasedStateMachine):
     @rule(ends_step=st.booleans())
     def take_effects(self, ends_step):
         if ends_step:
-            self.port.end_step()
-        for effect in self.port.take_effects():
+            self.tier.end_step()
+        for effect in self.tier.take_effects():
             if isinstance(effect, StartJob):
                 self.flying[effect.job.job_id] = self.waiting.pop(effect.job.job_id)
             elif isinstance(effect, StartProbe):
@@ -85,7 +85,7 @@ class PortMachine(RuleBasedStateMachine):
         job_id = data.draw(st.sampled_from(sorted(jobs)))
         ending = jobs[job_id]
         if how == "overdue":
-            self.port.handle(JobOverdue(job_id, LATE))
+            self.tier.handle(JobOverdue(job_id, LATE))
             self.disowned.add(job_id)
             self.late[job_id] = self.flying.pop(job_id, ending)
             self.say(ending.keys if ending.is_promotion else (), present=False)
@@ -93,11 +93,11 @@ class PortMachine(RuleBasedStateMachine):
         self.flying.pop(job_id, None)
         self.late.pop(job_id, None)
         if how == "error":
-            self.port.handle(JobSettled(job_id, job_error=TierUnavailableError("down")))
+            self.tier.handle(JobSettled(job_id, job_error=TierUnavailableError("down")))
             self.say(ending.keys if ending.is_promotion else (), present=False)
             return
         failed = range(len(ending.keys)) if how == "gone" else ()
-        self.port.handle(JobSettled(job_id, {i: BlockMissingError("gone") for i in failed}))
+        self.tier.handle(JobSettled(job_id, {i: BlockMissingError("gone") for i in failed}))
         if ending.is_promotion:
             self.say([ending.keys[i] for i in failed], present=False)
         elif not failed:
@@ -105,15 +105,15 @@ class PortMachine(RuleBasedStateMachine):
 
     @rule()
     def take_results(self):
-        self.results.update(result.job_id for result in self.port.take_results())
-        self.released.update(self.port.take_released())
+        self.results.update(result.job_id for result in results(self.tier))
+        self.released.update(released(self.tier))
 
     # -- probes ---------------------------------------------------------------------------------
 
     @rule(req_id=REQUESTS, name=NAMES)
     def look_up(self, req_id, name):
         key = k(name)
-        answer = self.port.lookup(key, req_id)
+        answer = self.tier.lookup(key, ReqContext(req_id))
         self.asked.setdefault(key, set()).add(req_id)
         expected = {None: RETRY, True: HIT, False: MISS}[self.verdicts.get(key)]
         assert answer is expected
@@ -125,7 +125,7 @@ class PortMachine(RuleBasedStateMachine):
         generation = data.draw(st.sampled_from(sorted(self.probes)))
         keys = self.probes.pop(generation)
         self.old_generations.append(generation)
-        self.port.handle(ProbeAnswered(generation, present))
+        self.tier.handle(ProbeAnswered(generation, present))
         for key in keys:
             if self.asked.get(key):
                 self.verdicts[key] = key in present
@@ -133,11 +133,11 @@ class PortMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.old_generations)
     @rule(data=st.data(), present=KEY_SETS)
     def answer_a_probe_again(self, data, present):
-        self.port.handle(ProbeAnswered(data.draw(st.sampled_from(self.old_generations)), present))
+        self.tier.handle(ProbeAnswered(data.draw(st.sampled_from(self.old_generations)), present))
 
     @rule(req_id=REQUESTS)
     def forget_a_request(self, req_id):
-        self.port.index.forget_request(req_id)
+        self.tier.index.forget_request(req_id)
         for key, requests in list(self.asked.items()):
             requests.discard(req_id)
             if not requests:
@@ -147,13 +147,13 @@ class PortMachine(RuleBasedStateMachine):
     @rule(keys=KEY_SETS, appeared=st.booleans())
     def the_tier_changes(self, keys, appeared):
         event = BlocksAppeared if appeared else BlocksEvicted
-        self.port.handle(event(tuple(keys)))
+        self.tier.handle(event(tuple(keys)))
         self.say(keys, present=appeared)
 
     @rule(really=st.sampled_from([False, False, False, False, True]))
     def close(self, really):
         if really:
-            self.port.close()
+            self.tier.close()
             self.waiting.clear()
             self.is_closed = True
 
@@ -164,31 +164,31 @@ class PortMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_reported_twice_or_remembered_for_ever(self):
-        if not hasattr(self, "port"):
+        if not hasattr(self, "tier"):
             return
         assert all(count == 1 for count in self.results.values())
         assert set(self.released) <= self.disowned
         in_flight = {key for keys in self.probes.values() for key in keys}
         if not self.is_closed:
             queued = {key for key in self.asked if key not in self.verdicts}
-            assert len(self.port.index) == len(self.asked.keys() | in_flight)
-            assert self.port.index.is_waiting == bool(queued | in_flight or self.probes)
-        running = self.port.ledger.ids_in(JobState.FLYING, JobState.DISOWNED)
+            assert len(self.tier.index) == len(self.asked.keys() | in_flight)
+            assert self.tier.index.is_waiting == bool(queued | in_flight or self.probes)
+        running = self.tier.jobs.ids_in(JobState.FLYING, JobState.DISOWNED)
         assert sorted(running) == sorted(self.flying | self.late)
 
     def teardown(self):
-        if not hasattr(self, "port"):
+        if not hasattr(self, "tier"):
             return
-        self.port.close()
-        late = set(self.port.abandon_rest())
+        self.tier.close()
+        late = set(self.tier.abandon_rest())
         assert late == set(self.flying) | set(self.late)
         for job_id in late:
-            self.port.handle(JobSettled(job_id))
+            self.tier.handle(JobSettled(job_id))
         self.take_results()
         assert self.results == Counter(range(self.accepted))
         assert set(self.released) == self.disowned | late
-        assert not self.port.has_pending_work
+        assert not self.tier.has_pending_work
 
 
-class TestPort(PortMachine.TestCase):
+class TestTierState(TierStateMachine.TestCase):
     settings = THOROUGH

@@ -4,8 +4,7 @@ import pytest
 from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import NO_LIMITS, World, stored_below
 
-from kvoffload_async.core.effects import FinishRequest, SubmitJob
-from kvoffload_async.core.events import CacheReset, JobReleased, JobReported, StepEnded
+from kvoffload_async.core.effects import FinishRequest, StartJob
 from kvoffload_async.errors import StateError, TierTimeoutError
 from kvoffload_async.types import JobResult, ReqContext
 
@@ -30,9 +29,10 @@ def test_a_request_that_finishes_in_the_step_of_its_lookup_ends_after_the_submit
     world.lookup(ctx, "a")
     world.finish(ctx)
     assert world.ended == []
-    effects = world.engine.handle(StepEnded())
-    assert [type(effect) for effect in effects] == [SubmitJob, FinishRequest]
-    world._absorb(effects)
+    world.planner.end_step()
+    effects = world.planner.tiers[0]._effects
+    assert [type(effect) for effect in effects] == [StartJob, FinishRequest]
+    world._absorb()
     world.wind_down()
 
 
@@ -54,13 +54,13 @@ def test_misuse_is_told_at_the_call():
     world = World()
     ctx = world.begin()
     with pytest.raises(StateError, match="known already"):
-        world.engine.on_new_request(ctx)
+        world.planner.on_new_request(ctx)
     world.finish(ctx)
     for call in (
-        lambda: world.engine.lookup(k("a"), ctx),
-        lambda: world.engine.prepare_load(ks("a"), ctx),
-        lambda: world.engine.prepare_store(ks("a"), ctx),
-        lambda: world.engine.on_request_finished(ctx),
+        lambda: world.planner.lookup(k("a"), ctx),
+        lambda: world.planner.prepare_load(ks("a"), ctx),
+        lambda: world.planner.prepare_store(ks("a"), ctx),
+        lambda: world.planner.on_request_finished(ctx),
     ):
         with pytest.raises(StateError, match="on_new_request first"):
             call()
@@ -81,8 +81,8 @@ def test_touching_moves_nothing_but_ranks():
     world = World()
     ctx = world.begin()
     world.store(ctx, "ab")
-    world.engine.touch(ks("a"), ctx)
-    world.engine.touch(ks("a"), ReqContext("unknown"))
+    world.planner.touch(ks("a"), ctx)
+    world.planner.touch(ks("a"), ReqContext("unknown"))
     world.wind_down()
 
 
@@ -93,10 +93,10 @@ def test_a_job_reported_twice_or_by_the_wrong_tier_is_a_defect():
     world = World(tiers=2)
     world.store(world.begin(), "a")
     with pytest.raises(StateError, match="'tier1' reported job 0"):
-        world.engine.handle(JobReported(1, JobResult(0, success=True)))
-    world.engine.handle(JobReported(0, JobResult(0, success=True)))
+        world.planner.tiers[1].answer(JobResult(0, success=True))
+    world.planner.tiers[0].answer(JobResult(0, success=True))
     with pytest.raises(StateError, match="'tier0' reported job 0"):
-        world.engine.handle(JobReported(0, JobResult(0, success=True)))
+        world.planner.tiers[0].answer(JobResult(0, success=True))
 
 
 def test_only_a_disowned_job_is_released_and_only_by_its_tier():
@@ -104,10 +104,10 @@ def test_only_a_disowned_job_is_released_and_only_by_its_tier():
     world.store(world.begin(), "a")
     world.disown(0)
     with pytest.raises(StateError, match="'tier1' released job 0"):
-        world.engine.handle(JobReleased(1, 0))
+        world.planner.tiers[1].release(0)
     world.release(0)
     with pytest.raises(StateError, match="'tier0' released job 0"):
-        world.engine.handle(JobReleased(0, 0))
+        world.planner.tiers[0].release(0)
     world.wind_down()
 
 
@@ -127,9 +127,9 @@ def test_a_disowned_cascade_counts_against_its_tiers_bound_until_its_copy_ends()
     ctx = world.begin()
     world.store(ctx, "ab")
     world.disown()
-    assert world.engine.tiers[0].cascading_blocks == 2
+    assert world.planner.tiers[0].cascading_blocks == 2
     world.release()
-    assert world.engine.tiers[0].cascading_blocks == 0
+    assert world.planner.tiers[0].cascading_blocks == 0
     world.wind_down()
 
 
@@ -164,7 +164,7 @@ def test_promotions_flow_though_nobody_takes_events_44206():
     """44206: draining events drove the life cycle."""
     world, ctx = stored_below(names="a")
     world.lookup(ctx, "a")
-    world._handle(StepEnded())
+    world.end_step()
     world.settle()
     assert world.lookup(ctx, "a") is HIT
     world.load(ctx, "a")
@@ -179,7 +179,7 @@ def test_loading_a_missing_block_ends_in_a_miss_42529():
     world.lose(0, k("a"))
     world.settle()
     assert world.lookup(ctx, "a") is MISS
-    assert not world.engine.has_pending_work
+    assert not world.planner.has_pending_work
     world.wind_down()
 
 
@@ -190,7 +190,7 @@ def test_a_reset_wants_the_tiers_drained_first():
     world = World()
     world.store(world.begin(), "a")
     with pytest.raises(StateError, match="1 jobs in flight"):
-        world.engine.handle(CacheReset())
+        world.planner.reset_cache()
     assert world.primary.counts["pinned"] == 1
     world.wind_down()
 
@@ -249,8 +249,8 @@ def test_reservations_of_the_step_are_void_after_a_reset():
     world.offer(ctx, "p")
     world.reset()
     assert world.primary.counts["free"] == 4
-    assert world.engine.promotions.outstanding_slots == 0
-    assert not world.engine.has_pending_work
+    assert world.planner.promotions.outstanding_slots == 0
+    assert not world.planner.has_pending_work
     world.step()
     assert world.running == {}
     world.wind_down()
