@@ -189,12 +189,9 @@ class Planner:
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
         """The jobs without a result, each with its tier, oldest first. For inspection."""
-        jobs = (
-            (index, job) for index, tier in enumerate(self.tiers) for job in tier.jobs.unreported()
-        )
-        return {
-            job.job_id: (index, job) for index, job in sorted(jobs, key=lambda at: at[1].job_id)
-        }
+        jobs = [(i, job) for i, tier in enumerate(self.tiers) for job in tier.jobs.unreported()]
+        jobs.sort(key=lambda at: at[1].job_id)
+        return {job.job_id: (index, job) for index, job in jobs}
 
     @property
     def disowned(self) -> dict[JobId, JobRecord]:

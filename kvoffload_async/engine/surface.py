@@ -114,7 +114,7 @@ class OffloadEngine:
 
     @property
     def manager(self) -> TieringOffloadingManager:
-        """The decisions behind this surface. For laws and inspection."""
+        """The decisions behind this surface. For invariants and inspection."""
         return self._manager
 
     # -- requests -------------------------------------------------------------------------------

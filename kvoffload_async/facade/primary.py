@@ -64,7 +64,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             admission=admission if store_threshold > 1 else None,
             enable_events=enable_events,
         )
-        """The accounting itself. For the composing manager, laws and inspection."""
+        """The accounting itself. For the composing manager, invariants and inspection."""
         self._buffer = buffer
         self._closed = False
 

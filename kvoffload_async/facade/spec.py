@@ -296,7 +296,7 @@ class TieringOffloadingSpec(_Spec):
             breaker=BreakerSettings(config.breaker_fault_threshold, config.breaker_retry_s),
             drain_timeout_s=config.drain_timeout_s,
             shutdown_timeout_s=config.shutdown_timeout_s,
-            check_laws=config.check_laws,
+            check_invariants=config.check_invariants,
         )
 
 

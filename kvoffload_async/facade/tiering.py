@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
-from kvoffload_async.core.laws import check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
@@ -55,8 +55,9 @@ class TieringOffloadingManager(OffloadingManager):
         breaker: BreakerSettings | None = None,
         drain_timeout_s: float = 30.0,
         shutdown_timeout_s: float = 30.0,
-        check_laws: bool = False,
+        check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        check_laws: bool | None = None,
     ) -> None:
         """Compose; primary and tiers are owned from now on.
 
@@ -71,8 +72,9 @@ class TieringOffloadingManager(OffloadingManager):
             breaker: When a failing tier is left alone.
             drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
             shutdown_timeout_s: Seconds that `shutdown` waits, a tier.
-            check_laws: Check every invariant at the end of every step; for debugging.
+            check_invariants: Check every invariant at the end of every step; for debugging.
             clock: Monotonic seconds.
+            check_laws: Deprecated: the old name of `check_invariants`.
         """
         self._primary = primary
         self.secondary_tiers = tuple(secondary_tiers)
@@ -80,7 +82,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._clock = clock
         self._drain_timeout_s = drain_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._check_laws = check_laws
+        if check_laws is not None:
+            warnings.warn(
+                "check_laws is called check_invariants now", DeprecationWarning, stacklevel=2
+            )
+        self._check_invariants = check_invariants or bool(check_laws)
         slots = primary.core.num_slots
         self._sources: list[SecondaryTierManager | ForeignTier] = []
         self._foreign: dict[int, ForeignTier] = {}
@@ -189,7 +195,7 @@ class TieringOffloadingManager(OffloadingManager):
             tier.on_schedule_end(context)
         if self._bridge is not None:
             self._bridge.flush()
-        if self._check_laws:
+        if self._check_invariants:
             check_state(self.planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:

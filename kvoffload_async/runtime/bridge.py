@@ -1,7 +1,8 @@
 """The two one-way queues between the owner's thread and the loop's.
 
-Outbox: the tier states' effects, handed over in one wake-up a batch. Inbox: a `deque` a tier, to which
-the actor appends and which the owner drains. There is no lock, and neither side waits.
+Outbox: the effects in the tiers' states, handed over in one wake-up a batch. Inbox: a `deque` a
+tier, to which the actor appends and which the owner drains. There is no lock, and neither side
+waits.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Bridge:
         self.wake_ups = 0
 
     def flush(self) -> None:
-        """Hand over what the tier states want done: one wake-up of the loop, or none. Never waits."""
+        """Hand over what the tiers are to do: one wake-up of the loop, or none. Never waits."""
         batch = [
             (link.actor, link.state.take_effects()) for link in self.links if link.state.has_effects
         ]

@@ -12,7 +12,7 @@ import numpy as np
 from connector.worlds import Recorder
 from facade.worlds import SLOT_BYTES, World
 
-from kvoffload_async.core.laws import check_quiescent, check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     ConnectorGeometry,
@@ -20,6 +20,7 @@ from kvoffload_async.facade.connector.protocol import (
     StepOutput,
 )
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
 
 TOKENS_PER_HASH = 2
@@ -336,7 +337,7 @@ class Serving:
         self.running.append(request)
         self.resumed.add(request.request_id)
 
-    # -- laws -----------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------
 
     def check(self):
         check_state(self.world.manager.planner)

@@ -4,7 +4,7 @@ import pytest
 from connector.worlds import MISS, Desk, Recorder, Request, Scripted, blocks_of, keys, only
 from facade.worlds import EXCLUSIVE, World
 
-from kvoffload_async.core.laws import check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.facade.connector.protocol import KVGroup
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.laws import check_story
 from kvoffload_async.core.planner import PlannerLimits
-from kvoffload_async.core.story import RequestDecided, RequestDeferred, RunEnded, Story
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
+from kvoffload_async.testing.invariants import check_history
+from kvoffload_async.testing.invariants.history import (
+    History,
+    RequestDecided,
+    RequestDeferred,
+    RunEnded,
+)
 from kvoffload_async.types import ALL_TIERS, Locality, TierMatcher
 
 pytestmark = pytest.mark.stateful
@@ -178,7 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
     # -- always ---------------------------------------------------------------------------------
 
     @invariant()
-    def laws_hold(self):
+    def invariants_hold(self):
         if hasattr(self, "world"):
             self.world.check()
 
@@ -191,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         """P14: with every copy ending each step, and probes that never answer."""
         world = self.world
         steps = int(DEFERRAL_S) + 2
-        world.story.tell(*(RequestDeferred(req_id, steps) for req_id in sorted(self.deferred)))
+        world.history.record(*(RequestDeferred(req_id, steps) for req_id in sorted(self.deferred)))
         for _ in range(steps):
             for write in [write for write in world.writes if not write.stale]:
                 world.written(write)
@@ -199,7 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
                 answers = {world.lookup(world.live[req_id], key) for key in ALL_KEYS}
                 if answers <= {HIT, MISS}:
                     self.deferred.discard(req_id)
-                    world.story.tell(RequestDecided(req_id))
+                    world.history.record(RequestDecided(req_id))
             world.step(1.0)
             world.settle_all()
         assert not self.deferred
@@ -214,7 +219,7 @@ class TestEngine(EngineMachine.TestCase):
     policy=st.sampled_from(["lru", "arc"]),
 )
 def test_completion_order_does_not_change_the_outcome(orders, policy):
-    story = Story()
+    history = History()
     for order in orders:
         world = World(8, 2, policy=policy)
         for req_id, names in ("r", "abc"), ("s", "bcd"), ("t", "efg"):
@@ -231,5 +236,5 @@ def test_completion_order_does_not_change_the_outcome(orders, policy):
         world.wind_down()
         tiers = tuple(tuple(sorted(tier.contents.items())) for tier in world.tiers)
         ranked = tuple(world.primary.policy.resident())
-        story.tell(RunEnded("three requests", str(order), (ranked, tiers)))
-    check_story(story)
+        history.record(RunEnded("three requests", str(order), (ranked, tiers)))
+    check_history(history)

@@ -205,8 +205,8 @@ def test_abandoning_the_rest_reports_every_job_once_and_names_running_copies():
     tier.touch(ks("a"))
     tier.handle(JobSettled(1))
     assert tier.abandon_rest() == [0]
-    results = {r.job_id: (r.success, r.disowned) for r in results(tier)}
-    assert results == {0: (False, True), 1: (True, False), 2: (False, False)}
+    reported = {r.job_id: (r.success, r.disowned) for r in results(tier)}
+    assert reported == {0: (False, True), 1: (True, False), 2: (False, False)}
     assert tier.take_effects() == [TouchBlocks(tuple(ks("a")))]
     assert tier.abandon_rest() == [0]
     assert results(tier) == []

@@ -1,4 +1,4 @@
-"""A world around the bare engine: memory that can be wrong, tiers that do as they are told.
+"""A world around the bare planner: memory that can be wrong, tiers that do as they are told.
 
 A copy reads and writes only when it is settled, so that a slot handed out too early shows up as the
 wrong string on some later hit. Every copy waits, parked, until somebody says how it ends.
@@ -15,25 +15,26 @@ from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
 from kvoffload_async.core.effects import FinishRequest
 from kvoffload_async.core.foreign_tier import ForeignTierState
-from kvoffload_async.core.laws import check_quiescent, check_state, check_story
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.story import (
+from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.testing.invariants import check_history, check_quiescent
+from kvoffload_async.testing.invariants.history import (
     AllQuiet,
     ContentWritten,
     CopyEnded,
     EventsEmitted,
+    History,
     JobAnswered,
     RequestOpened,
     ResidentSeen,
     RoomAsked,
     StaleCompletionSeen,
     StepClosed,
-    Story,
     fact_of,
 )
-from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, ReqContext
 
 NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
@@ -79,8 +80,8 @@ class World:
         self.ended: list[tuple[int, str]] = []
         self.kept: set[OffloadKey] = set()
         self.refusing: set[int] = set()
-        self.story = Story()
-        self.memory = Memory(num_slots, self.story)
+        self.history = History()
+        self.memory = Memory(num_slots, self.history)
         self.now_s = 0.0
 
     # -- the scheduler's calls ------------------------------------------------------------------
@@ -89,7 +90,7 @@ class World:
         ctx = ReqContext(req_id, **fields)
         self.planner.on_new_request(ctx, self.request_level)
         self.live[req_id] = ctx
-        self.story.tell(*(RequestOpened(i, req_id) for i in range(len(self.tiers))))
+        self.history.record(*(RequestOpened(i, req_id) for i in range(len(self.tiers))))
         return ctx
 
     def lookup(self, ctx, name):
@@ -103,7 +104,7 @@ class World:
         blocks = list(self.primary.resident())
         before = whole_state(self.primary)
         output = self.planner.prepare_store(keys, ctx)
-        self.story.tell(
+        self.history.record(
             RoomAsked(
                 tuple(keys),
                 frozenset(key for key, _, refs in blocks if refs),
@@ -170,16 +171,16 @@ class World:
         """End the step and begin the next one."""
         self.end_step()
         events = list(self.primary.take_events())
-        self.story.tell(
+        self.history.record(
             *(EventsEmitted("CPU", tuple(e.keys), e.removed) for e in events if not e.metadata_only)
         )
         readable = frozenset(key for key, _, refs in self.primary.resident() if refs >= 0)
-        self.story.tell(ResidentSeen("CPU", readable))
+        self.history.record(ResidentSeen("CPU", readable))
         self.now_s += seconds
         self.planner.begin_step(self.now_s)
 
     def end_step(self):
-        self.story.tell(StepClosed())
+        self.history.record(StepClosed())
         self.planner.end_step()
         self._absorb()
 
@@ -223,7 +224,7 @@ class World:
         job_id = min(self.late) if job_id is None else job_id
         tier, job = self.late.pop(job_id)
         self.tiers[tier].copy(job, self.memory, ())
-        self.story.tell(CopyEnded(tier, job_id))
+        self.history.record(CopyEnded(tier, job_id))
         self.planner.tiers[tier].release(job_id)
         self.planner.collect()
 
@@ -231,7 +232,7 @@ class World:
         """A tier has blocks from an earlier run."""
         for key in keys:
             self.tiers[tier].contents[key] = content(key)
-            self.story.tell(ContentWritten(key, content(key)))
+            self.history.record(ContentWritten(key, content(key)))
 
     def lose(self, tier, key):
         """A tier drops a block."""
@@ -277,12 +278,12 @@ class World:
         else:
             self.planner.complete_load(copy.keys, copy.ctx)
         self._absorb()
-        self.story.tell(StaleCompletionSeen(0, before, whole_state(self.primary)))
+        self.history.record(StaleCompletionSeen(0, before, whole_state(self.primary)))
 
     # -- the end --------------------------------------------------------------------------------
 
     def wind_down(self):
-        """Bring everything to rest and check every law."""
+        """Bring everything to rest and check every invariant."""
         self.refusing.clear()
         if self.planner.promotions_held:
             self.flush_reset()
@@ -299,10 +300,10 @@ class World:
                 self.release()
             self.step()
         assert self.planner.requests == {}
-        self.story.tell(AllQuiet())
+        self.history.record(AllQuiet())
         contents = [tier.contents for tier in self.tiers]
         check_quiescent(self.planner, kept=self.kept, tier_contents=contents)
-        check_story(self.story)
+        check_history(self.history)
 
     def check(self):
         check_state(self.planner)
@@ -331,7 +332,7 @@ class World:
         cascades = []
         for tier, state in enumerate(self.planner.tiers):
             for effect in state.take_effects():
-                self.story.tell(fact_of(tier, effect))
+                self.history.record(fact_of(tier, effect))
                 if isinstance(effect, FinishRequest):
                     self.ended.append((tier, effect.ctx.req_id))
                     continue
@@ -349,7 +350,7 @@ class World:
         return cascades
 
     def _report(self, tier, result):
-        self.story.tell(JobAnswered(tier, result.job_id, result.disowned))
+        self.history.record(JobAnswered(tier, result.job_id, result.disowned))
         self.planner.tiers[tier].answer(result)
         self.planner.collect()
 

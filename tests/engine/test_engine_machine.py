@@ -27,10 +27,11 @@ from engine.worlds import (
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffload_async.core.laws import check_quiescent, check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import BusyError, TierUnavailableError, TransportError
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
+from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import register_kv_caches
@@ -145,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.turn(count)
 
     @invariant()
-    def the_laws_hold(self):
+    def the_invariants_hold(self):
         check_state(self.world.core)
 
     async def nobody_was_forgotten(self):
@@ -248,7 +249,7 @@ async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monke
     config = {
         "cpu_bytes_to_use": 16 * 4096,
         "block_bytes": PAGE_BYTES,
-        "check_laws": True,
+        "check_invariants": True,
         "secondary_tiers": [{"type": "faulty", "seed": seed}],
     }
     bounds = EngineBounds(concurrent_loads=2)

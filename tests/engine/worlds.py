@@ -15,11 +15,11 @@ import torch
 
 from kvoffload_async.abc.tier import Direction, TierCapabilities
 from kvoffload_async.abc.transport import TransferOutcome, Transport
-from kvoffload_async.core.laws import check_quiescent
 from kvoffload_async.engine import OffloadEngine
 from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.testing import ScriptedTier
+from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.transport.settling import SettlingTransfer, failed
 from kvoffload_async.types import make_offload_key
@@ -260,7 +260,7 @@ async def opened(slots=8, tiers=(), bounds=None, device_blocks=64, per_chunk=1, 
         "cpu_bytes_to_use": slots * SLOT_BYTES,
         "block_bytes": PAGE_BYTES * per_chunk,
         "blocks_per_chunk": per_chunk,
-        "check_laws": True,
+        "check_invariants": True,
         "secondary_tiers": list(tiers),
         "cascade_fraction": 1.0,
         "promotion_fraction": 1.0,

@@ -15,9 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload_async.core.laws import check_quiescent, check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.errors import CorruptBlockError, OffloadError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, make_job
+from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import ALL_TIERS
 
 NUMBERS = st.integers(0, 8)
@@ -242,7 +243,7 @@ class Facade(RuleBasedStateMachine):
     # -- what always holds ------------------------------------------------------------------
 
     @invariant()
-    def laws_hold(self):
+    def invariants_hold(self):
         check_state(self.manager.planner)
 
     @invariant()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffload_async.abc.tier import TierBounds, TierCapabilities
-from kvoffload_async.core.laws import check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -100,7 +100,7 @@ class World:
             self.secondaries,
             bridge=self.bridge,
             clock=self.runner.now_s,
-            check_laws=True,
+            check_invariants=True,
             **options,
         )
         self.contexts = {}

@@ -40,7 +40,7 @@ def connector(
 ):
     options = {"cpu_bytes_to_use": 64 * BLOCK_BYTES, "secondary_tiers": list(tiers), **extra}
     if spec != "HostTieringOffloadingSpec":
-        options["check_laws"] = True
+        options["check_invariants"] = True
     given = {
         "engine_id": ENGINE_ID,
         "kv_connector": name,

@@ -243,6 +243,7 @@ class AwaitedRoad:
                 progress, progress_at_s = counters.job_results, now_s
             elif now_s - progress_at_s > self._stall_timeout_s:
                 raise StalledError(
-                    f"no progress for {self._stall_timeout_s:g} s: {len(planner.jobs)} jobs have no result"
+                    f"no progress for {self._stall_timeout_s:g} s: "
+                    f"{len(planner.jobs)} jobs have no result"
                 )
             await self._engine.wait_for_progress(_WATCH_S)

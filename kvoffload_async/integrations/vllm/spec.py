@@ -14,13 +14,12 @@ primary's memory, which lies in a mapping that all of them share, on one host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Final
 
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvoffload_async.config import OffloadConfig, reject_unknown
+from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.spec import TieringOffloadingSpec
@@ -146,7 +145,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _options(self) -> OffloadConfig:
         given = dict(self.extra_config)
-        own = {option.name for option in fields(OffloadConfig)} - _DECIDED
+        own = accepted_keys() - _DECIDED
         reject_unknown(given, own | _VLLMS_OWN, "kv_connector_extra_config")
         options = {key: given[key] for key in given if key in own}
         options["blocks_per_chunk"] = self.blocks_per_chunk

@@ -12,7 +12,7 @@ from kvoffload_async.types import LookupResult, OffloadKey
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """An planner at rest, and what is known about its surroundings.
+    """A planner at rest, and what is known about its surroundings.
 
     Attributes:
         planner: The planner.

@@ -1,13 +1,43 @@
-"""What holds of an planner between any two calls."""
+"""The invariants of the planner that hold between any two calls, and their check.
+
+They run in production under `check_invariants`, at the end of every step, and in the tests, which
+have more: see `kvoffload_async.testing.invariants`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
+from typing import Generic, TypeVar
 
 from kvoffload_async.core.planner import Planner
+from kvoffload_async.errors import InvariantError
 from kvoffload_async.types import JobMetadata, OffloadKey
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant(Generic[S]):
+    """Something that always holds of a subject.
+
+    Attributes:
+        name: P1 to P20.
+        statement: What always holds.
+        violations: Returns what does not, in words.
+    """
+
+    name: str
+    statement: str
+    violations: Callable[[S], Iterable[str]]
+
+    def enforce(self, subject: S) -> None:
+        """Raise InvariantError if there are any violations."""
+        found = list(self.violations(subject))
+        if found:
+            raise InvariantError(f"{self.name} ({self.statement}): {'; '.join(found)}")
 
 
 def jobs_are_counted(planner: Planner) -> Iterator[str]:
@@ -162,3 +192,46 @@ def _writers(planner: Planner) -> Iterator[JobMetadata]:
 def _promoted_keys(planner: Planner) -> Iterator[OffloadKey]:
     yield from chain.from_iterable(job.keys for job in _writers(planner))
     yield from (key for key, _ in planner.promotions.unflushed())
+
+
+STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
+    Invariant("P1", "every accepted job gets exactly one result", jobs_are_counted),
+    Invariant(
+        "P3", "free, writing, idle, pinned and held partition the slots", slots_are_partitioned
+    ),
+    Invariant(
+        "P4",
+        "no slot is free while a job may touch it, and every pin and write has its reason",
+        every_use_has_its_reason,
+    ),
+    Invariant(
+        "P7",
+        "at most one promotion a key is under way, and no more slots than the cap",
+        promotions_are_single_and_capped,
+    ),
+    Invariant(
+        "P10",
+        "each tier hears once of a request's begin and end, and of no job outside of them",
+        finished_requests_wait_for_something,
+    ),
+    Invariant(
+        "P13",
+        "the policy ranks exactly the resident keys, and its own invariants hold",
+        policy_ranks_what_is_resident,
+    ),
+    Invariant(
+        "P16",
+        "work is pending if and only if a job has no result or a key is parked",
+        pending_work_is_known,
+    ),
+)
+
+
+def check_state(planner: Planner) -> None:
+    """Check what holds between any two calls; cost grows with the slots of the primary.
+
+    Raises:
+        InvariantError: One does not hold; the message names it.
+    """
+    for invariant in STATE_INVARIANTS:
+        invariant.enforce(planner)

@@ -1,7 +1,7 @@
-"""A story: what happened, as a bounded list of facts, for laws that no single state can show.
+"""A history: a bounded list of facts, for invariants that no single state can show.
 
-Whoever sees a fact tells it: the engine's events and effects through `fact_of`, everything else
-(a facade's calls, a device's blocks, a directory's files) by an observer at that place.
+Whoever sees a fact records it: the planner's effects through `fact_of`, everything else (results, a
+facade's calls, a device's blocks, a directory's files) by an observer at that place.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class EventsEmitted:
 
 @dataclass(frozen=True, slots=True)
 class ResidentSeen:
-    """What a medium really held when all of its events so far had been told."""
+    """What a medium really held when all of its events so far had been recorded."""
 
     owner: str
     keys: frozenset[OffloadKey]
@@ -250,22 +250,22 @@ Fact = (
 F = TypeVar("F")
 
 
-class Story:
+class History:
     """Facts, oldest first; the oldest are forgotten when there are more than `bound`."""
 
     def __init__(self, bound: int = 100_000) -> None:
         self._facts: deque[Fact] = deque(maxlen=bound)
-        self.told = 0
+        self.recorded = 0
 
-    def tell(self, *facts: Fact) -> None:
+    def record(self, *facts: Fact) -> None:
         """Append facts."""
         self._facts.extend(facts)
-        self.told += len(facts)
+        self.recorded += len(facts)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing has been forgotten; without its beginning, a story proves less."""
-        return self.told == len(self._facts)
+        """Whether nothing has been forgotten; without its beginning, a history proves less."""
+        return self.recorded == len(self._facts)
 
     def of(self, kind: type[F]) -> Iterator[F]:
         """Iterate over the facts of one kind, oldest first."""

@@ -1,11 +1,11 @@
-"""What holds of a story; one that has forgotten its beginning proves less, but nothing false."""
+"""What holds of a history; one that has forgotten its beginning proves less, but nothing false."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 
-from kvoffload_async.core.story import (
+from kvoffload_async.testing.invariants.history import (
     AllQuiet,
     CallReturned,
     ContentRead,
@@ -17,6 +17,7 @@ from kvoffload_async.core.story import (
     EventsEmitted,
     FileFound,
     FileKind,
+    History,
     JobAccepted,
     JobAnswered,
     RequestClosed,
@@ -28,21 +29,20 @@ from kvoffload_async.core.story import (
     RunEnded,
     StaleCompletionSeen,
     StepClosed,
-    Story,
     TierPolled,
 )
 from kvoffload_async.types import JobId, OffloadKey
 
 
-def one_result_a_job(story: Story) -> Iterator[str]:
+def one_result_a_job(history: History) -> Iterator[str]:
     """P1: at most one at any time, exactly one when all is quiet."""
-    yield from _one_answer_a_job(story)
-    yield from _one_release_a_disowned_job(story)
+    yield from _one_answer_a_job(history)
+    yield from _one_release_a_disowned_job(history)
 
 
-def only_idle_blocks_are_evicted(story: Story) -> Iterator[str]:
+def only_idle_blocks_are_evicted(history: History) -> Iterator[str]:
     """P5."""
-    for fact in story.of(RoomAsked):
+    for fact in history.of(RoomAsked):
         for key in fact.evicted:
             if key in fact.busy:
                 yield f"block {key.hex()} was evicted while in use"
@@ -50,18 +50,18 @@ def only_idle_blocks_are_evicted(story: Story) -> Iterator[str]:
                 yield f"block {key.hex()} was evicted by its own offer"
 
 
-def refusals_change_nothing(story: Story) -> Iterator[str]:
+def refusals_change_nothing(history: History) -> Iterator[str]:
     """P6."""
-    for fact in story.of(RoomAsked):
+    for fact in history.of(RoomAsked):
         if not fact.granted and (fact.evicted or fact.before != fact.after):
             offered = ", ".join(key.hex() for key in fact.offered)
             yield f"refusing {offered} changed {fact.before} into {fact.after}"
 
 
-def reads_see_what_was_written(story: Story) -> Iterator[str]:
+def reads_see_what_was_written(history: History) -> Iterator[str]:
     """P8."""
     written: dict[OffloadKey, Hashable] = {}
-    for fact in story:
+    for fact in history:
         match fact:
             case ContentWritten(key, content):
                 if written.setdefault(key, content) != content:
@@ -69,18 +69,18 @@ def reads_see_what_was_written(story: Story) -> Iterator[str]:
             case ContentRead(key, content) if key in written:
                 if written[key] != content:
                     yield f"block {key.hex()} read as {content}, not {written[key]}"
-            case ContentRead(key) if story.is_complete:
+            case ContentRead(key) if history.is_complete:
                 yield f"block {key.hex()} was read, but never written"
             case _:
                 pass
 
 
-def requests_are_framed(story: Story) -> Iterator[str]:
+def requests_are_framed(history: History) -> Iterator[str]:
     """P10."""
     is_open: dict[tuple[int, str], bool] = {}
-    # What began before the story did is taken to be open.
-    by_default = not story.is_complete
-    for fact in story:
+    # What began before the history did is taken to be open.
+    by_default = not history.is_complete
+    for fact in history:
         match fact:
             case RequestOpened(tier, req_id):
                 if is_open.get((tier, req_id)):
@@ -97,10 +97,10 @@ def requests_are_framed(story: Story) -> Iterator[str]:
                 pass
 
 
-def steps_are_batched(story: Story) -> Iterator[str]:
+def steps_are_batched(history: History) -> Iterator[str]:
     """P11."""
     seen: Counter[tuple[int, str]] = Counter()
-    for fact in story:
+    for fact in history:
         match fact:
             case TierPolled(tier):
                 seen[tier, "polls"] += 1
@@ -115,12 +115,12 @@ def steps_are_batched(story: Story) -> Iterator[str]:
                 pass
 
 
-def events_tell_all(story: Story) -> Iterator[str]:
+def events_tell_all(history: History) -> Iterator[str]:
     """P12."""
-    if not story.is_complete:
+    if not history.is_complete:
         return
     replayed: defaultdict[str, set[OffloadKey]] = defaultdict(set)
-    for fact in story:
+    for fact in history:
         match fact:
             case EventsEmitted(owner, keys, removed=True):
                 replayed[owner].difference_update(keys)
@@ -134,10 +134,10 @@ def events_tell_all(story: Story) -> Iterator[str]:
                 pass
 
 
-def deferrals_end(story: Story) -> Iterator[str]:
+def deferrals_end(history: History) -> Iterator[str]:
     """P14."""
     left: dict[str, int] = {}
-    for fact in story:
+    for fact in history:
         match fact:
             case RequestDeferred(req_id, within_steps):
                 left.setdefault(req_id, within_steps)
@@ -152,24 +152,24 @@ def deferrals_end(story: Story) -> Iterator[str]:
                 pass
 
 
-def stale_completions_change_nothing(story: Story) -> Iterator[str]:
+def stale_completions_change_nothing(history: History) -> Iterator[str]:
     """P15."""
-    for fact in story.of(StaleCompletionSeen):
+    for fact in history.of(StaleCompletionSeen):
         if fact.before != fact.after:
             yield f"job {fact.job_id}, from before the reset, made {fact.after} of {fact.before}"
 
 
-def calls_keep_their_budget(story: Story) -> Iterator[str]:
+def calls_keep_their_budget(history: History) -> Iterator[str]:
     """P17."""
-    for fact in story.of(CallReturned):
+    for fact in history.of(CallReturned):
         if fact.seconds > fact.budget_s:
             yield f"{fact.call} took {fact.seconds:.6f} s of {fact.budget_s:.6f}"
 
 
-def device_reads_are_fenced(story: Story) -> Iterator[str]:
+def device_reads_are_fenced(history: History) -> Iterator[str]:
     """P18."""
     reading: dict[JobId, frozenset[int]] = {}
-    for fact in story:
+    for fact in history:
         match fact:
             case DeviceReadBegan(job_id, blocks):
                 reading[job_id] = blocks
@@ -182,19 +182,19 @@ def device_reads_are_fenced(story: Story) -> Iterator[str]:
                 pass
 
 
-def files_are_whole(story: Story) -> Iterator[str]:
+def files_are_whole(history: History) -> Iterator[str]:
     """P19."""
-    for fact in story.of(FileFound):
+    for fact in history.of(FileFound):
         if fact.kind is FileKind.BLOCK and fact.size_bytes != fact.block_bytes:
             yield f"{fact.path} has {fact.size_bytes} of {fact.block_bytes} bytes"
         if fact.kind is FileKind.OTHER:
             yield f"{fact.path} is neither a block nor temporary"
 
 
-def outcomes_agree(story: Story) -> Iterator[str]:
+def outcomes_agree(history: History) -> Iterator[str]:
     """P20."""
     first: dict[str, RunEnded] = {}
-    for fact in story.of(RunEnded):
+    for fact in history.of(RunEnded):
         other = first.setdefault(fact.scenario, fact)
         if fact.outcome != other.outcome:
             yield (
@@ -206,16 +206,16 @@ def outcomes_agree(story: Story) -> Iterator[str]:
 # -- parts of P1 --------------------------------------------------------------------------------
 
 
-def _one_answer_a_job(story: Story) -> Iterator[str]:
+def _one_answer_a_job(history: History) -> Iterator[str]:
     owed: set[tuple[int, JobId]] = set()
-    for fact in story:
+    for fact in history:
         match fact:
             case JobAccepted(tier, job_id):
                 if (tier, job_id) in owed:
                     yield f"tier {tier} accepted job {job_id} twice"
                 owed.add((tier, job_id))
             case JobAnswered(tier, job_id):
-                if (tier, job_id) not in owed and story.is_complete:
+                if (tier, job_id) not in owed and history.is_complete:
                     yield f"tier {tier} answered job {job_id}, which it did not owe"
                 owed.discard((tier, job_id))
             case AllQuiet():
@@ -224,14 +224,14 @@ def _one_answer_a_job(story: Story) -> Iterator[str]:
                 pass
 
 
-def _one_release_a_disowned_job(story: Story) -> Iterator[str]:
+def _one_release_a_disowned_job(history: History) -> Iterator[str]:
     late: set[tuple[int, JobId]] = set()
-    for fact in story:
+    for fact in history:
         match fact:
             case JobAnswered(tier, job_id, disowned=True):
                 late.add((tier, job_id))
             case CopyEnded(tier, job_id):
-                if (tier, job_id) not in late and story.is_complete:
+                if (tier, job_id) not in late and history.is_complete:
                     yield f"tier {tier} released job {job_id}, which was not disowned"
                 late.discard((tier, job_id))
             case AllQuiet():

@@ -1,4 +1,4 @@
-"""Every law of a state notices its damage."""
+"""Every invariant of a state notices its damage."""
 
 from dataclasses import replace
 
@@ -6,21 +6,24 @@ import pytest
 from core.terms import k, ks
 from core.world import World
 
-from kvoffload_async.core.laws import LAWS, check_quiescent, check_state
+from kvoffload_async.core.invariants import STATE_INVARIANTS, check_state
 from kvoffload_async.core.ledger import JobRecord
-from kvoffload_async.core.restlaws import Rest
 from kvoffload_async.errors import InvariantError
 from kvoffload_async.policies.arc import ArcPolicy
+from kvoffload_async.testing.invariants import (
+    HISTORY_INVARIANTS,
+    REST_INVARIANTS,
+    Rest,
+    check_quiescent,
+)
 
 A, B = k("a"), k("b")
 
 
-def test_the_laws_are_p1_to_p20_and_each_is_checked_somewhere():
-    assert [law.name for law in LAWS] == [f"P{i}" for i in range(1, 21)]
-    silent = {LAWS[1].of_state}
-    for law in LAWS:
-        assert {law.of_state, law.of_rest, law.of_story} - silent
-        assert law.statement
+def test_the_invariants_are_p1_to_p20():
+    every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 21)}
+    assert all(invariant.statement for invariant in every)
 
 
 # -- state --------------------------------------------------------------------------------------
@@ -140,17 +143,17 @@ def damage_p1(world):
 DAMAGES = [value for name, value in sorted(globals().items()) if name.startswith("damage_")]
 
 
-def violated(engine):
+def violated(planner):
     found = []
-    for law in LAWS:
+    for invariant in STATE_INVARIANTS:
         try:
-            law.enforce(law.of_state(engine))
+            invariant.enforce(planner)
         except InvariantError:
-            found.append(law.name.lower())
+            found.append(invariant.name.lower())
     return found
 
 
-def test_a_busy_engine_obeys_every_law_of_state():
+def test_a_busy_engine_keeps_every_invariant_of_state():
     world = busy_world()
     counts = world.primary.counts
     assert min(counts.values()) > 0, counts
@@ -159,7 +162,7 @@ def test_a_busy_engine_obeys_every_law_of_state():
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_violates_its_law(damage):
+def test_damage_violates_its_invariant(damage):
     world = busy_world()
     damage(world)
     assert damage.__name__.split("_")[1] in violated(world.planner)
@@ -167,7 +170,7 @@ def test_damage_violates_its_law(damage):
         check_state(world.planner)
 
 
-def test_a_violation_names_its_law_and_says_what_is_wrong():
+def test_a_violation_names_its_invariant_and_says_what_is_wrong():
     world = busy_world()
     damage_p1(world)
     with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 6 jobs were submi"):
@@ -194,7 +197,7 @@ def at_rest():
     return world
 
 
-def test_an_engine_at_rest_obeys_every_law_of_rest():
+def test_an_engine_at_rest_keeps_every_invariant_of_rest():
     world = at_rest()
     check_quiescent(world.planner, kept=[A], tier_contents=[{A}])
     check_quiescent(world.planner, kept=[A], tier_contents=[set()])
@@ -202,7 +205,7 @@ def test_an_engine_at_rest_obeys_every_law_of_rest():
 
 
 @pytest.mark.parametrize(
-    ("disturb", "law"),
+    ("disturb", "invariant"),
     [
         (lambda world, ctx: world.store(ctx, "b"), "P1"),
         (lambda world, ctx: (world.store(ctx, "b"), world.disown()), "P1"),
@@ -210,10 +213,10 @@ def test_an_engine_at_rest_obeys_every_law_of_rest():
         (lambda world, ctx: world.offer(ctx, "b"), "P2"),
     ],
 )
-def test_what_is_left_over_violates_rest(disturb, law):
+def test_what_is_left_over_violates_rest(disturb, invariant):
     world = at_rest()
     disturb(world, world.begin())
-    with pytest.raises(InvariantError, match=rf"^{law} "):
+    with pytest.raises(InvariantError, match=rf"^{invariant} "):
         check_quiescent(world.planner)
 
 
@@ -224,8 +227,8 @@ def test_a_held_slot_is_no_rest():
     world.step()
     world.disown()
     found = []
-    for law in LAWS:
-        found += law.of_rest(rest_of(world))
+    for invariant in REST_INVARIANTS:
+        found += invariant.violations(rest_of(world))
     assert any("held" in text for text in found)
 
 
@@ -235,10 +238,14 @@ def test_a_promotion_that_nobody_read_is_no_rest():
     world.lookup(world.begin(), "x")
     world.step()
     world.settle()
-    assert list(LAWS[1].of_rest(rest_of(world))) == [
+    assert list(of_rest("P2").violations(rest_of(world))) == [
         f"block {k('x').hex()} is PINNED",
         "1 slots count as promotions",
     ]
+
+
+def of_rest(name):
+    return next(invariant for invariant in REST_INVARIANTS if invariant.name == name)
 
 
 def rest_of(world):
@@ -251,8 +258,7 @@ def test_a_request_that_waits_for_ever_is_no_rest():
     world.offer(ctx, "b")
     world.finish(ctx)
     world.begin("live")
-    law = LAWS[9]
-    assert list(law.of_rest(rest_of(world))) == [
+    assert list(of_rest("P10").violations(rest_of(world))) == [
         "the tiers were not told that request 'r' has finished"
     ]
 

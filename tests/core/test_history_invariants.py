@@ -1,4 +1,4 @@
-"""Every law of a story notices its breach."""
+"""Every invariant of a history notices its breach."""
 
 import pytest
 from core.states import whole_state
@@ -6,9 +6,11 @@ from core.terms import k, ks
 from core.world import World
 
 from kvoffload_async.core.effects import TouchBlocks
-from kvoffload_async.core.laws import check_story
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.story import (
+from kvoffload_async.errors import InvariantError
+from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.testing.invariants import check_history
+from kvoffload_async.testing.invariants.history import (
     AllQuiet,
     CallReturned,
     ContentRead,
@@ -20,6 +22,7 @@ from kvoffload_async.core.story import (
     EventsEmitted,
     FileFound,
     FileKind,
+    History,
     JobAccepted,
     JobAnswered,
     RequestClosed,
@@ -31,13 +34,10 @@ from kvoffload_async.core.story import (
     RunEnded,
     StaleCompletionSeen,
     StepClosed,
-    Story,
     TierPolled,
     fact_of,
     fingerprint,
 )
-from kvoffload_async.errors import InvariantError
-from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import ReqContext
 
 A, B = k("a"), k("b")
@@ -168,22 +168,22 @@ BAD = {
 }
 
 
-def story_of(facts, bound=100):
-    story = Story(bound)
-    story.tell(*facts)
-    return story
+def history_of(facts, bound=100):
+    history = History(bound)
+    history.record(*facts)
+    return history
 
 
 @pytest.mark.parametrize("facts", GOOD.values(), ids=GOOD)
 def test_a_good_story_obeys_every_law(facts):
-    check_story(story_of(facts))
+    check_history(history_of(facts))
 
 
 @pytest.mark.parametrize(("violation", "facts"), BAD.items(), ids=BAD)
 def test_a_bad_story_violates_its_law(violation, facts):
     name, text = violation.split(" ", 1)
     with pytest.raises(InvariantError) as caught:
-        check_story(story_of(facts))
+        check_history(history_of(facts))
     assert str(caught.value).startswith(f"{name} (")
     assert text in str(caught.value)
 
@@ -191,19 +191,19 @@ def test_a_bad_story_violates_its_law(violation, facts):
 @pytest.mark.parametrize("facts", GOOD.values(), ids=GOOD)
 def test_a_good_story_that_has_forgotten_its_beginning_violates_nothing(facts):
     for bound in range(len(facts)):
-        story = story_of(facts, bound)
-        assert not story.is_complete
-        assert len(list(story)) == len(story) == bound
-        check_story(story)
+        history = history_of(facts, bound)
+        assert not history.is_complete
+        assert len(list(history)) == len(history) == bound
+        check_history(history)
 
 
 def test_a_forgetful_story_still_proves_what_it_remembers():
-    story = story_of([StepClosed(), OPENED, accepted(0), AllQuiet()], bound=3)
+    history = history_of([StepClosed(), OPENED, accepted(0), AllQuiet()], bound=3)
     with pytest.raises(InvariantError, match="P1 "):
-        check_story(story)
+        check_history(history)
 
 
-def test_events_and_effects_of_the_engine_tell_their_facts():
+def test_what_the_planner_wants_and_takes_in_is_recorded():
     world = World()
     ctx = world.begin()
     world.store(ctx, "a")
@@ -211,8 +211,8 @@ def test_events_and_effects_of_the_engine_tell_their_facts():
     world.release()
     world.finish(ctx)
     world.step()
-    assert list(world.story)[1:] == [
-        *list(world.story.of(RoomAsked)),
+    assert list(world.history)[1:] == [
+        *list(world.history.of(RoomAsked)),
         ContentWritten(A, "bytes of 6100000000"),
         JobAccepted(0, 0, "r", is_promotion=False, num_blocks=1),
         JobAnswered(0, 0, disowned=True),
