@@ -64,7 +64,7 @@ class ForeignTierState(TierState):
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Tell the tier, behind the jobs of the request."""
-        self._effects.append(FinishRequest(ctx))
+        self.effects.append(FinishRequest(ctx))
 
     def answer(self, result: JobResult) -> None:
         """Take in a result that the tier has given.

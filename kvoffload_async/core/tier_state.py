@@ -66,6 +66,7 @@ class TierState:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
         cascading_blocks: Blocks of stores whose copies may still run.
+        effects: What waits to be handed over.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class TierState:
         self.cascading_blocks = 0
         self.counters = TierCounters()
         self._events = events
-        self._effects: list[TierEffect] = []
+        self.effects: list[TierEffect] = []
         self._closed = False
 
     # -- questions ------------------------------------------------------------------------------
@@ -160,12 +161,12 @@ class TierState:
             error = TierClosedError(f"job {job.job_id} came after the shutdown")
             self.jobs.handle(JobAbandoned(job.job_id, error))
         else:
-            self._effects.append(StartJob(job))
+            self.effects.append(StartJob(job))
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
         if keys and not self._closed:
-            self._effects.append(TouchBlocks(tuple(keys)))
+            self.effects.append(TouchBlocks(tuple(keys)))
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
@@ -177,16 +178,11 @@ class TierState:
             return
         probe: StartProbe | None = self.index.next_probe()
         if probe is not None:
-            self._effects.append(probe)
-
-    @property
-    def has_effects(self) -> bool:
-        """Whether `take_effects` would return anything."""
-        return bool(self._effects)
+            self.effects.append(probe)
 
     def take_effects(self) -> list[TierEffect]:
         """Detach the effects; the jobs among them now belong to the tier until they settle."""
-        effects, self._effects = self._effects, []
+        effects, self.effects = self.effects, []
         for effect in effects:
             if isinstance(effect, StartJob):
                 self.jobs.handle(Launched(effect.job.job_id))
@@ -240,12 +236,12 @@ class TierState:
     def close(self) -> None:
         """Stop the intake; jobs that were not handed over fail now, the others go on."""
         self._closed = True
-        self._effects.clear()
+        self.effects.clear()
         self._abandon(JobState.QUEUED)
 
     def abandon_rest(self) -> list[JobId]:
         """Fail everything that has no result yet; return the jobs whose copies still run."""
-        self._effects = [e for e in self._effects if not isinstance(e, StartJob)]
+        self.effects = [e for e in self.effects if not isinstance(e, StartJob)]
         self._abandon(JobState.QUEUED, JobState.FLYING)
         return self.jobs.ids_in(JobState.DISOWNED)
 

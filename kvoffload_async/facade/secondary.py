@@ -254,7 +254,7 @@ class SecondaryTierManager:
 
     def poll(self) -> None:
         """Take in what has happened in the tier; with `flushes_on_poll`, hand jobs over first."""
-        if self.flushes_on_poll and self.state.has_effects:
+        if self.flushes_on_poll and self.state.effects:
             self._bridge.flush()
         if self._link.inbox:
             self._link.pump()

@@ -139,7 +139,7 @@ class Bridge:
     def flush(self) -> None:
         """Hand over what the tiers are to do: one wake-up of the loop, or none. Never waits."""
         batch = [
-            (link.actor, link.state.take_effects()) for link in self.links if link.state.has_effects
+            (link.actor, link.state.take_effects()) for link in self.links if link.state.effects
         ]
         if batch:
             self.wake_ups += 1

@@ -30,7 +30,7 @@ def test_a_request_that_finishes_in_the_step_of_its_lookup_ends_after_the_submit
     world.finish(ctx)
     assert world.ended == []
     world.planner.end_step()
-    effects = world.planner.tiers[0]._effects
+    effects = world.planner.tiers[0].effects
     assert [type(effect) for effect in effects] == [StartJob, FinishRequest]
     world._absorb()
     world.wind_down()

@@ -50,7 +50,7 @@ def test_a_submitted_job_is_handed_over_once():
     tier = tier_of()
     the_job = job(0)
     tier.submit(the_job)
-    assert tier.has_effects
+    assert tier.effects
     assert tier.take_effects() == [StartJob(the_job)]
     assert tier.take_effects() == []
     assert tier.has_pending_work
@@ -82,7 +82,7 @@ def test_an_empty_job_is_accepted_and_ends():
 def test_a_duplicate_job_id_is_answered_and_not_started():
     tier = running(job(0, "a"))
     tier.submit(job(0, "b"))
-    assert not tier.has_effects
+    assert not tier.effects
     assert [result.success for result in results(tier)] == [False]
     assert tier.has_pending_work
 
@@ -169,7 +169,7 @@ def test_closing_fails_queued_jobs_and_lets_running_ones_go_on():
     tier = running(job(0))
     tier.submit(job(1))
     tier.close()
-    assert not tier.has_effects
+    assert not tier.effects
     (result,) = results(tier)
     assert (result.job_id, result.disowned) == (1, False)
     assert isinstance(result.error, TierClosedError)
@@ -182,7 +182,7 @@ def test_a_job_after_the_shutdown_is_answered_at_once():
     tier.close()
     tier.submit(job(0))
     tier.touch(ks("a"))
-    assert not tier.has_effects
+    assert not tier.effects
     assert [result.success for result in results(tier)] == [False]
 
 
@@ -195,7 +195,7 @@ def test_a_closed_port_waits_for_no_probe():
     assert tier.has_pending_work
     tier.close()
     tier.end_step()
-    assert not tier.has_effects
+    assert not tier.effects
     assert not tier.has_pending_work
 
 
