@@ -21,7 +21,7 @@ from kvoffload_async.engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.runtime.loop_thread import new_event_loop
+from kvoffload_async.runtime.loop import new_event_loop
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before
     from kvoffload_async.transport.paged import PagedMemory

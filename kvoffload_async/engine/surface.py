@@ -25,7 +25,7 @@ from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateErr
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.threadsafe import SameLoopRunner
+from kvoffload_async.runtime.loop import SameLoopRunner
 from kvoffload_async.types import (
     LookupResult,
     OffloadingEvent,

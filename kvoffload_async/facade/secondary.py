@@ -13,8 +13,7 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
-from kvoffload_async.runtime.bridge import Bridge, TierLink
-from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.types import (
     JobId,

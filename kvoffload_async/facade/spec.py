@@ -19,9 +19,8 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.factory import check_policy
-from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
-from kvoffload_async.runtime.host import RuntimeHost
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch

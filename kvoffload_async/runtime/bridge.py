@@ -7,21 +7,21 @@ waits.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
 
 from kvoffload_async.abc.events import TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner
+from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import OffloadError
-from kvoffload_async.runtime.interpreter import execute
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.runtime.runner import LoopRunner
+from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
 
-logger = logging.getLogger(__name__)
+Batch = Sequence[tuple[TierActor, Sequence[TierEffect]]]
 
 _CLOSE_MARGIN_S = 0.7
 _STOP_THREADS_S = 0.2
@@ -152,3 +152,43 @@ class Bridge:
 
     def _has_events(self) -> bool:
         return any(link.inbox for link in self.links)
+
+
+class RuntimeHost:
+    """Owns the loop thread; a context manager.
+
+    Thread: owner.
+    """
+
+    def __init__(self) -> None:
+        """Start a loop thread."""
+        self._loop_thread = LoopThread()
+        self.bridge = Bridge(self._loop_thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the loop; idempotent. The tiers' pools are closed with their links."""
+        self._loop_thread.close(timeout_s)
+
+
+def execute(batch: Batch) -> None:
+    """Start what the effects ask for, in order. Thread: loop."""
+    for actor, effects in batch:
+        for effect in effects:
+            match effect:
+                case StartJob(job):
+                    actor.start_job(job)
+                case StartProbe(generation, keys):
+                    actor.start_probe(generation, keys)
+                case TouchBlocks(keys):
+                    actor.touch(keys)

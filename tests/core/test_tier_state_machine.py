@@ -137,7 +137,7 @@ class TierStateMachine(RuleBasedStateMachine):
 
     @rule(req_id=REQUESTS)
     def forget_a_request(self, req_id):
-        self.tier.index.forget_request(req_id)
+        self.tier.finish_request(ReqContext(req_id))
         for key, requests in list(self.asked.items()):
             requests.discard(req_id)
             if not requests:

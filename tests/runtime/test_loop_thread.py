@@ -12,10 +12,9 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, ConfigError, StateError
-from kvoffload_async.runtime.bridge import Bridge, TierLink
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.buffer import PAGE_BYTES, PrimaryBuffer, row_stride_bytes
-from kvoffload_async.runtime.host import RuntimeHost
-from kvoffload_async.runtime.loop_thread import LoopThread
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.testing import InlineIo, ScriptedTier, VirtualRunner
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import Medium

@@ -27,8 +27,7 @@ from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
 from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
 from kvoffload_async.integrations.vllm import convert, metrics
-from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
 
 logger = logging.getLogger(__name__)
