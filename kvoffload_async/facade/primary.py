@@ -8,7 +8,7 @@ from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
-from kvoffload_async.factory import create_policy
+from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.types import (
     CPULoadStoreSpec,

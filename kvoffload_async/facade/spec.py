@@ -13,12 +13,12 @@ from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.factory import check_policy
+from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 

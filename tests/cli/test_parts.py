@@ -25,7 +25,7 @@ from kvoffload_async.cli.tally import Tally
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.cli.trace import TraceFile
 from kvoffload_async.cli.workload import NUM_REQUESTS, SYSTEM_PROMPT_BLOCKS, ChatWorkload
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.transport.paged import PagedMemory
 
 

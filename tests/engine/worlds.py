@@ -17,7 +17,7 @@ from kvoffload_async.abc.tier import Direction, TierCapabilities
 from kvoffload_async.abc.transport import TransferOutcome, Transport
 from kvoffload_async.engine import OffloadEngine
 from kvoffload_async.errors import TransportError
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.transport.layout import register_kv_caches

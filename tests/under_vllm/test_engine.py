@@ -16,7 +16,7 @@ from tiny_model import save_tiny_model
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm_world import MODULE
 
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

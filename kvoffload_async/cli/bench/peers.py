@@ -10,7 +10,7 @@ from kvoffload_async.cli.bench.places import Place
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import nearest, reject_unknown
-from kvoffload_async.factory import load_class
+from kvoffload_async.registry import load_class
 
 
 class Entry(NamedTuple):

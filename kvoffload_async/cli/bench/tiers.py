@@ -11,13 +11,13 @@ from kvoffload_async.cli.bench.places import Place
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import parse_size_bytes
-from kvoffload_async.facade.factory import (
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_factory import (
     SecondaryTierFactory,
     accepted_options,
     constructor_parameters,
 )
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.factory import load_class
+from kvoffload_async.registry import load_class
 from kvoffload_async.types import (
     BlockIds,
     JobMetadata,

@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker

@@ -7,8 +7,8 @@ import pytest
 
 from kvoffload_async import CachePolicy, ConfigError, SecondaryTierFactory
 from kvoffload_async.errors import UnknownNameError
-from kvoffload_async.factory import POLICIES, Registry, check_policy, create_policy, load_class
 from kvoffload_async.policies.arc import ArcPolicy
+from kvoffload_async.registry import POLICIES, Registry, check_policy, create_policy, load_class
 
 
 @pytest.fixture

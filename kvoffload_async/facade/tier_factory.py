@@ -17,7 +17,7 @@ from kvoffload_async.core.backpressure import (
 )
 from kvoffload_async.errors import ConfigError, UnknownNameError
 from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
-from kvoffload_async.factory import Registry, load_class
+from kvoffload_async.registry import Registry, load_class
 
 
 class UnknownOptionError(UnknownNameError, TypeError):
