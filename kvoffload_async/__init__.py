@@ -17,8 +17,8 @@ from kvoffload_async.abc.transport import (
     TransferOutcome,
     Transport,
 )
+from kvoffload_async.async_engine import EngineBounds, EngineRequest, OffloadEngine
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.engine import EngineBounds, EngineRequest, OffloadEngine
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.cli.device import FramePool
 from kvoffload_async.cli.errors import InputError
 from kvoffload_async.cli.report import Report, build_report
@@ -17,7 +18,6 @@ from kvoffload_async.cli.roads.stepwise import StepwiseRoad
 from kvoffload_async.cli.roads.workers import Workers
 from kvoffload_async.cli.source import RequestSource
 from kvoffload_async.cli.tally import DEVICE, PRIMARY, Tally
-from kvoffload_async.engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager

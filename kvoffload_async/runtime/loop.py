@@ -220,6 +220,23 @@ class LoopThread(ThreadsafeRunner):
         self._loop.run_forever()
 
 
+async def until_done(future: asyncio.Future[T]) -> T:
+    """Await a future to its end; a cancellation is delivered then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()  # retrieved: nobody will ask any more
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # it holds this frame, and what its callers hold
+    return future.result()
+
+
 def _running_loop() -> asyncio.AbstractEventLoop | None:
     """Return the loop that runs on this thread, or None."""
     try:

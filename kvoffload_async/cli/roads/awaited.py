@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvoffload_async.async_engine import EngineRequest, OffloadEngine
 from kvoffload_async.cli.device import FramePool
 from kvoffload_async.cli.errors import StalledError
 from kvoffload_async.cli.flight import Flight
 from kvoffload_async.cli.roads.room import require_room
 from kvoffload_async.cli.tally import Tally
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.engine import EngineRequest, OffloadEngine
 from kvoffload_async.errors import BusyError, TransportError
 from kvoffload_async.types import LookupResult, OffloadKey
 

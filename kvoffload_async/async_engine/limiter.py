@@ -1,4 +1,4 @@
-"""Bounded lines: many callers, few at once, and none that waits for ever."""
+"""Limiters: many callers, few at once, a bounded queue, and none that waits for ever."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class EngineBounds:
     """How much an engine takes on at once.
 
     Attributes:
-        concurrent_loads: Loads to the device under way; more wait in line.
-        concurrent_stores: Stores from the device under way; more wait in a line of their own.
-        waiting_calls: Calls that wait in each line; one more raises BusyError.
+        concurrent_loads: Loads to the device under way; more wait for a permit.
+        concurrent_stores: Stores from the device under way, with a limiter of their own.
+        waiting_calls: Calls that wait for each limiter; one more raises BusyError.
         unread_events: Events kept for a slow reader; then the oldest are dropped.
     """
 
@@ -35,53 +35,53 @@ class EngineBounds:
             raise ConfigError(f"waiting_calls: {self.waiting_calls} is not valid; at least 0")
 
 
-class Place:
-    """A place at the head of a line; given back by who holds it last."""
+class Permit:
+    """Permission to run; given back by who holds it last."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
         self.is_kept = False
 
     def keep(self) -> Callable[[], None]:
-        """Keep the place beyond the line's context; return what gives it back."""
+        """Keep the permit beyond the limiter's context; return what gives it back."""
         self.is_kept = True
         return self._release
 
 
-class Line:
-    """A bounded line in front of a bounded number of places."""
+class Limiter:
+    """A bounded number of permits, with a bounded queue for them."""
 
-    def __init__(self, name: str, places: int, waiting: int) -> None:
+    def __init__(self, name: str, permits: int, waiting: int) -> None:
         self._name = name
-        self._places = asyncio.Semaphore(places)
+        self._permits = asyncio.Semaphore(permits)
         self._room = waiting
         self._waiting = 0
 
     @asynccontextmanager
-    async def place(self, deadline_s: float) -> AsyncIterator[Place]:
-        """Hold a place; BusyError if the line is full, TimeoutError at the deadline."""
-        if not self._places.locked():
-            await self._places.acquire()  # at once
+    async def permit(self, deadline_s: float) -> AsyncIterator[Permit]:
+        """Hold a permit; BusyError if the queue is full, TimeoutError at the deadline."""
+        if not self._permits.locked():
+            await self._permits.acquire()  # at once
         elif self._waiting < self._room:
             await self._wait(deadline_s)
         else:
             raise BusyError(f"too many {self._name} are waiting")
-        place = Place(self._places.release)
+        permit = Permit(self._permits.release)
         try:
-            yield place
+            yield permit
         finally:
-            if not place.is_kept:
-                self._places.release()
+            if not permit.is_kept:
+                self._permits.release()
 
     def open(self) -> None:
         """Let everybody in who waits."""
         for _ in range(self._waiting):
-            self._places.release()
+            self._permits.release()
 
     async def _wait(self, deadline_s: float) -> None:
         self._waiting += 1
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self._places.acquire()
+                await self._permits.acquire()
         finally:
             self._waiting -= 1

@@ -1,7 +1,7 @@
 """What the tests of the engine stand on."""
 
 import pytest
-from engine.worlds import register
+from async_engine.worlds import register
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from engine.worlds import (
+from async_engine.worlds import (
     FAR_S,
     LOAD,
     SCRIPTED,
@@ -17,7 +17,7 @@ from engine.worlds import (
 )
 
 from kvoffload_async.abc.transport import Transfer
-from kvoffload_async.engine import EngineBounds
+from kvoffload_async.async_engine import EngineBounds
 from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError, TransportError
 
 # -- failures -----------------------------------------------------------------------------------

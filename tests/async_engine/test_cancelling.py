@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from engine.worlds import (
+from async_engine.worlds import (
     SCRIPTED,
     hashes,
     on_loop,
@@ -13,7 +13,7 @@ from engine.worlds import (
     turns,
 )
 
-from kvoffload_async.engine import EngineBounds
+from kvoffload_async.async_engine import EngineBounds
 from kvoffload_async.errors import (
     BusyError,
 )

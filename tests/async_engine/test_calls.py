@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from engine.worlds import (
+from async_engine.worlds import (
     FAR_S,
     PAGE_BYTES,
     SCRIPTED,
@@ -17,8 +17,8 @@ from engine.worlds import (
     turns,
 )
 
+from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
 
 # -- load ---------------------------------------------------------------------------------------

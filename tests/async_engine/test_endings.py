@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from engine.worlds import (
+from async_engine.worlds import (
     FAR_S,
     SCRIPTED,
     Tier,
@@ -20,8 +20,8 @@ from engine.worlds import (
     turns,
 )
 
-from kvoffload_async.engine import EngineBounds, OffloadEngine
-from kvoffload_async.engine.aside import run_aside
+from kvoffload_async.async_engine import EngineBounds, OffloadEngine
+from kvoffload_async.async_engine.to_thread import to_thread
 from kvoffload_async.errors import (
     ClosedError,
     ConfigError,
@@ -333,7 +333,7 @@ async def test_a_transport_that_cannot_be_made_closes_the_tiers():
 @on_loop
 async def test_a_call_beside_the_loop_is_awaited_to_its_end():
     release = threading.Event()
-    task = asyncio.create_task(run_aside(release.wait, DEADLINE_S))
+    task = asyncio.create_task(to_thread(release.wait, DEADLINE_S))
     await turns()
     task.cancel()
     await turns()
@@ -346,7 +346,7 @@ async def test_a_call_beside_the_loop_is_awaited_to_its_end():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await run_aside(fail)
+        await to_thread(fail)
 
 
 # -- several ------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvoffload_async.runtime.loop import until_done
+
 T = TypeVar("T")
 
 
-async def run_aside(call: Callable[..., T], *args: object) -> T:
+async def to_thread(call: Callable[..., T], *args: object) -> T:
     """Await a call on a thread of its own.
 
     A cancellation is delivered when the call has ended: what it makes is owned by somebody.
@@ -19,20 +21,3 @@ async def run_aside(call: Callable[..., T], *args: object) -> T:
     future = asyncio.get_running_loop().run_in_executor(executor, call, *args)
     executor.shutdown(wait=False)  # the thread ends with the call
     return await until_done(future)
-
-
-async def until_done(future: asyncio.Future[T]) -> T:
-    """Await a future to its end; a cancellation is delivered then."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # retrieved: nobody will ask any more
-        try:
-            raise cancelled
-        finally:
-            del cancelled  # it holds this frame, and what its callers hold
-    return future.result()

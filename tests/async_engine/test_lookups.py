@@ -3,7 +3,7 @@
 import asyncio
 
 import numpy as np
-from engine.worlds import (
+from async_engine.worlds import (
     FAR_S,
     PROBED,
     SCRIPTED,
@@ -17,7 +17,7 @@ from engine.worlds import (
     turns,
 )
 
-from kvoffload_async.engine import EngineBounds
+from kvoffload_async.async_engine import EngineBounds
 from kvoffload_async.testing import Operation
 
 

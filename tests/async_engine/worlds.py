@@ -15,7 +15,7 @@ import torch
 
 from kvoffload_async.abc.tier import Direction, TierCapabilities
 from kvoffload_async.abc.transport import TransferOutcome, Transport
-from kvoffload_async.engine import OffloadEngine
+from kvoffload_async.async_engine import OffloadEngine
 from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.testing import ScriptedTier

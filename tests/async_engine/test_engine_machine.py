@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from engine.worlds import (
+from async_engine.worlds import (
     FAR_S,
     PAGE_BYTES,
     JumpLoop,
@@ -27,8 +27,8 @@ from engine.worlds import (
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import BusyError, TierUnavailableError, TransportError
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.invariants import check_quiescent

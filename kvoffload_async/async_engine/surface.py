@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import Transport
+from kvoffload_async.async_engine.limiter import EngineBounds
+from kvoffload_async.async_engine.request import EngineRequest
+from kvoffload_async.async_engine.steps import Steps
+from kvoffload_async.async_engine.to_thread import to_thread
+from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.engine.aside import run_aside, until_done
-from kvoffload_async.engine.copies import Copies
-from kvoffload_async.engine.lines import EngineBounds
-from kvoffload_async.engine.request import EngineRequest
-from kvoffload_async.engine.steps import Steps
 from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.loop import SameLoopRunner
+from kvoffload_async.runtime.loop import SameLoopRunner, until_done
 from kvoffload_async.types import (
     LookupResult,
     OffloadingEvent,
@@ -100,11 +100,11 @@ class OffloadEngine:
         self._spec = TieringOffloadingSpec(self._config, Bridge(runner))
         try:
             # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
-            await run_aside(self._start)
+            await to_thread(self._start)
         except BaseException:
-            await run_aside(self._end, self._config.shutdown_timeout_s)
+            await to_thread(self._end, self._config.shutdown_timeout_s)
             raise
-        self._copies = Copies(self._transport, self._bounds)
+        self._transfers = Transfers(self._transport, self._bounds)
         self._is_open = True
         self._steps.begin(self._manager)
         return self
@@ -190,7 +190,7 @@ class OffloadEngine:
 
         Raises:
             StateError: The device blocks do not match the prefix, or it was let go while the call
-                waited in line.
+                waited for a permit.
             BusyError: Too many loads are waiting.
             TimeoutError: The deadline passed; a copy that has begun goes on.
             TransportError: The copy failed; the device blocks' contents are undefined.
@@ -204,18 +204,18 @@ class OffloadEngine:
             return 0
         claimed = request.slots
         deadline_s = self._loop.time() + timeout_s
-        async with self._copies.place(Direction.LOAD, deadline_s) as place:
+        async with self._transfers.permit(Direction.LOAD, deadline_s) as permit:
             self._require_open()
             if request.slots is not claimed:
-                raise StateError("the prefix was let go while the load waited in line")
+                raise StateError("the prefix was let go while the load waited for a permit")
             keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
             request.prefix_blocks, request.slots = 0, ()  # the copy holds them from now on
             self._manager.complete_load(rest, request.ctx)
-            await self._copies.fly(
+            await self._transfers.run(
                 Direction.LOAD,
                 device_blocks,
                 claimed[:count],
-                place=place,
+                permit=permit,
                 ended=partial(self._load_ended, keys, request.ctx),
                 deadline_s=deadline_s,
             )
@@ -254,7 +254,7 @@ class OffloadEngine:
         if first_block < 0 or len(keys) != count:
             raise StateError(f"the request has no {count} blocks from block {first_block} on")
         deadline_s = self._loop.time() + timeout_s
-        async with self._copies.place(Direction.STORE, deadline_s) as place:
+        async with self._transfers.permit(Direction.STORE, deadline_s) as permit:
             granted = await self._reserve(request, keys, deadline_s)
             new = granted.keys_to_store
             if new:
@@ -262,11 +262,11 @@ class OffloadEngine:
                 first = {key: index * per_chunk for index, key in enumerate(keys)}
                 blocks = [block for key in new for block in device_blocks[first[key] :][:per_chunk]]
                 slots = granted.store_spec.block_ids.tolist()
-                await self._copies.fly(
+                await self._transfers.run(
                     Direction.STORE,
                     blocks,
                     slots,
-                    place=place,
+                    permit=permit,
                     ended=partial(self._store_ended, new, request.ctx),
                     deadline_s=deadline_s,
                 )
@@ -274,7 +274,7 @@ class OffloadEngine:
 
     async def quiesce(self, timeout_s: float = 30.0) -> bool:
         """Wait until no copy to or from the device runs; False at the deadline."""
-        return await self._copies.quiesce(timeout_s)
+        return await self._transfers.quiesce(timeout_s)
 
     async def wait_for_progress(self, timeout_s: float) -> None:
         """Wait until a tier or a copy has reported something, at most `timeout_s` seconds.
@@ -329,14 +329,14 @@ class OffloadEngine:
     async def _close(self, timeout_s: float) -> None:
         deadline_s = self._loop.time() + timeout_s
         self._steps.stop()
-        self._copies.stop()
-        has_landed = await self._copies.quiesce(timeout_s / 2)
-        self._copies.abandon()
+        self._transfers.stop()
+        has_landed = await self._transfers.quiesce(timeout_s / 2)
+        self._transfers.abandon()
         try:
             self._steps.end(self._manager)
         finally:
             left_s = max(0.0, deadline_s - self._loop.time())
-            await run_aside(self._end, left_s if has_landed else left_s / 2)
+            await to_thread(self._end, left_s if has_landed else left_s / 2)
 
     # -- inside ---------------------------------------------------------------------------------
 
