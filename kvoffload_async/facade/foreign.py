@@ -50,7 +50,7 @@ class ForeignTier:
         )
         self._manager = manager
 
-    def poll(self) -> None:
+    def poll_tier(self) -> None:
         """Have the state hold what the manager has to report."""
         for result in self._manager.get_finished_jobs():
             self.state.answer(result)

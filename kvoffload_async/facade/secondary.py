@@ -86,7 +86,7 @@ class SecondaryTierManager:
         medium: Where its blocks lie.
         locality: How far away that is.
         backpressure_detector: Spares the tier some cascades when it is slow, or None.
-        state: What the owner knows of the tier. A `TieringOffloadingManager` drives it itself.
+        tier_state: What the owner knows of the tier. A `TieringOffloadingManager` drives it itself.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class SecondaryTierManager:
             else ProbedIndex(tier.bounds.concurrent_probes)
         )
         events = EventLog(self.medium, self.locality, enabled=enable_kv_events)
-        self.state = TierState(
+        self.tier_state = TierState(
             tier_type,
             index,
             shape[1],
@@ -182,7 +182,7 @@ class SecondaryTierManager:
         """Whether polling hands submitted jobs over; a composing manager does it once a step."""
         self._link = TierLink(
             self._bridge,
-            self.state,
+            self.tier_state,
             tier,
             kv_view=self._view,
             pool=self._bridge.create_pool(
@@ -208,15 +208,15 @@ class SecondaryTierManager:
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
-        self.state.finish_request(req_context)
+        self.tier_state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
-        return self.state.lookup(key, req_context)
+        return self.tier_state.lookup(key, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Note a use of blocks, head to tail."""
-        self.state.touch(keys)
+        self.tier_state.touch(keys)
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -231,36 +231,36 @@ class SecondaryTierManager:
         Raises:
             StateError: Lengths differ.
         """
-        self.state.submit(job_metadata)
+        self.tier_state.submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         """Accept a promotion: its keys are copied into the primary's slots.
 
         Ownership and errors as in `submit_store`.
         """
-        self.state.submit(job_metadata)
+        self.tier_state.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once. Never waits."""
-        self.poll()
-        if not self.state.jobs.has_ended:
+        self.poll_tier()
+        if not self.tier_state.jobs.has_ended:
             return ()
-        return [result for _, result in self.state.take_ended()]
+        return [result for _, result in self.tier_state.take_ended()]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the disowned jobs whose copies ended since the last call, each once."""
-        return [record.job.job_id for record in self.state.take_released()]
+        return [record.job.job_id for record in self.tier_state.take_released()]
 
-    def poll(self) -> None:
+    def poll_tier(self) -> None:
         """Take in what has happened in the tier; with `flushes_on_poll`, hand jobs over first."""
-        if self.flushes_on_poll and self.state.effects:
+        if self.flushes_on_poll and self.tier_state.effects:
             self._bridge.flush()
         if self._link.inbox:
             self._link.pump()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: existence probes that it asked for start, and submitted jobs run."""
-        self.state.end_step()
+        self.tier_state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()
 
@@ -268,11 +268,11 @@ class SecondaryTierManager:
         """Tell whether a job has no result yet, a result waits, or a probe is unanswered."""
         if self._link.inbox:
             self._link.pump()
-        return self.state.has_pending_work
+        return self.tier_state.has_pending_work
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
-        return self.state.take_events()
+        return self.tier_state.take_events()
 
     # -- the calls that wait --------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class SecondaryTierManager:
 
     def abandon_jobs(self) -> Sequence[JobId]:
         """Give up every job that has no result yet: it fails now; return those still running."""
-        return self.state.abandon_rest()
+        return self.tier_state.abandon_rest()
 
     def shutdown(self, timeout: float | None = None) -> CloseReport:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.

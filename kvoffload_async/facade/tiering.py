@@ -299,7 +299,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _collect(self) -> None:
         for source in self._sources:
-            source.poll()
+            source.poll_tier()
         self.planner.collect()
 
     def _hand_over(self) -> None:
@@ -316,7 +316,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._sources.append(foreign)
             return foreign.state
         self._sources.append(tier)
-        state = tier.state
+        state = tier.tier_state
         state.breaker, state.backpressure = breaker, tier.backpressure_detector
         state.medium, state.locality = tier.medium, tier.locality
         return state

@@ -27,7 +27,7 @@ from kvoffload_async.testing.invariants.history import (
     CopyEnded,
     EventsEmitted,
     History,
-    JobAnswered,
+    ResultTaken,
     RequestOpened,
     ResidentSeen,
     RoomAsked,
@@ -350,7 +350,7 @@ class World:
         return cascades
 
     def _report(self, tier, result):
-        self.history.record(JobAnswered(tier, result.job_id, result.disowned))
+        self.history.record(ResultTaken(tier, result.job_id, result.disowned))
         self.planner.tiers[tier].answer(result)
         self.planner.collect()
 

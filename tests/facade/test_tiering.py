@@ -183,7 +183,7 @@ def test_no_room_for_a_promotion_is_a_miss_and_never_a_wait(worlds):
 
 @pytest.mark.parametrize(
     ("manager_class", "polled"),
-    [(SecondaryTierManager, "poll"), (Hearing, "get_finished_jobs")],
+    [(SecondaryTierManager, "poll_tier"), (Hearing, "get_finished_jobs")],
     ids=["driven by the planner", "foreign"],
 )
 def test_tiers_are_polled_once_a_step(worlds, manager_class, polled):

@@ -118,7 +118,7 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config, self._rows, _Surroundings(self._host.bridge)
             )
-            self._state = self._tier.state
+            self._state = self._tier.tier_state
         except BaseException as error:
             self._host.close()
             self._rows.release()
@@ -265,7 +265,7 @@ class VllmTier(tiering.SecondaryTierManager):
 
     def _collect(self) -> None:
         """Take in what ended: a job that is overdue is kept back until it is released."""
-        self._tier.poll()
+        self._tier.poll_tier()
         for job, result in self._state.take_ended():
             if result.disowned:
                 self._overdue[result.job_id] = result

@@ -31,8 +31,8 @@ class JobAccepted:
 
 
 @dataclass(frozen=True, slots=True)
-class JobAnswered:
-    """A tier gave a job's result."""
+class ResultTaken:
+    """The result of a job was taken in."""
 
     tier: int
     job_id: JobId
@@ -224,7 +224,7 @@ class RunEnded:
 
 Fact = (
     JobAccepted
-    | JobAnswered
+    | ResultTaken
     | CopyEnded
     | StepClosed
     | AllQuiet

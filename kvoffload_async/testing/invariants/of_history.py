@@ -19,7 +19,7 @@ from kvoffload_async.testing.invariants.history import (
     FileKind,
     History,
     JobAccepted,
-    JobAnswered,
+    ResultTaken,
     RequestClosed,
     RequestDecided,
     RequestDeferred,
@@ -214,7 +214,7 @@ def _one_answer_a_job(history: History) -> Iterator[str]:
                 if (tier, job_id) in owed:
                     yield f"tier {tier} accepted job {job_id} twice"
                 owed.add((tier, job_id))
-            case JobAnswered(tier, job_id):
+            case ResultTaken(tier, job_id):
                 if (tier, job_id) not in owed and history.is_complete:
                     yield f"tier {tier} answered job {job_id}, which it did not owe"
                 owed.discard((tier, job_id))
@@ -228,7 +228,7 @@ def _one_release_a_disowned_job(history: History) -> Iterator[str]:
     late: set[tuple[int, JobId]] = set()
     for fact in history:
         match fact:
-            case JobAnswered(tier, job_id, disowned=True):
+            case ResultTaken(tier, job_id, disowned=True):
                 late.add((tier, job_id))
             case CopyEnded(tier, job_id):
                 if (tier, job_id) not in late and history.is_complete:
