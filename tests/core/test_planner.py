@@ -111,6 +111,14 @@ def test_only_a_disowned_job_is_released_and_only_by_its_tier():
     world.wind_down()
 
 
+def test_a_job_that_still_owes_its_result_is_not_released():
+    world = World()
+    world.store(world.begin(), "a")
+    with pytest.raises(StateError, match="'tier0' released job 0"):
+        world.planner.tiers[0].release(0)
+    world.wind_down()
+
+
 def test_a_disowned_cascade_keeps_its_block_until_its_copy_ends():
     world = World(num_slots=1)
     ctx = world.begin()
