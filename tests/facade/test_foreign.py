@@ -83,6 +83,21 @@ def test_a_tier_that_faults_as_often_as_its_breaker_allows_is_left_alone(worlds,
     assert world.manager.planner.tiers[0].counters.dropped_blocks == 1
 
 
+@BOTH
+def test_a_tier_that_was_left_alone_is_tried_with_one_job(worlds, manager_class):
+    world = worlds(manager_class=manager_class, breaker=BreakerSettings(1, retry_after_s=60.0))
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle(error=OSError(5, "io"))
+    world.poll()
+    world.runner.advance(60.0)
+    world.store(2)
+    world.store(3)
+    world.step()
+    assert len(world.parked()) == 1
+
+
 def test_where_a_manager_says_that_its_blocks_lie_counts(worlds):
     world = worlds(manager_class=Elsewhere)
     filled(world, 1)
