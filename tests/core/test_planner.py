@@ -1,4 +1,4 @@
-"""The engine's requests, jobs and resets."""
+"""The planner's requests, jobs and resets."""
 
 import pytest
 from core.terms import HIT, MISS, PENDING, k, ks

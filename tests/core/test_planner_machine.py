@@ -1,4 +1,4 @@
-"""The engine alone, under whatever hypothesis can think of; see `world`."""
+"""The planner alone, under whatever hypothesis can think of; see `world`."""
 
 import itertools
 
@@ -52,7 +52,7 @@ SETUPS = st.fixed_dictionaries(
 )
 
 
-class EngineMachine(RuleBasedStateMachine):
+class PlannerMachine(RuleBasedStateMachine):
     """Few rules with much in each: then hypothesis spends its steps on what interacts."""
 
     @initialize(setup=SETUPS, stored_before=st.sets(st.sampled_from(ALL_KEYS)))
@@ -210,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.deferred
 
 
-class TestEngine(EngineMachine.TestCase):
+class TestPlanner(PlannerMachine.TestCase):
     settings = THOROUGH
 
 

@@ -1,4 +1,4 @@
-"""The engine's promotions, and how long a request waits for one."""
+"""The planner's promotions, and how long a request waits for one."""
 
 import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, k, ks

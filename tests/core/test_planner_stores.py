@@ -1,4 +1,4 @@
-"""The engine's stores, and what they cascade."""
+"""The planner's stores, and what they cascade."""
 
 from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import World, stored_below

@@ -186,7 +186,7 @@ def test_a_job_after_the_shutdown_is_answered_at_once():
     assert [result.success for result in results(tier)] == [False]
 
 
-def test_a_closed_port_waits_for_no_probe():
+def test_a_closed_tier_waits_for_no_probe():
     """Its probe may never have been started, so that a drain would wait for ever."""
     tier = tier_of(ProbedIndex(4))
     answers(tier, "a")

@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 
 class World:
-    """An engine, `tiers` scripted tiers, and everything that moves."""
+    """A planner, `tiers` scripted tiers, and everything that moves."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class World:
         self.planner.reset_flushed()
 
     def _complete_stale(self, copy):
-        # The adapter drops stale completions; without a newer copy of the same keys the engine
+        # The adapter drops stale completions; without a newer copy of the same keys the planner
         # must not mind them either.
         newer = [c for c in (*self.writes, *self.reads) if c.ctx.req_id == copy.ctx.req_id]
         if newer:
