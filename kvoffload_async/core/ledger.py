@@ -28,6 +28,8 @@ class JobState(enum.Enum):
     DISOWNED = enum.auto()
     SETTLED = enum.auto()
 
+    __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:

@@ -347,7 +347,7 @@ class Planner:
         )
         self._next_job_id += 1
         self.counters.jobs_submitted += 1
-        self.tiers[index].submit(job)
+        self.tiers[index].take_on(job)
 
     def _end_if_done(self, request: RequestState) -> None:
         if not request.can_end:

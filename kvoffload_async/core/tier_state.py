@@ -59,6 +59,7 @@ class TierState:
 
     Effects pile up until `take_effects`, which also launches the jobs among them: until then a
     job is certainly untouched by the tier. What happened in the tier comes in through `handle`.
+    Breaker, back-pressure and counters are the planner's: a manager alone does without them.
 
     Thread: owner.
 
@@ -139,7 +140,7 @@ class TierState:
     # -- what the owner wants -------------------------------------------------------------------
 
     def submit(self, job: JobMetadata) -> None:
-        """Accept a job; its one result will come out of `take_ended`.
+        """Accept a job; its one result will come out of `jobs`.
 
         A job that comes after `close` is answered at once, with a failure, and so is one whose
         id is in use.
@@ -152,9 +153,6 @@ class TierState:
             raise StateError(
                 f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
             )
-        self.breaker.note(BreakerEvent.TRIED, job.submit_time)
-        if not job.is_promotion:
-            self.cascading_blocks += len(job.keys)
         if not self.jobs.accept(job):
             return
         if self._closed:
@@ -162,6 +160,13 @@ class TierState:
             self.jobs.handle(JobAbandoned(job.job_id, error))
         else:
             self.effects.append(StartJob(job))
+
+    def take_on(self, job: JobMetadata) -> None:
+        """Accept a job of the planner's; it counts, and so does what `take_ended` says of it."""
+        self.breaker.note(BreakerEvent.TRIED, job.submit_time)
+        if not job.is_promotion:
+            self.cascading_blocks += len(job.keys)
+        self.submit(job)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
@@ -212,15 +217,15 @@ class TierState:
                 self.index.vanished(event.keys, surely=True)
                 self._events.add(event.keys, removed=True)
 
-    def take_ended(self, now_s: float = 0.0) -> list[tuple[JobMetadata, JobResult]]:
-        """Detach the jobs that have a result since the last call, with it, and count them."""
+    def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
+        """Detach the planner's jobs that have a result since the last call, and count them."""
         ended = self.jobs.take_ended()
         for job, result in ended:
             self._count(job, result, now_s)
         return ended
 
     def take_released(self) -> list[JobRecord]:
-        """Detach the disowned jobs whose memory became free since the last call."""
+        """Detach the planner's disowned jobs whose memory became free since the last call."""
         released = self.jobs.take_released()
         for record in released:
             if not record.job.is_promotion:

@@ -245,11 +245,11 @@ class SecondaryTierManager:
         self.poll_tier()
         if not self.tier_state.jobs.has_ended:
             return ()
-        return [result for _, result in self.tier_state.take_ended()]
+        return [result for _, result in self.tier_state.jobs.take_ended()]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the disowned jobs whose copies ended since the last call, each once."""
-        return [record.job.job_id for record in self.tier_state.take_released()]
+        return [record.job.job_id for record in self.tier_state.jobs.take_released()]
 
     def poll_tier(self) -> None:
         """Take in what has happened in the tier; with `flushes_on_poll`, hand jobs over first."""

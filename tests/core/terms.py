@@ -31,9 +31,9 @@ def job(job_id=0, names="a", *, promotion=False, slots=None, ctx=None):
 
 def results(jobs):
     """The results that have not been taken from a ledger or a tier's state."""
-    return [result for _, result in jobs.take_ended()]
+    return [result for _, result in getattr(jobs, "jobs", jobs).take_ended()]
 
 
 def released(jobs):
     """The jobs whose release has not been taken from a ledger or a tier's state."""
-    return [record.job.job_id for record in jobs.take_released()]
+    return [record.job.job_id for record in getattr(jobs, "jobs", jobs).take_released()]

@@ -258,7 +258,7 @@ def test_a_link_whose_loop_is_gone_still_gives_every_job_a_result():
     world.runner.close()
     report = link.close(1.0)
     assert isinstance(report.error, ClosedError)
-    assert [job.job_id for job, _ in link.state.take_ended()] == [1]
+    assert [job.job_id for job, _ in link.state.jobs.take_ended()] == [1]
 
 
 def _end(world):

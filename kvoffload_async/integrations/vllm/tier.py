@@ -266,13 +266,13 @@ class VllmTier(tiering.SecondaryTierManager):
     def _collect(self) -> None:
         """Take in what ended: a job that is overdue is kept back until it is released."""
         self._tier.poll_tier()
-        for job, result in self._state.take_ended():
+        for job, result in self._state.jobs.take_ended():
             if result.disowned:
                 self._overdue[result.job_id] = result
                 self._counted[metrics.OVERDUE_JOBS, (self.tier_type,)] += 1
             else:
                 self._report(job.keys, result)
-        for record in self._state.take_released():
+        for record in self._state.jobs.take_released():
             self._report(record.job.keys, self._overdue.pop(record.job.job_id))
 
     def _report(self, keys: tuple[OffloadKey, ...], result: JobResult) -> None:
