@@ -18,29 +18,12 @@ from facade.worlds import (
     ks,
 )
 
-from kvoffload_async.errors import InvariantError, StateError
+from kvoffload_async.errors import StateError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import OffloadPolicy, TierMatcher
-
-# -- old names ----------------------------------------------------------------------------------
-
-
-def test_the_old_name_of_check_invariants_still_works():
-    with pytest.warns(DeprecationWarning, match="check_laws is called check_invariants now"):
-        manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(4), [], check_laws=True)
-    manager.planner.counters.jobs_submitted += 1
-    with pytest.raises(InvariantError, match="P1 "):
-        manager.on_schedule_end()
-
-
-def test_the_old_name_of_the_planner_still_works(worlds):
-    manager = worlds().manager
-    with pytest.warns(DeprecationWarning, match="is called planner now"):
-        assert manager.engine is manager.planner
-
 
 # -- journeys -----------------------------------------------------------------------------------
 
