@@ -15,7 +15,7 @@ from kvoffload_async import (
     ReqContext,
     make_offload_key,
 )
-from kvoffload_async.factory import POLICIES
+from kvoffload_async.registry import POLICIES
 
 SLOTS = 32
 

@@ -8,7 +8,7 @@ from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
-from kvoffload_async.factory import create_policy
+from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -64,7 +64,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             admission=admission if store_threshold > 1 else None,
             enable_events=enable_events,
         )
-        """The accounting itself. For the composing manager, laws and inspection."""
+        """The accounting itself. For the composing manager, invariants and inspection."""
         self._buffer = buffer
         self._closed = False
 

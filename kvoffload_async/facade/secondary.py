@@ -22,11 +22,10 @@ from kvoffload_async.config import (
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
-from kvoffload_async.core.port import TierPort
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.storage import completed, config_of
-from kvoffload_async.runtime.bridge import Bridge, TierLink
-from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.types import (
     JobId,
@@ -105,6 +104,7 @@ class SecondaryTierManager:
         medium: Where its blocks lie.
         locality: How far away that is.
         backpressure_detector: Spares the tier some cascades when it is slow, or None.
+        tier_state: What the owner knows of the tier. A `TieringOffloadingManager` drives it itself.
     """
 
     def __init__(
@@ -190,7 +190,15 @@ class SecondaryTierManager:
             else ProbedIndex(tier.bounds.concurrent_probes)
         )
         events = EventLog(self.medium, self.locality, enabled=enable_kv_events)
-        self._port = TierPort(index, shape[1], events)
+        self.tier_state = TierState(
+            tier_type,
+            index,
+            shape[1],
+            events,
+            medium=self.medium,
+            locality=self.locality,
+            backpressure=backpressure_detector,
+        )
         shared: Bridge | None = runtime or getattr(offloading_spec, "runtime", None)
         self._host: RuntimeHost | None = None
         if shared is None:
@@ -201,8 +209,7 @@ class SecondaryTierManager:
         """Whether polling hands submitted jobs over; a composing manager does it once a step."""
         self._link = TierLink(
             self._bridge,
-            self._port,
-            tier_type,
+            self.tier_state,
             tier,
             kv_view=self._view,
             pool=self._bridge.create_pool(
@@ -243,15 +250,15 @@ class SecondaryTierManager:
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
-        self._port.index.forget_request(req_context.req_id)
+        self.tier_state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
-        return self._port.lookup(key, req_context.req_id)
+        return self.tier_state.lookup(key, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Note a use of blocks, head to tail."""
-        self._port.touch(keys)
+        self.tier_state.touch(keys)
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -266,32 +273,36 @@ class SecondaryTierManager:
         Raises:
             StateError: Lengths differ.
         """
-        self._port.submit(job_metadata)
+        self.tier_state.submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         """Accept a promotion: its keys are copied into the primary's slots.
 
         Ownership and errors as in `submit_store`.
         """
-        self._port.submit(job_metadata)
+        self.tier_state.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once. Never waits."""
-        if self.flushes_on_poll and self._port.has_effects:
-            self._bridge.flush()
-        if self._link.inbox:
-            self._link.pump()
-        if not self._port.ledger.has_results:
+        self.poll_tier()
+        if not self.tier_state.jobs.has_ended:
             return ()
-        return self._port.take_results()
+        return [result for _, result in self.tier_state.jobs.take_ended()]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the disowned jobs whose copies ended since the last call, each once."""
-        return self._port.take_released()
+        return [record.job.job_id for record in self.tier_state.jobs.take_released()]
+
+    def poll_tier(self) -> None:
+        """Take in what has happened in the tier; with `flushes_on_poll`, hand jobs over first."""
+        if self.flushes_on_poll and self.tier_state.effects:
+            self._bridge.flush()
+        if self._link.inbox:
+            self._link.pump()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: existence probes that it asked for start, and submitted jobs run."""
-        self._port.end_step()
+        self.tier_state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()
 
@@ -299,11 +310,11 @@ class SecondaryTierManager:
         """Tell whether a job has no result yet, a result waits, or a probe is unanswered."""
         if self._link.inbox:
             self._link.pump()
-        return self._port.has_pending_work
+        return self.tier_state.has_pending_work
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
-        return self._port.take_events()
+        return self.tier_state.take_events()
 
     # -- the calls that wait --------------------------------------------------------------------
 
@@ -316,7 +327,7 @@ class SecondaryTierManager:
 
     def abandon_jobs(self) -> Sequence[JobId]:
         """Give up every job that has no result yet: it fails now; return those still running."""
-        return self._port.abandon_rest()
+        return self.tier_state.abandon_rest()
 
     def shutdown(self, timeout: float | None = None) -> CloseReport:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.

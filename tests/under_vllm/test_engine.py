@@ -16,7 +16,7 @@ from tiny_model import save_tiny_model
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm_world import MODULE, make_config, shared_files_of
 
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import KVOffloadSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -41,7 +41,7 @@ def connector(
 ):
     options = {"cpu_bytes_to_use": 64 * BLOCK_BYTES, "secondary_tiers": list(tiers), **extra}
     if spec != "HostTieringOffloadingSpec":
-        options["check_laws"] = True
+        options["check_invariants"] = True
     given = {
         "engine_id": ENGINE_ID,
         "kv_connector": name,

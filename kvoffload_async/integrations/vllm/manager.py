@@ -52,7 +52,7 @@ class KVOffloadManager(base.OffloadingManager):
         self._promotion_source = _source_of(tier.medium for tier in manager.secondary_tiers)
         self._jobs_in_flight = 0
         self._awaits_flush = False
-        self._counts = EngineCounts(manager.engine)
+        self._counts = EngineCounts(manager.planner)
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class KVOffloadManager(base.OffloadingManager):
         """Pin blocks that were hits in this step; return their slots, in key order."""
         request = convert.request_of(req_context)
         keys = self._positioned(keys, req_context, request)
-        state = self.manager.engine.requests.get(request.req_id)
+        state = self.manager.planner.requests.get(request.req_id)
         promoted = state.held.keys() & set(keys) if state is not None else set()
         spec = self.manager.prepare_load(keys, request)
         self._promoted[request.req_id] = promoted
@@ -216,7 +216,7 @@ class KVOffloadManager(base.OffloadingManager):
         return ordered
 
     def _failed(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-        primary = self.manager.engine.primary
+        primary = self.manager.planner.primary
         return {
             key
             for key in keys

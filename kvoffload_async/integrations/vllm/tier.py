@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from kvoffload_async.config import reject_unknown
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
-from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.identity import (
     IDENTITY_OPTIONS,
@@ -38,8 +38,7 @@ from kvoffload_async.integrations.vllm.identity import (
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
-from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -121,7 +120,6 @@ class VllmTier(tiering.SecondaryTierManager):
             own["enable_kv_events"] = False
         options |= own
         self._drain_timeout_s = io_timeout_s + _DRAIN_GRACE_S
-        self._submitted: dict[JobId, tuple[OffloadKey, ...]] = {}
         self._overdue: dict[JobId, JobResult] = {}
         self._finished: list[tiering.JobResult] = []
         self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -133,6 +131,7 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config, self._rows, _Surroundings(self._host.bridge)
             )
+            self._state = self._tier.tier_state
         except BaseException as error:
             self._host.close()
             self._rows.release()
@@ -208,7 +207,7 @@ class VllmTier(tiering.SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         """Tell whether a job has not been reported, or a probe is unanswered."""
-        return bool(self._submitted or self._finished) or self._tier.has_pending_work()
+        return bool(self._overdue or self._finished) or self._tier.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
@@ -225,10 +224,10 @@ class VllmTier(tiering.SecondaryTierManager):
         """
         deadline_s = time.monotonic() + self._drain_timeout_s
         self._collect()
-        while self._submitted:
+        while moving := [*self._overdue, *(job.job_id for job in self._state.jobs.unreported())]:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                jobs = ", ".join(map(str, self._submitted))
+                jobs = ", ".join(map(str, sorted(moving)))
                 raise TierTimeoutError(
                     f"{self.tier_type}: after {self._drain_timeout_s} s the copies of jobs {jobs} "
                     "still run; their slots cannot be reused"
@@ -299,26 +298,26 @@ class VllmTier(tiering.SecondaryTierManager):
             folder.close()
 
     def _submit(self, job: JobMetadata) -> None:
-        self._submitted[job.job_id] = job.keys
         try:
             (self._tier.submit_load if job.is_promotion else self._tier.submit_store)(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - says it all
-            self._report(refused(job, error))
+            self._report(job.keys, refused(job, error))
 
     def _collect(self) -> None:
         """Take in what ended: a job that is overdue is kept back until it is released."""
-        for result in self._tier.get_finished_jobs():
+        self._tier.poll_tier()
+        for job, result in self._state.jobs.take_ended():
             if result.disowned:
                 self._overdue[result.job_id] = result
                 self._counted[metrics.OVERDUE_JOBS, (self.tier_type,)] += 1
             else:
-                self._report(result)
-        for job_id in self._tier.get_released_jobs():
-            self._report(self._overdue.pop(job_id))
+                self._report(job.keys, result)
+        for record in self._state.jobs.take_released():
+            self._report(record.job.keys, self._overdue.pop(record.job.job_id))
 
-    def _report(self, result: JobResult) -> None:
-        self._finished.append(convert.job_result(result, self._submitted.pop(result.job_id, ())))
+    def _report(self, keys: tuple[OffloadKey, ...], result: JobResult) -> None:
+        self._finished.append(convert.job_result(result, keys))
         if result.error is not None:
             cause = type(result.error).__name__
             self._counted[metrics.FAILED_JOBS, (self.tier_type, cause)] += 1
