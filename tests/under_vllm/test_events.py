@@ -7,7 +7,7 @@ from event_world import HAS_METADATA_ONLY, Tracked
 from vllm_world import SLOT_BYTES
 
 FS = {"type": "fs", "enable_kv_events": True, "capacity_bytes": "128 KiB"}
-SLAB = {**FS, "type": "slab", "segment_bytes": "32 KiB", "capacity_bytes": "96 KiB"}
+SLAB = {**FS, "type": "slab", "segment_bytes": "32 KiB", "capacity_bytes": "160 KiB"}
 EXAMPLE = {"type": "example", "enable_kv_events": True}
 PROMPTS = 40
 
