@@ -89,7 +89,7 @@ class Primary:
         self._recency = RecencyLog(policy)
         self._accept_prefix = accept_prefix
         self._admission = admission
-        self._events = EventLog(Medium.CPU, enabled=enable_events)
+        self._events = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
         self._loads: dict[str, Counter[OffloadKey]] = {}
         self._idle = 0
         self._writing = 0

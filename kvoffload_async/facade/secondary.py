@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final, TypedDict
@@ -89,6 +90,12 @@ def check_tier_options(options: Mapping[str, Any]) -> None:
 def read_threads(wanted: int | None) -> int:
     """Return how many I/O threads prefer loads."""
     return suitable_threads() - 1 if wanted is None else wanted
+
+
+def owner_name(tier_type: str, seen: Counter[str]) -> str:
+    """Return the name that a tier's events carry, unique among tiers that share `seen`."""
+    seen[tier_type] += 1
+    return tier_type if seen[tier_type] == 1 else f"{tier_type}-{seen[tier_type]}"
 
 
 class SecondaryTierManager:
@@ -189,12 +196,21 @@ class SecondaryTierManager:
             if tier.capabilities.exclusive
             else ProbedIndex(tier.bounds.concurrent_probes)
         )
-        events = EventLog(self.medium, self.locality, enabled=enable_kv_events)
+        capabilities = tier.capabilities
+        self._events = EventLog(
+            self.medium,
+            self.locality,
+            enabled=enable_kv_events,
+            ownership=tier_type,
+            announces_removals=capabilities.announces_removals,
+            # Else nobody bounds what would be remembered.
+            remembers=capabilities.exclusive or capabilities.announces_removals,
+        )
         self.tier_state = TierState(
             tier_type,
             index,
             shape[1],
-            events,
+            self._events,
             medium=self.medium,
             locality=self.locality,
             backpressure=backpressure_detector,
@@ -315,6 +331,22 @@ class SecondaryTierManager:
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
         return self.tier_state.take_events()
+
+    def announce_anew(self) -> None:
+        """Announce blocks as stored when they are stored again, although they are announced.
+
+        For consumers of events that have been told to forget everything.
+        """
+        self._events.announce_anew()
+
+    @property
+    def ownership(self) -> str | None:
+        """The name that the tier's events carry; by default `tier_type`."""
+        return self._events.ownership
+
+    @ownership.setter
+    def ownership(self, name: str) -> None:
+        self._events.ownership = name
 
     # -- the calls that wait --------------------------------------------------------------------
 

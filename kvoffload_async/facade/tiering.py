@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
@@ -14,7 +15,7 @@ from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -102,8 +103,10 @@ class TieringOffloadingManager(OffloadingManager):
                 deferral_s=deferral_timeout_s,
             ),
         )
+        seen: Counter[str] = Counter()
         for tier in self.secondary_tiers:
             tier.flushes_on_poll = bridge is None
+            tier.ownership = owner_name(tier.tier_type, seen)
         self._polled_this_step = False
         self._closed = False
 

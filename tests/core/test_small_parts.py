@@ -120,6 +120,51 @@ def test_a_metadata_only_removal_loses_the_keys_allocated_anew():
     assert taken(log, allocated="b") == [(ks("a"), True, True)]
 
 
+def test_events_have_the_ownership_of_the_time_when_they_are_taken():
+    log = log_of(ownership="fs")
+    log.add(ks("a"), removed=False)
+    log.ownership = "fs-2"
+    (event,) = log.take(lambda _: False)
+    assert event.ownership == "fs-2"
+
+
+@pytest.mark.parametrize("announces", [False, True])
+def test_stored_events_alone_say_that_a_removal_will_follow(announces):
+    log = log_of(announces_removals=announces)
+    log.add(ks("a"), removed=False)
+    log.add(ks("a"), removed=True)
+    assert [e.removal_expected for e in log.take(lambda _: False)] == [announces, False]
+
+
+def test_a_log_that_remembers_announces_a_block_once_until_its_removal_and_that_once():
+    log = log_of(remembers=True)
+    log.add(ks("ab"), removed=False)
+    log.add(ks("bc"), removed=False)
+    log.add(ks("ad"), removed=True)
+    log.add(ks("a"), removed=True)
+    log.add(ks("a"), removed=False)
+    assert taken(log) == [
+        (ks("ab"), False, False),
+        (ks("c"), False, False),
+        (ks("a"), True, False),
+        (ks("a"), False, False),
+    ]
+
+
+def test_a_log_that_announces_anew_still_knows_what_can_be_removed():
+    log = log_of(remembers=True)
+    log.add(ks("ab"), removed=False)
+    log.announce_anew()
+    log.add(ks("a"), removed=False)
+    log.add(ks("a"), removed=False)
+    log.add(ks("ab"), removed=True)
+    assert taken(log) == [
+        (ks("ab"), False, False),
+        (ks("a"), False, False),
+        (ks("ab"), True, False),
+    ]
+
+
 def test_the_oldest_events_are_dropped_when_nobody_reads():
     log = log_of(bound=2)
     for name in "abc":

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import weakref
+from functools import partial
 
 import pytest
 from tiers.actors import IO_TIMEOUT_S
@@ -88,6 +89,16 @@ def test_a_job_settles_once_with_its_duration(worlds):
     world.runner.advance(2.5)
     world.settle()
     assert world.events == [JobSettled(0, {}, None, 2.5)]
+
+
+def test_a_job_settles_before_an_eviction_that_follows_it_at_once(worlds):
+    world = worlds()
+    world.start(0)
+    (parked,) = world.tier.parked
+    evict = partial(world.tier.env.blocks_evicted, parked.keys)
+    parked.future.add_done_callback(lambda _: world.runner.loop.call_soon(evict))
+    world.settle()
+    assert world.events == [JobSettled(0, {}, None, 0.0), BlocksEvicted(parked.keys)]
 
 
 def test_waiting_counts_in_a_jobs_duration(worlds):

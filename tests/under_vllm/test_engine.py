@@ -227,6 +227,23 @@ def test_two_ranks_in_processes_of_their_own(model, tmp_path):
     assert found["hits"] == [0, FULL_BLOCKS, FULL_BLOCKS]
 
 
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_events_of_a_run_with_evictions_replay_to_the_contents(model, tmp_path, blocks_per_chunk):
+    tier = {**slab(tmp_path), "capacity_bytes": "4MiB", "enable_kv_events": True}
+    settings = connector(
+        tiers=[{**tier, "segment_bytes": "1MiB"}],
+        blocks_per_chunk=blocks_per_chunk,
+        cpu_bytes_to_use=48 * BLOCK_BYTES,
+        self_describing_kv_events=True,
+    )
+    crowd = {"model": model, "requests": 20, "prompt_tokens": 300, "events": True}
+    steps = ["generate", "reset device", "generate"]
+    found = run(**crowd, connector=settings, steps=steps)["events"]
+    assert found["told"] == found["there"]
+    assert found["removed"] == {"CPU None": True, "STORAGE slab": True}
+    assert found["tracked"] == found["blocks"]
+
+
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_no_file_in_shared_memory(model, tmp_path, ending):
     settings = connector(tiers=[fs(tmp_path)])

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering import base as tiering
@@ -24,7 +25,11 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from kvoffload_async.config import reject_unknown
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
-from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
+from kvoffload_async.facade.secondary import (
+    SecondaryTierManager,
+    check_tier_options,
+    owner_name,
+)
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.identity import (
@@ -44,6 +49,9 @@ from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
 logger = logging.getLogger(__name__)
 
 _DRAIN_GRACE_S = 5.0
+
+_TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
+"""How many tiers of each type a spec has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,8 @@ class VllmTier(tiering.SecondaryTierManager):
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
                 raise UnusablePlaceError(str(error)) from error
             raise
+        seen = _TIER_TYPES.setdefault(offloading_spec, Counter())
+        self._tier.ownership = owner_name(tier_type, seen)
 
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
@@ -218,6 +228,9 @@ class VllmTier(tiering.SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait until no byte of any job moves; results are left for `get_finished_jobs`.
 
+        vLLM drains tiers to reset its cache, and tells consumers of events that everything is
+        gone: blocks that are stored again are announced again.
+
         Raises:
             TierTimeoutError: Some still do after the jobs' own deadline. Nothing was given up:
                 who called may try again, and must not touch the slots.
@@ -234,6 +247,7 @@ class VllmTier(tiering.SecondaryTierManager):
                 )
             self._host.bridge.wait_for_progress(left_s)
             self._collect()
+        self._tier.announce_anew()
 
     def shutdown(self) -> None:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.

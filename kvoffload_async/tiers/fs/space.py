@@ -90,7 +90,7 @@ class Space:
             files: The block files.
             block_bytes: Disk bytes of one block's file.
             folder_bytes: Disk bytes of one new folder.
-            announce: Told which blocks were evicted.
+            announce: Told which blocks were evicted, or are found to be gone.
         """
         self._settings = settings
         self._policy = policy
@@ -127,7 +127,10 @@ class Space:
         Returns:
             The oldest blocks, if there are more than can be ranked: they should go.
         """
-        self.forget([k for k in before if k not in inventory.blocks and not self._busy[k]])
+        vanished = [k for k in before if k not in inventory.blocks and not self._busy[k]]
+        self.forget(vanished)
+        if vanished:
+            self._announce(vanished)
         news = [k for k in inventory.oldest_first if k not in self._known and k not in before]
         room = max(0, self._policy.capacity_blocks - len(self._known))
         surplus = max(0, len(news) - room)
@@ -274,6 +277,8 @@ class Space:
             self._admit([item.key])
         elif item.may_write or status is StoreStatus.ABSENT:
             self.forget([item.key])
+            if status is StoreStatus.ABSENT:
+                evicted.append(item.key)  # by another process
         if item.victim is None:
             return
         if outcome.victim_taken or status is StoreStatus.VICTIM_GONE:

@@ -90,7 +90,10 @@ class SlabTier(AsyncTier):
             ops: The system calls; tests put a fault layer here.
         """
         self.capabilities = TierCapabilities(
-            exclusive=True, persistent=True, locality=settings.locality
+            exclusive=True,
+            persistent=True,
+            locality=settings.locality,
+            announces_removals=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
