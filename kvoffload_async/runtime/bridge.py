@@ -7,11 +7,12 @@ the actor appends and which the owner drains. There is no lock, and neither side
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from kvoffload_async.abc.events import TierEvent
+from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner
 from kvoffload_async.core.port import TierPort
 from kvoffload_async.errors import OffloadError
@@ -65,11 +66,18 @@ class TierLink:
             probe_timeout_s=probe_timeout_s,
         )
 
-    def pump(self) -> None:
-        """Apply every event that has come in. Never waits."""
+    def pump(self, key_limit: float = math.inf) -> None:
+        """Apply the events that have come in, in their order. Never waits.
+
+        Args:
+            key_limit: From how many announced keys on the rest is left for the next call.
+        """
         inbox, port = self.inbox, self.port
-        while inbox:
-            port.handle(inbox.popleft())
+        while inbox and key_limit > 0:
+            event = inbox.popleft()
+            port.handle(event)
+            if isinstance(event, BlocksAppeared | BlocksEvicted):
+                key_limit -= len(event.keys)
 
     def open(self, timeout_s: float) -> None:
         """Open the tier and join the bridge; waits. Raises what the tier's `open` raises."""
