@@ -147,7 +147,11 @@ class TierEnvironment(Protocol):
     def identity(self) -> KVIdentity: ...
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Announce blocks that can be loaded though this run did not store them."""
+        """Announce blocks that can be loaded though this run did not store them.
+
+        The owner takes them in step by step. While the tier opens it waits for all of them; a tier
+        with millions then gives a `KeyMap` of its own making away, which needs no taking in.
+        """
         ...
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:

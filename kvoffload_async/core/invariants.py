@@ -71,6 +71,9 @@ def slots_are_partitioned(planner: Planner) -> Iterator[str]:
     }
     if primary.counts != true_counts:
         yield f"the counts are {primary.counts}, but should be {true_counts}"
+    for key, slot, _ in blocks:
+        if primary.key_of(slot) != key:
+            yield f"block {key.hex()} is in slot {slot}, which has another's key"
 
 
 def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
@@ -115,12 +118,15 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
     """P13."""
     primary = planner.primary
     ranked = list(primary.policy.resident())
-    resident = {key for key, _, _ in primary.resident()}
-    for key, count in Counter(ranked).items():
+    resident = {slot: key for key, slot, _ in primary.resident()}
+    for slot, count in Counter(ranked).items():
         if count > 1:
-            yield f"block {key.hex()} is ranked {count} times"
-    yield from (f"block {key.hex()} is ranked, but absent" for key in set(ranked) - resident)
-    yield from (f"block {key.hex()} is resident, but not ranked" for key in resident - set(ranked))
+            yield f"slot {slot} is ranked {count} times"
+    yield from (f"slot {slot} is ranked, but free" for slot in set(ranked) - resident.keys())
+    yield from (
+        f"block {resident[slot].hex()} is resident, but not ranked"
+        for slot in resident.keys() - set(ranked)
+    )
     yield from primary.policy.violations()
 
 

@@ -56,12 +56,14 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks: {num_blocks} is not valid; it must be at least 1")
-        admission = AdmissionFilter(store_threshold, max_tracker_size)
+        admission = None
+        if store_threshold > 1:
+            admission = AdmissionFilter(store_threshold, max_tracker_size)
         self.core = Primary(
             num_blocks,
             create_policy(cache_policy, num_blocks),
             accept_prefix=accept_prefix,
-            admission=admission if store_threshold > 1 else None,
+            admission=admission,
             enable_events=enable_events,
         )
         """The accounting itself. For the composing manager, invariants and inspection."""

@@ -45,6 +45,9 @@ from kvoffload_async.types import (
 
 logger = logging.getLogger(__name__)
 
+_KEYS_A_STEP: Final = 4096
+"""How many keys that a tier announces the owner takes in at once: about a millisecond's worth."""
+
 
 class TierOptions(TypedDict, total=False):
     """The options that every tier takes; times in seconds."""
@@ -314,7 +317,7 @@ class SecondaryTierManager:
         if self.flushes_on_poll and self.tier_state.effects:
             self._bridge.flush()
         if self._link.inbox:
-            self._link.pump()
+            self._link.pump(_KEYS_A_STEP)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: existence probes that it asked for start, and submitted jobs run."""
@@ -325,8 +328,8 @@ class SecondaryTierManager:
     def has_pending_work(self) -> bool:
         """Tell whether a job has no result yet, a result waits, or a probe is unanswered."""
         if self._link.inbox:
-            self._link.pump()
-        return self.tier_state.has_pending_work
+            self._link.pump(_KEYS_A_STEP)
+        return bool(self._link.inbox) or self.tier_state.has_pending_work
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""

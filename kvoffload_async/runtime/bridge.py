@@ -7,12 +7,13 @@ waits.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvoffload_async.abc.events import TierEvent
+from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
@@ -66,11 +67,18 @@ class TierLink:
             probe_timeout_s=probe_timeout_s,
         )
 
-    def pump(self) -> None:
-        """Apply every event that has come in. Never waits."""
+    def pump(self, key_limit: float = math.inf) -> None:
+        """Apply the events that have come in, in their order. Never waits.
+
+        Args:
+            key_limit: From how many announced keys on the rest is left for the next call.
+        """
         inbox, state = self.inbox, self.state
-        while inbox:
-            state.handle(inbox.popleft())
+        while inbox and key_limit > 0:
+            event = inbox.popleft()
+            state.handle(event)
+            if isinstance(event, BlocksAppeared | BlocksEvicted):
+                key_limit -= len(event.keys)
 
     def open(self, timeout_s: float) -> None:
         """Open the tier and join the bridge; waits. Raises what the tier's `open` raises."""

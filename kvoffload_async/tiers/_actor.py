@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
@@ -37,6 +38,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     UnknownSlotError,
 )
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ Post = Callable[[TierEvent], None]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_PORTION_KEYS = 1024
 _CANCEL_GRACE_S = 0.2
 _TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
@@ -60,12 +63,24 @@ class ActorEnvironment:
     identity: KVIdentity = field(default_factory=KVIdentity)
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner."""
-        self.post(BlocksAppeared(tuple(keys)))
+        """Post the news to the owner: a `KeyMap`, which is the owner's from now on, as it is."""
+        if isinstance(keys, KeyMap):
+            self.post(BlocksAppeared(keys))
+            return
+        for portion in _portions(keys):
+            self.post(BlocksAppeared(portion))
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
         """Post the news to the owner."""
-        self.post(BlocksEvicted(tuple(keys)))
+        for portion in _portions(keys):
+            self.post(BlocksEvicted(portion))
+
+
+def _portions(keys: Iterable[OffloadKey]) -> Iterator[tuple[OffloadKey, ...]]:
+    """Yield the keys in portions, so that the owner can take them in step by step."""
+    rest = iter(keys)
+    while portion := tuple(islice(rest, _PORTION_KEYS)):
+        yield portion
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ POLICIES = {"lru": LruPolicy, "arc": ArcPolicy}
 
 def policy_state(policy):
     if isinstance(policy, ArcPolicy):
-        return (*(tuple(x) for x in (policy.t1, policy.t2, policy.b1, policy.b2)), policy.p)
+        return policy.t1, policy.t2, policy.b1, policy.b2, policy.p
     return tuple(policy.resident())
 
 

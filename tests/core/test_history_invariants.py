@@ -234,7 +234,7 @@ def test_a_fingerprint_changes_with_pins_ranks_and_held_slots():
         lambda: primary.prepare_store(ctx, ks("ab")),
         lambda: primary.complete_store(ctx, ks("a"), success=True),
         lambda: primary.prepare_load(ctx, ks("a")),
-        lambda: primary.policy.access(ks("a"), lambda _: True),
+        lambda: primary.policy.access([primary.slot_of(k("a"))], [True]),
         lambda: primary.disown_write(ks("b")),
     ):
         change()

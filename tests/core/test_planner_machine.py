@@ -235,6 +235,6 @@ def test_completion_order_does_not_change_the_outcome(orders, policy):
             world.finish(ctx)
         world.wind_down()
         tiers = tuple(tuple(sorted(tier.contents.items())) for tier in world.tiers)
-        ranked = tuple(world.primary.policy.resident())
+        ranked = tuple(world.primary.ranked())
         history.record(RunEnded("three requests", str(order), (ranked, tiers)))
     check_history(history)

@@ -3,6 +3,7 @@
 import pytest
 from core.terms import k, ks
 
+from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.primary import Primary
@@ -23,9 +24,9 @@ def request(req_id="r"):
 
 
 def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():
-    policy = LruPolicy(4)
+    policy = KeyRanking(LruPolicy(4))
     policy.admit(ks("abcd"))
-    log = RecencyLog(policy)
+    log = RecencyLog(policy.access)
     ctx = ReqContext("r", key_positions={k("a"): 1, k("b"): 2})
     log.open(ctx)
     log.note(ctx, ks("dcb"), reused=True)
@@ -36,19 +37,20 @@ def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():
 
 
 def test_the_first_use_decides_how_a_key_counts():
-    policy = ArcPolicy(4)
+    arc = ArcPolicy(4)
+    policy = KeyRanking(arc)
     policy.admit(ks("ab"))
-    log = RecencyLog(policy)
+    log = RecencyLog(policy.access)
     ctx = ReqContext("r")
     log.open(ctx)
     log.note(ctx, ks("a"), reused=False)
     log.note(ctx, ks("ab"), reused=True)
     log.commit(ctx)
-    assert (list(policy.t1), list(policy.t2)) == (ks("a"), ks("b"))
+    assert (list(arc.t1), list(arc.t2)) == (ks("a"), ks("b"))
 
 
 def test_a_request_is_live_from_its_opening_to_its_one_end():
-    log = RecencyLog(LruPolicy(1))
+    log = RecencyLog(KeyRanking(LruPolicy(1)).access)
     ctx = ReqContext("r")
     with pytest.raises(StateError, match="unknown"):
         log.note(ctx, ks("a"), reused=True)

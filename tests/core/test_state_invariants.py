@@ -51,8 +51,8 @@ def busy_world():
     return world
 
 
-def block(world, name):
-    return world.primary._blocks[k(name)]
+def slot_of(world, name):
+    return world.primary.slot_of(k(name))
 
 
 def damage_p3_count(world):
@@ -60,15 +60,19 @@ def damage_p3_count(world):
 
 
 def damage_p3_free(world):
-    world.primary.pool._returned.append(0)
+    world.primary.pool._free.give_back([0])
 
 
 def damage_p3_range(world):
-    block(world, "c").slot = 99
+    world.primary.pool._free.give_back([99])
+
+
+def damage_p3_key(world):
+    world.primary._blocks._keys[slot_of(world, "i")] = k("j")
 
 
 def damage_p4_pin(world):
-    block(world, "i").refs += 1
+    world.primary._refs[slot_of(world, "i")] += 1
 
 
 def damage_p4_write(world):
@@ -81,7 +85,8 @@ def damage_p4_not_written(world):
 
 def damage_p4_slot(world):
     _, job = world.planner.jobs[min(world.planner.jobs)]
-    block(world, "i").slot, block(world, "c").slot = block(world, "c").slot, block(world, "i").slot
+    slots = [slot_of(world, "c"), slot_of(world, "i")]
+    world.primary._blocks.add(ks("ic"), slots)
     assert k("c") in job.keys
 
 
@@ -119,15 +124,15 @@ def damage_p10(world):
 
 
 def damage_p13_absent(world):
-    world.primary.policy.admit(ks("?"))
+    world.primary.policy.admit(ks("?"), world.primary.pool.free_slots()[:1])
 
 
 def damage_p13_unranked(world):
-    world.primary.policy.discard(ks("i"))
+    world.primary.policy.discard([slot_of(world, "i")])
 
 
 def damage_p13_twice(world):
-    world.primary.policy.resident = lambda: [*ks("iii")]
+    world.primary.policy.resident = lambda: [slot_of(world, "i")] * 3
 
 
 def damage_p16(world):

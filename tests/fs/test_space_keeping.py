@@ -85,7 +85,7 @@ def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_lea
         harness.store(K[4:10])
         assert not set(K[:4]) & place.blocks()
         assert space.learn(inventory, before) == []
-        assert space._known == place.blocks()
+        assert space.known() == place.blocks()
 
 
 def test_a_bad_block_that_a_load_removed_is_given_back(place):
@@ -94,7 +94,7 @@ def test_a_bad_block_that_a_load_removed_is_given_back(place):
         place.path(K[0]).write_bytes(b"x" * BLOCK)
         place.path(K[1]).unlink()
         assert sorted(harness.load(K[:4])) == [0, 1]
-        assert harness.tier._space._known == set(K[2:4])
+        assert harness.tier._space.known() == set(K[2:4])
         rescan(harness)
         check(place, harness, ROOM_FOR_8)
 

@@ -294,7 +294,7 @@ def fingerprint(primary: Primary) -> Hashable:
     """Return a value that differs whenever two states of a primary differ in what is observable."""
     return (
         tuple(sorted(primary.resident())),
-        tuple(primary.policy.resident()),
+        tuple(primary.ranked()),
         tuple(primary.pool.free_slots()),
         frozenset(primary.pool.held_slots()),
         frozenset(primary.loads().items()),
