@@ -87,8 +87,8 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def resident(self) -> Iterable[int]:
-        """Return every occupied slot, the best victim first. For laws and inspection."""
+        """Return every occupied slot, the best victim first. For invariants and inspection."""
 
     def violations(self) -> Iterable[str]:
-        """Return which invariants of the policy's own do not hold, in words. For laws."""
+        """Return which invariants of the policy's own do not hold, in words. For inspection."""
         return ()

@@ -81,11 +81,11 @@ class KeyRanking:
         self._free = FreeNumbers(self.capacity_blocks)
 
     def resident(self) -> Sequence[OffloadKey]:
-        """Return every resident key, the best victim first. For laws and inspection."""
+        """Return every resident key, the best victim first. For invariants and inspection."""
         return self._table.keys_of(list(self.policy.resident()))
 
     def violations(self) -> Iterable[str]:
-        """Return which laws do not hold, in words."""
+        """Return which invariants do not hold, in words."""
         yield from self.policy.violations()
         ranked = sorted(self.policy.resident())
         if ranked != sorted(slot for _, slot in self._table.items()):

@@ -323,12 +323,12 @@ class Primary:
 
     @property
     def pool(self) -> SlotPool:
-        """The slots. For laws and inspection."""
+        """The slots. For invariants and inspection."""
         return self._pool
 
     @property
     def policy(self) -> CachePolicy:
-        """The ranking. For laws and inspection."""
+        """The ranking. For invariants and inspection."""
         return self._policy
 
     def state_of(self, key: OffloadKey) -> BlockState:
@@ -348,19 +348,25 @@ class Primary:
         return slot
 
     def key_of(self, slot: int) -> OffloadKey:
-        """Return the key of the block in a slot. For laws and inspection."""
+        """Return the key of the block in a slot. For invariants and inspection."""
         return self._blocks.key_of(slot)
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
-        """Iterate over (key, slot, reference count), -1 for writing. For laws and inspection."""
+        """Iterate over (key, slot, reference count), -1 for writing.
+
+        For invariants and inspection.
+        """
         return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
 
     def ranked(self) -> list[OffloadKey]:
-        """Return the keys that the policy ranks, the best victim first. For laws and inspection."""
+        """Return the keys that the policy ranks, the best victim first.
+
+        For invariants and inspection.
+        """
         return self._blocks.keys_of(tuple(self._policy.resident()))
 
     def loads(self) -> Counter[OffloadKey]:
-        """Return how many loads pin each key. For laws and inspection."""
+        """Return how many loads pin each key. For invariants and inspection."""
         return sum(self._loads.values(), Counter())
 
     # -- inside ---------------------------------------------------------------------------------

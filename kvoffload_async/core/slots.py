@@ -87,11 +87,11 @@ class SlotPool:
         self._free.reset(slot for slot in every if slot not in self._holds)
 
     def free_slots(self) -> list[int]:
-        """Return the free slots. For laws and inspection."""
+        """Return the free slots. For invariants and inspection."""
         return list(self._free)
 
     def held_slots(self) -> list[int]:
-        """Return the held slots. For laws and inspection."""
+        """Return the held slots. For invariants and inspection."""
         return list(self._holds)
 
     def _expect(self, slot: int, state: int) -> None:

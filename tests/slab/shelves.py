@@ -123,7 +123,7 @@ async def entered(hang: Hang) -> None:
 
 
 def sound(tier: SlabTier) -> None:
-    """Check the laws of an open tier that is at rest."""
+    """Check the invariants of an open tier that is at rest."""
     store = tier._store
     catalog, table = store.catalog, store.shelf.table
     assert not list(catalog.violations())

@@ -178,7 +178,7 @@ class Catalog:
         self._policy.access(keys, _always)
 
     def violations(self) -> Iterable[str]:
-        """Return which laws do not hold, in words."""
+        """Return which invariants do not hold, in words."""
         yield from self._policy.violations()
         resident = set(self._policy.resident())
         if resident != set(self._places):
