@@ -8,26 +8,21 @@ beside it, or else its modification time. Small files are read whole.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 from kvoffload_async.errors import ConfigError
 
-WEIGHT_SUFFIXES: Final = frozenset(
-    {".bin", ".ckpt", ".gguf", ".npz", ".pt", ".pth", ".safetensors", ".tensors"}
-)
-"""What a file of weights may be called."""
-_TEXT_SUFFIXES: Final = frozenset({".json", ".py"})
-"""Configuration, indexes, KV scales, and the code of models that bring their own."""
-_NOT_THE_MODEL: Final = re.compile(
-    r"(added_tokens|chat_template|generation_config|special_tokens_map|tokenizer.*|vocab)\.json"
-)
-"""What turns text into tokens, or probabilities into tokens: a block's key is made of tokens."""
+_WEIGHTS: Final = frozenset({".bin", ".ckpt", ".gguf", ".npz", ".pt", ".pth", ".tensors"})
+_SAFETENSORS: Final = ".safetensors"
+_CONFIGURATION: Final = re.compile(r"(config|params)\.json|.*\.index\.json|.*quant.*\.json|.*\.py")
+"""Configuration, indexes, quantisation and scales, and the code of models that bring their own."""
 
 _MAX_FILES: Final = 10_000
 _WHOLE_BYTES: Final = 1 << 20
@@ -37,14 +32,20 @@ _MAX_HEADER_BYTES: Final = 16 << 20
 _PUBLISHED_HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
-def fingerprint_files(path: str | os.PathLike[str]) -> str:
+def fingerprint_files(
+    path: str | os.PathLike[str], *, all_formats: bool = False, also: Collection[str] = ()
+) -> str:
     """Return 64 hexadecimal digits that change when the weights of a model do.
 
-    Everything in the folder counts that can change what the model computes: weights, indexes,
-    configuration, code. What only concerns text and sampling (tokenizer, chat template) does not.
+    What counts lies in the folder itself: the files with weights, indexes, configuration,
+    quantisation, code. What only concerns text and sampling (tokenizer, chat template) does not.
 
     Args:
         path: The model's folder, or the one file that it consists of.
+        all_formats: Where there are safetensors, other files with weights count as well. By
+            default they do not, as loaders leave them alone.
+        also: Names of more files that count where they are there, such as the configuration of an
+            image processor.
 
     Raises:
         ConfigError: There are no weights, too many files, or some cannot be read.
@@ -53,10 +54,10 @@ def fingerprint_files(path: str | os.PathLike[str]) -> str:
     """
     root = Path(path)
     try:
-        files = _files_of(root) if root.is_dir() else {root.name: root}
-        if not any(Path(name).suffix in WEIGHT_SUFFIXES for name in files):
+        files = _files_of(root, all_formats, also) if root.is_dir() else [root]
+        if not any(file.suffix in _WEIGHTS | {_SAFETENSORS} for file in files):
             raise ConfigError(f"model: there are no files with weights in {os.fspath(path)!r}")
-        records = [[name, *_evidence(file, root)] for name, file in sorted(files.items())]
+        records = [[file.name, *_evidence(file)] for file in sorted(files)]
     except OSError as error:
         raise ConfigError(f"model: the files of {os.fspath(path)!r} cannot be read: {error}") from (
             error
@@ -64,29 +65,20 @@ def fingerprint_files(path: str | os.PathLike[str]) -> str:
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
-def _files_of(root: Path) -> dict[str, Path]:
-    """Return the files that count, by their path below the folder; hidden ones do not."""
-    found: dict[str, Path] = {}
-    for folder, names, files in os.walk(root, onerror=_raise):
-        names[:] = [name for name in names if not name.startswith(".")]
-        for name in files:
-            suffix = Path(name).suffix
-            if name.startswith(".") or suffix not in WEIGHT_SUFFIXES | _TEXT_SUFFIXES:
-                continue
-            if _NOT_THE_MODEL.fullmatch(name):
-                continue
-            file = Path(folder, name)
-            found[file.relative_to(root).as_posix()] = file
-            if len(found) > _MAX_FILES:
-                raise ConfigError(f"model: there are more than {_MAX_FILES} files in {str(root)!r}")
-    return found
+def _files_of(root: Path, all_formats: bool, also: Collection[str]) -> list[Path]:
+    """Return the files that count."""
+    listed = list(itertools.islice(root.iterdir(), _MAX_FILES + 1))
+    if len(listed) > _MAX_FILES:
+        raise ConfigError(f"model: there are more than {_MAX_FILES} files in {str(root)!r}")
+    shown = [file for file in listed if not file.name.startswith(".")]
+    weights = [file for file in shown if file.suffix == _SAFETENSORS]
+    if all_formats or not weights:
+        weights += [file for file in shown if file.suffix in _WEIGHTS]
+    names = [file for file in shown if _CONFIGURATION.fullmatch(file.name) or file.name in also]
+    return [*weights, *names]
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _evidence(file: Path, root: Path) -> Iterator[object]:
+def _evidence(file: Path) -> Iterator[object]:
     """Yield what is known of one file's content, as JSON."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -98,7 +90,9 @@ def _evidence(file: Path, root: Path) -> Iterator[object]:
             yield _digest(fd, [(0, found.st_size)])
             return
         yield _digest(fd, _samples(fd, file, found.st_size))
-        yield _published_hash(file, root, found.st_mtime) or found.st_mtime_ns
+        # A copy that preserves times is as old as its source, but it is not in place as long.
+        in_place_since_s = max(found.st_mtime, found.st_ctime)
+        yield _published_hash(file, in_place_since_s) or found.st_mtime_ns
     finally:
         os.close(fd)
 
@@ -124,24 +118,22 @@ def _digest(fd: int, parts: list[tuple[int, int]]) -> str:
     return digest.hexdigest()
 
 
-def _published_hash(file: Path, root: Path, mtime_s: float) -> str | None:
+def _published_hash(file: Path, in_place_since_s: float) -> str | None:
     """Return the hash under which the hub published a file, if it is still the file's.
 
     In the hub's cache a snapshot's file is a link to a blob of that name. A download into a folder
-    of the user's has the hash in `.cache/huggingface/download/<path>.metadata` (commit, hash, time
-    of the download, a line each); it counts if the file has not been modified since.
+    of the user's has the hash in `.cache/huggingface/download/<name>.metadata` (commit, hash, time
+    of the download, a line each); it counts if the file has not been touched since.
 
     Source: huggingface_hub, file_download.py and _local_folder.py.
     """
     target = Path(os.path.realpath(file))
     if target.parent.name == "blobs" and _PUBLISHED_HASH.fullmatch(target.name):
         return target.name
-    below = file.relative_to(root) if file != root else Path(file.name)
-    base = root if file != root else root.parent
-    metadata = base / ".cache/huggingface/download" / f"{below}.metadata"
+    metadata = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
     try:
         _commit, published, downloaded_s = metadata.read_text().split()[:3]
-        is_current = mtime_s <= float(downloaded_s) + 1.0
+        is_current = in_place_since_s <= float(downloaded_s) + 1.0
     except (OSError, ValueError):
         return None
     return published if is_current and _PUBLISHED_HASH.fullmatch(published) else None

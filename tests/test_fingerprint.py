@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 
 import pytest
 
@@ -70,11 +71,30 @@ def test_configuration_index_and_code_count_by_their_content(model, name):
     assert fingerprint_files(model) != before
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "README.md", ".hidden.json", "vocab.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "README.md", ".hidden.py", "preprocessor_config.json", "log.json"]
+)
 def test_what_does_not_change_the_computation_does_not_count(model, name):
     before = fingerprint_files(model)
     (model / name).write_text("something else")
     assert fingerprint_files(model) == before
+
+
+def test_files_that_the_caller_names_count(model):
+    also = ["preprocessor_config.json"]
+    before = fingerprint_files(model, also=also)
+    assert before == fingerprint_files(model)
+    (model / also[0]).write_text("{}")
+    assert fingerprint_files(model, also=also) != before
+
+
+def test_other_formats_beside_safetensors_count_only_where_they_are_read(model):
+    before = fingerprint_files(model), fingerprint_files(model, all_formats=True)
+    save_weights(model / "pytorch_model.bin", seed=3)
+    assert fingerprint_files(model) == before[0]
+    assert fingerprint_files(model, all_formats=True) != before[1]
+    (model / "model.safetensors").unlink()
+    assert fingerprint_files(model) == fingerprint_files(model, all_formats=True)
 
 
 def test_another_name_for_the_same_weights_counts(model):
@@ -83,11 +103,11 @@ def test_another_name_for_the_same_weights_counts(model):
     assert fingerprint_files(model) != before
 
 
-def test_a_file_below_the_folder_counts(model):
+def test_folders_below_do_not_count(model):
     before = fingerprint_files(model)
-    (model / "layers").mkdir()
-    save_weights(model / "layers" / "more.safetensors", seed=3)
-    assert fingerprint_files(model) != before
+    (model / "original").mkdir()
+    save_weights(model / "original" / "more.safetensors", seed=3)
+    assert fingerprint_files(model) == before
 
 
 def hub_snapshot(folder, *, published, time_ns):
@@ -110,33 +130,34 @@ def test_a_hash_in_the_hubs_cache_counts_in_place_of_the_time(tmp_path):
     assert fingerprint_files(one) != fingerprint_files(other)
 
 
-def downloaded(folder, *, time_ns, downloaded_s, published=HASH):
-    """Lay files out as `hf download --local-dir` does."""
+def downloaded(folder, *, time_ns, downloaded_s=None, published=HASH):
+    """Lay files out as `hf download --local-dir` does, now or at another time."""
     folder.mkdir()
     save_weights(folder / "model.safetensors", seed=1)
     os.utime(folder / "model.safetensors", ns=(time_ns, time_ns))
     metadata = folder / ".cache/huggingface/download/model.safetensors.metadata"
     metadata.parent.mkdir(parents=True)
-    metadata.write_text(f"c0ffee\n{published}\n{downloaded_s}\n")
+    metadata.write_text(f"c0ffee\n{published}\n{downloaded_s or time.time()}\n")
     return folder
 
 
 def test_a_hash_that_a_download_left_counts_in_place_of_the_time(tmp_path):
-    one = downloaded(tmp_path / "one", time_ns=10**18, downloaded_s=10**9)
-    two = downloaded(tmp_path / "two", time_ns=5 * 10**17, downloaded_s=6 * 10**8)
+    one = downloaded(tmp_path / "one", time_ns=10**18)
+    two = downloaded(tmp_path / "two", time_ns=5 * 10**17)
     assert fingerprint_files(one) == fingerprint_files(two)
 
 
-def test_a_hash_does_not_count_once_the_file_has_been_modified(tmp_path):
-    one = downloaded(tmp_path / "one", time_ns=10**18, downloaded_s=10**9 - 10)
-    two = downloaded(tmp_path / "two", time_ns=2 * 10**18, downloaded_s=10**9 - 10)
+def test_a_hash_does_not_count_once_another_file_is_in_place_however_old_it_is(tmp_path):
+    before = time.time() - 10
+    one = downloaded(tmp_path / "one", time_ns=10**18, downloaded_s=before)
+    two = downloaded(tmp_path / "two", time_ns=9 * 10**17, downloaded_s=before)
     assert fingerprint_files(one) != fingerprint_files(two)
 
 
 @pytest.mark.parametrize("published", ["short", "../../etc/passwd", ""])
 def test_a_hash_that_is_none_does_not_count(tmp_path, published):
-    one = downloaded(tmp_path / "one", time_ns=10**18, downloaded_s=10**9, published=published)
-    two = downloaded(tmp_path / "two", time_ns=9 * 10**17, downloaded_s=10**9, published=published)
+    one = downloaded(tmp_path / "one", time_ns=10**18, published=published)
+    two = downloaded(tmp_path / "two", time_ns=9 * 10**17, published=published)
     assert fingerprint_files(one) != fingerprint_files(two)
 
 
@@ -171,8 +192,7 @@ def test_too_many_files_are_refused(model):
         fingerprint_files(model)
 
 
-def test_a_folder_that_cannot_be_listed_is_refused(model):
-    (model / "locked").symlink_to("locked")  # a loop: neither a folder nor a file
-    (model / "locked.json").symlink_to("locked.json")
+def test_a_file_that_cannot_be_read_is_refused(model):
+    (model / "loop.safetensors").symlink_to("loop.safetensors")
     with pytest.raises(ConfigError, match="cannot be read"):
         fingerprint_files(model)

@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import settings
 
-HELD_BY = {"block hash", "fingerprint", "identity", "layout", "neutral", "process", "resolved"}
+HELD_BY = {
+    "block hash",
+    "fingerprint",
+    "identity",
+    "layout",
+    "neutral",
+    "process",
+    "refused",
+    "resolved",
+}
 
 
 class Color(enum.Enum):
@@ -54,6 +64,7 @@ class LoadConfig:
 class VllmConfig:
     load_config: LoadConfig = field(default_factory=LoadConfig)
     lora_config: object = None
+    weight_transfer_config: object = None
     instance_id: str = "x"
 
 
@@ -87,6 +98,15 @@ def test_what_cannot_be_known_is_named():
     assert reason.startswith("VllmConfig.lora_config is set: adapters")
 
 
+def test_what_may_change_while_the_server_runs_is_named():
+    assert list(settings.refused(VllmConfig())) == []
+    (reason,) = settings.refused(VllmConfig(weight_transfer_config=object()))
+    assert (
+        reason
+        == "VllmConfig.weight_transfer_config is set: the weights change while the server runs"
+    )
+
+
 def written(value):
     return settings.folded(Unheard(value))["value"]
 
@@ -103,6 +123,7 @@ def written(value):
         (torch.bfloat16, "torch.bfloat16"),
         (Path("/a"), "/a"),
         (b"\x01", "01"),
+        (Fraction(1, 3), "1/3"),
         ({"b": 1, "a": (1, 2)}, {"a": [1, 2], "b": 1}),
         ({3, 1, 2}, [1, 2, 3]),
         (function, f"{__name__}.function"),

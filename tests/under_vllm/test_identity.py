@@ -146,6 +146,19 @@ def test_a_slab_of_another_content_is_emptied_and_its_place_taken(serving, slab,
     assert len(list(Path(slab["root_dir"]).iterdir())) == 1
 
 
+def test_namespaces_have_a_slab_each(serving, slab):
+    store_all(serving({**slab, "namespace": "one"}))
+    store_all(serving({**slab, "namespace": "another"}))
+    assert serving({**slab, "namespace": "one"}).holds(KEYS)
+
+
+def test_a_slab_of_another_model_that_only_has_the_same_folder_is_kept(serving, slab):
+    store_all(serving(slab, model="org/a_b"))
+    with pytest.raises(ConfigError, match="another model_name"):
+        serving(slab, model="org_a/b")
+    assert serving(slab, model="org/a_b").holds(KEYS)
+
+
 def test_a_slab_of_another_content_is_kept_where_the_user_says_so(serving, slab):
     store_all(serving(slab))
     with pytest.raises(ConfigError, match="another given_fingerprint"):
@@ -166,6 +179,13 @@ def test_blocks_of_an_unknown_content_are_for_this_process_alone(serving, tier, 
     world.shutdown()
     assert list(root.iterdir()) == []
     assert serving(tier).load(KEYS) == {}
+
+
+def test_two_tiers_of_unknown_content_are_warned_of_once(serving, fs, slab, caplog):
+    del fs["fingerprint"], slab["fingerprint"]
+    with caplog.at_level(logging.WARNING, "kvoffload_async"):
+        serving(fs, slab)
+    assert caplog.text.count("cannot be known") == 1
 
 
 def test_two_processes_of_unknown_content_share_nothing_while_both_live(serving, fs):

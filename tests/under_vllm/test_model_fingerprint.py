@@ -47,6 +47,7 @@ def baseline(folder):
         {"seed": 7},
         {"served_model_name": "another"},
         {"block_size": 64},
+        {"max_model_len": 255},
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     ],
 )
@@ -61,7 +62,7 @@ def test_what_does_not_change_keys_and_values_does_not_count(folder, baseline, o
         {"hf_overrides": {"rms_norm_eps": 1e-3}},
         {"hf_overrides": lambda config: config.update({"sliding_window": 64}) or config},
         {"dtype": "bfloat16"},
-        {"max_model_len": 512},
+        {"max_model_len": 8193, "hf_overrides": {"max_position_embeddings": 16_384}},
         {"load_format": "safetensors"},
         {"model_impl": "transformers"},
         {"kv_cache_dtype_skip_layers": ["0"]},
@@ -112,9 +113,49 @@ def test_another_process_finds_the_same(folder, baseline):
     assert f"found {baseline}" in done.stdout, done.stderr[-3000:]
 
 
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 200,
+        "long_factor": [1.0] * 16,
+        "short_factor": [1.0] * 16,
+    }
+}
+
+
+def test_a_length_at_which_factors_switch_counts(folder):
+    lengths = {
+        length: fingerprint_of(folder, max_model_len=length, hf_overrides=LONGROPE)
+        for length in (100, 200, 201, 256)
+    }
+    assert lengths[100] == lengths[200] != lengths[201] == lengths[256]
+
+
+def test_variables_that_choose_numbers_count_and_others_do_not(folder, baseline, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    assert fingerprint_of(folder) == baseline
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "{}")
+    assert fingerprint_of(folder) != baseline
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(folder / "config.json"))
+    assert "names a file" in fingerprint_model(config_of(folder)).unknown
+
+
+def test_an_error_of_another_kind_makes_the_content_unknown(folder):
+    config = config_of(folder)
+    config.model_config = None
+    assert fingerprint_model(config).unknown.startswith("AttributeError: ")
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"worker_extension_cls": "builtins.object"}, "worker_extension_cls is set"),
+        ({"hf_overrides": {"quantization_config_file": "/x.json"}}, "quantization_config_file"),
+        (
+            {"hf_overrides": {"auto_map": {"AutoModel": "o/r--m.M"}}, "trust_remote_code": True},
+            "another repository",
+        ),
         ({"load_format": "dummy"}, "load_format='dummy'"),
         ({"load_format": "tensorizer"}, "load_format='tensorizer'"),
         ({"enable_lora": True}, "VllmConfig.lora_config is set"),
@@ -128,7 +169,7 @@ def test_a_content_that_cannot_be_known_says_why(folder, options, reason):
     assert reason in found.unknown
 
 
-def test_weights_that_are_not_here_cannot_be_known(folder):
+def test_weights_that_are_not_here_cannot_be_known(folder, monkeypatch):
     config = config_of(folder)
     config.model_config.model = "org/that-was-never-downloaded"
     assert (
@@ -136,6 +177,8 @@ def test_weights_that_are_not_here_cannot_be_known(folder):
     )
     config.model_config.model = "s3://bucket/model"
     assert "are not local files" in fingerprint_model(config).unknown
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert "VLLM_USE_MODELSCOPE" in fingerprint_model(config).unknown
     config.model_config.model = str(folder)
     config.model_config.model_weights = "s3://bucket/model"
     assert "are not local files" in fingerprint_model(config).unknown
@@ -158,7 +201,9 @@ def test_a_snapshot_of_the_hub_is_found(tmp_path):
 
 def test_a_disk_that_hangs_makes_the_content_unknown(folder, monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(model_fingerprint, "fingerprint_files", lambda _path: release.wait(20.0))
+    monkeypatch.setattr(
+        model_fingerprint, "fingerprint_files", lambda _path, **_: release.wait(20.0)
+    )
     found = fingerprint_model(config_of(folder), timeout_s=0.01)
     release.set()
     assert found == Fingerprint(unknown="the model's files could not be read within 0.01 s")

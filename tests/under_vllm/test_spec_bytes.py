@@ -92,7 +92,7 @@ def test_blocks_come_back_from_a_tier_after_a_reset(pair, tiers, tmp_path):
 
 @pytest.mark.parametrize("kind", ["fs", "slab"])
 def test_a_directory_serves_the_next_process_of_its_model_and_no_other(pair, tmp_path, kind):
-    tier = {"type": kind, "root_dir": str(tmp_path)}
+    tier = {"type": kind, "root_dir": str(tmp_path), "fingerprint": "made up"}
     tier |= {"capacity_bytes": "1MiB"} if kind == "slab" else {}
     tier |= {"segment_bytes": "256KiB", "on_mismatch": "new_namespace"} if kind == "slab" else {}
     first = pair([tier])

@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self, cast
 
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvoffload_async.config import parse_bool, parse_name
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.integrations.vllm import settings
 from kvoffload_async.integrations.vllm.model_fingerprint import Fingerprint, fingerprint_model
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
 
@@ -85,6 +86,34 @@ class ModelContent:
     def __init__(self, surroundings: Surroundings | None) -> None:
         self._surroundings = surroundings
         self._found: Fingerprint | None = None
+        self._is_warned_of = False
+
+    @classmethod
+    def of(cls, offloading_spec: base.OffloadingSpec, surroundings: Surroundings | None) -> Self:
+        """Return the one that all tiers of a spec share."""
+        known = vars(offloading_spec).setdefault("_kvoffload_model_content", cls(surroundings))
+        return cast("Self", known)
+
+    def check_stays(self) -> None:
+        """Check that the content stays what it is; raises ConfigError."""
+        config = None if self._surroundings is None else self._surroundings.vllm_config
+        for reason in settings.refused(config) if config is not None else ():
+            raise ConfigError(
+                f"type: a tier that is not emptied with them would serve KV of other weights, as "
+                f"{reason}; leave the tier out, or give it a fingerprint if they never change"
+            )
+
+    def warn_of_unknown(self, tier_type: str, folder: str) -> None:
+        """Say that blocks do not outlive the process, once, and what would change that."""
+        if not self._is_warned_of:
+            self._is_warned_of = True
+            logger.warning(
+                "the content of the model cannot be known (%s), so blocks in tiers are for this "
+                'process alone; give each tier a "fingerprint" that you change whenever weights or '
+                "adapters do, and they are kept and shared",
+                self.fingerprint().unknown,
+            )
+        logger.info("%s: blocks of this process alone are kept in %s", tier_type, folder)
 
     def fingerprint(self) -> Fingerprint:
         """Return it; the first call may wait for a disk."""
@@ -111,7 +140,8 @@ def identify(
         content: The model's.
 
     Raises:
-        ConfigError: `trust_vllm_directory`, where vLLM's name does not tell layouts apart.
+        ConfigError: `trust_vllm_directory`, where vLLM's name does not tell layouts apart, or the
+            weights change while the server runs.
     """
     mapper = _mapper(offloading_spec, parallel_agnostic=True)
     if options.trust_vllm_directory:
@@ -127,20 +157,9 @@ def identify(
         run_config["namespace"] = options.namespace
     if options.fingerprint is not None:
         return Identity(run_config | {"given_fingerprint": options.fingerprint}, mapper.rank)
+    content.check_stays()
     found = content.fingerprint()
     return Identity(run_config | {"fingerprint": found.digest}, mapper.rank, found.unknown)
-
-
-def warn_of_unknown(tier_type: str, identity: Identity, folder: str) -> None:
-    """Say that blocks do not outlive the process, and what would change that."""
-    logger.warning(
-        "%s: the content of the model cannot be known (%s), so its blocks are kept in %s, for this "
-        'process alone; give the tier a "fingerprint" that you change whenever weights or adapters '
-        "do, and they are kept and shared",
-        tier_type,
-        identity.unknown,
-        folder,
-    )
 
 
 # -- inside -------------------------------------------------------------------------------------

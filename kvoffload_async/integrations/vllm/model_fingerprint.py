@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import vllm
+from vllm import envs
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.fingerprint import fingerprint_files
@@ -35,7 +37,24 @@ _FROM_FILES: Final = frozenset(
 )
 """The values of `load_format` whose weights are files of the model's folder."""
 
-_TIMEOUT_S: Final = 60.0
+_ALL_FORMATS: Final = frozenset({"gguf", "npcache", "pt"})
+"""Those that may read other files than safetensors although there are some."""
+
+_PROCESSORS: Final = frozenset(
+    {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
+)
+"""What images, audio and video become tokens and embeddings by."""
+
+_LENGTHS: Final = (8192, 32768)
+"""Where models of vLLM's switch by `max_model_len`, beside the lengths of their configuration."""
+
+_NUMERIC: Final = re.compile(
+    "ACCUM|ATTN|AWQ|BATCH_INVARIANT|DTYPE|EMULATION|FP4|FP8|HUMMING|INT4|LAYOUT|MARLIN|MLA|MOE_|"
+    "PARTITION|PLUGINS|PRECISION|QUANT|REDIRECT|ROCM_USE|RUNNER"
+)
+"""What is in the names of vLLM's environment variables that choose how numbers are computed."""
+
+_TIMEOUT_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +86,8 @@ def fingerprint_model(vllm_config: Any, timeout_s: float = _TIMEOUT_S) -> Finger
             found.append(Fingerprint(_digest(vllm_config)))
         except ConfigError as error:
             found.append(Fingerprint(unknown=str(error)))
+        except Exception as error:  # noqa: BLE001 - a plugin's configuration may raise anything
+            found.append(Fingerprint(unknown=f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=run, name="kvoffload-fingerprint", daemon=True)
     thread.start()
@@ -82,29 +103,84 @@ def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
     """Raises ConfigError if something cannot be known."""
     for reason in settings.unknowable(vllm_config):
         raise ConfigError(reason)
+    models = list(_models_of(vllm_config))
+    for model, _ in models:
+        _check_sources(model)
     content = {
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "environment": _environment(),
         "settings": settings.folded(vllm_config),
-        "files": [fingerprint_files(path) for path in _weights_of(vllm_config)],
+        "lengths": [_lengths_passed(model) for model, _ in models],
+        "files": [_files_of(model, load) for model, load in models],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _weights_of(vllm_config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's
-    """Yield where the weights are: of the model, and of one that drafts for it."""
+def _environment() -> dict[str, str]:
+    """Return vLLM's variables that are set and change numbers; raises ConfigError."""
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("VLLM_") and _NUMERIC.search(name)
+    }
+    for name, value in found.items():
+        if os.path.exists(value):  # noqa: PTH110 - as text
+            raise ConfigError(f"{name} names a file, which is not looked at")
+    return found
+
+
+def _models_of(vllm_config: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - vLLM's
+    """Yield vLLM's ModelConfig and LoadConfig: of the model, and of one that drafts for it."""
     target = vllm_config.model_config
-    yield _local_path(target, vllm_config.load_config)
+    yield target, vllm_config.load_config
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is not None and (draft.model, draft.revision) != (target.model, target.revision):
-        yield _local_path(draft, speculative.draft_load_config or vllm_config.load_config)
+        yield draft, speculative.draft_load_config or vllm_config.load_config
+
+
+def _check_sources(model: Any) -> None:  # noqa: ANN401 - vLLM's ModelConfig
+    """Check that all of a model lies in its folder; raises ConfigError."""
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
+    if "quantization_config_file" in overrides:
+        raise ConfigError("hf_overrides has a quantization_config_file, which is not looked at")
+    code = getattr(model.hf_config, "auto_map", None) or {}
+    if model.trust_remote_code and any("--" in str(one) for one in code.values()):
+        raise ConfigError("trust_remote_code runs code of another repository, which may change")
+    if envs.VLLM_USE_MODELSCOPE and not os.path.exists(model.model):  # noqa: PTH110 - as text
+        raise ConfigError("VLLM_USE_MODELSCOPE: where it keeps its files is not known")
+
+
+def _lengths_passed(model: Any) -> list[bool]:  # noqa: ANN401 - vLLM's ModelConfig
+    """Return which lengths `max_model_len` exceeds: some models compute otherwise beyond one.
+
+    Longrope takes other factors beyond its original length, Llama 4 scales attention beyond 32 Ki.
+    The length itself does not count: by default vLLM fits it to the memory that is free.
+    """
+    names = ("max_position_embeddings", "original_max_position_embeddings")
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    known = [getattr(text, name, None) for name in names]
+    known += [rope.get(name) for name in names] if isinstance(rope, Mapping) else []
+    return [model.max_model_len > limit for limit in (*known, *_LENGTHS) if isinstance(limit, int)]
+
+
+def _files_of(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig and LoadConfig
+    return fingerprint_files(
+        _local_path(model, load),
+        all_formats=_load_format(load) in _ALL_FORMATS,
+        also=_PROCESSORS if model.multimodal_config is not None else (),
+    )
+
+
+def _load_format(load: Any) -> str:  # noqa: ANN401 - vLLM's LoadConfig
+    return str(getattr(load.load_format, "value", load.load_format))
 
 
 def _local_path(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig and LoadConfig
     """Return the folder or file that a model's weights are loaded from; raises ConfigError."""
-    load_format = getattr(load.load_format, "value", load.load_format)
-    if load_format not in _FROM_FILES:
-        raise ConfigError(f"load_format={load_format!r} does not say what the weights are")
+    if _load_format(load) not in _FROM_FILES:
+        raise ConfigError(f"load_format={_load_format(load)!r} does not say what the weights are")
     if getattr(model, "model_weights", ""):
         raise ConfigError(f"the weights of {model.model!r} are not local files")
     path = os.fspath(model.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 _PREFIX: Final = "process-"
 _NAME: Final = re.compile(_PREFIX + r"[0-9a-f]{32}")
 _LOCK: Final = "in-use"
+_TRIES: Final = 10
 
 
 class ProcessFolder:
@@ -44,7 +46,10 @@ class ProcessFolder:
             _remove_dead(root)
             self.path, self._lock_fd = _make(root)
         except OSError as error:
-            raise ConfigError(f"root_dir: {root_dir!r} cannot be used: {error}") from error
+            raise ConfigError(
+                f"root_dir: {root_dir!r} cannot be used: {error}; blocks for one process need a "
+                'directory with file locks, and a tier with a "fingerprint" does not need any'
+            ) from error
 
     def close(self) -> None:
         """Remove the folder; idempotent. What cannot be removed is warned of."""
@@ -61,15 +66,23 @@ class ProcessFolder:
 
 def _make(root: Path) -> tuple[str, int | None]:
     """Return a new folder, and the descriptor that holds its lock."""
-    while True:
+    for _ in range(_TRIES):
         path = root / f"{_PREFIX}{secrets.token_hex(16)}"
         path.mkdir(mode=0o700)
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-        fd = os.open(path / _LOCK, flags, 0o600)
-        # Somebody may have come in between, and taken the folder for a dead process's.
-        if _try_lock(fd) and os.fstat(fd).st_nlink:
-            return str(path), fd
+        fd = None
+        try:
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+            fd = os.open(path / _LOCK, flags, 0o600)
+            # Somebody may have come in between, and taken the folder for a dead process's.
+            if _try_lock(fd) and os.fstat(fd).st_nlink:
+                return str(path), fd
+        except OSError:
+            if fd is not None:
+                os.close(fd)
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         os.close(fd)
+    raise OSError(errno.EAGAIN, "others remove each folder before it is locked")
 
 
 def _try_lock(fd: int) -> bool:

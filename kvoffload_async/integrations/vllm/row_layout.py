@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload import base
 
 from kvoffload_async.integrations.vllm import settings
@@ -29,17 +31,19 @@ def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Seq
         groups: The layers of each KV-cache group that is offloaded, in vLLM's order.
     """
     first_at: dict[tuple[int, ...], str] = {}
-    rows: list[Any] = []
-    for names in groups:
-        for name in names:
-            layer = layers.get(name)
-            rows.append([name] if layer is None else [name, layer.kind])
-            for tensor in () if layer is None else layer.tensors:
-                # Layers of several groups may share one tensor, and then one part of the row.
-                place = (tensor.data_ptr(), *tensor.stride())
-                shared_with = first_at.setdefault(place, name)
-                within = [list(tensor.shape[1:]), list(tensor.stride())]
-                rows.append([shared_with, str(tensor.dtype), *within])
+
+    def described(name: str) -> list[Any]:
+        layer = layers.get(name)
+        row: list[Any] = [name] if layer is None else [name, layer.kind]
+        for tensor in () if layer is None else layer.tensors:
+            # Layers of several groups may share one tensor, and then one part of the row.
+            place = (tensor.data_ptr(), *tensor.stride())
+            shared_with = first_at.setdefault(place, name)
+            within = [list(tensor.shape[1:]), list(tensor.stride())]
+            row.append([shared_with, str(tensor.dtype), *within])
+        return row
+
+    rows = [[described(name) for name in names] for names in groups]
     devices = {_device_of(tensor) for layer in layers.values() for tensor in layer.tensors}
     return _digest({"devices": sorted(devices), "layers": rows})
 
@@ -73,6 +77,7 @@ def announced_layout(surroundings: Surroundings | None) -> str:
             "layout": getattr(cache, "kv_cache_layout", None),
             "device": _device(surroundings.vllm_config.device_config.device_type),
             "v2": bool(getattr(surroundings.vllm_config, "use_v2_model_runner", False)),
+            "ranks": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
             "groups": [] if cache is None else [_group(group) for group in cache.kv_cache_groups],
             "placed": [] if cache is None else [_placed(one) for one in cache.kv_cache_tensors],
         }
@@ -99,9 +104,13 @@ def _device_of(tensor: torch.Tensor) -> str:
 
 
 def _device(kind: str) -> str:
-    """Return the kind of device; on a CPU, kernels pack keys by its instruction set."""
+    """Return the kind of device, as far as it decides what a byte means.
+
+    On a CPU, kernels pack keys by its instruction set. CUDA and ROCm are one kind to torch, but
+    have different 8-bit floats, and some AMD devices have others again.
+    """
     if kind != "cpu":
-        return kind
+        return f"{kind} {type(current_platform).__name__} {current_platform.fp8_dtype()}"
     has_amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - what vLLM itself asks
     return f"cpu {torch.backends.cpu.get_cpu_capability()}{' amx' if has_amx else ''}"
 

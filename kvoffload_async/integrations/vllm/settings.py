@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -21,6 +22,7 @@ from kvoffload_async.errors import ConfigError
 
 _FOLDED: Final = "fingerprint"
 _PROCESS: Final = "process"
+_REFUSED: Final = "refused"
 _NOT_CONTENT: Final = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
 """Where a model's configuration was found, and what read it."""
 
@@ -57,10 +59,18 @@ def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's cl
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         where, why = held.get(field.name, (_FOLDED, ""))
-        if where == _PROCESS and value is not None:
+        if where == _PROCESS and value:
             yield f"{name}.{field.name} is set: {why}"
         elif where == _FOLDED and type(value).__name__ in held_settings():
             yield from unknowable(value)
+
+
+def refused(config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's VllmConfig
+    """Yield why blocks must not outlive what the configuration lets happen while it runs."""
+    name = type(config).__name__
+    for field, (where, why) in held_settings().get(name, {}).items():
+        if where == _REFUSED and getattr(config, field, None):
+            yield f"{name}.{field} is set: {why}"
 
 
 def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - one line a kind of value
@@ -70,6 +80,8 @@ def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - on
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype | PurePath):
+        return str(value)
+    if isinstance(value, numbers.Rational):
         return str(value)
     if isinstance(value, bytes):
         return value.hex()

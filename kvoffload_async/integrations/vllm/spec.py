@@ -32,7 +32,6 @@ from kvoffload_async.integrations.vllm.identity import (
     IdentityOptions,
     ModelContent,
     identify,
-    warn_of_unknown,
 )
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
@@ -263,7 +262,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             return str(tier["root_dir"])
         folder = ProcessFolder(tier["root_dir"])
         self._process_folders.append(folder)
-        warn_of_unknown(tier["type"], identity, folder.path)
+        self._content.warn_of_unknown(tier["type"], folder.path)
         return folder.path
 
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:

@@ -38,7 +38,6 @@ from kvoffload_async.integrations.vllm.identity import (
     IdentityOptions,
     ModelContent,
     identify,
-    warn_of_unknown,
 )
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
@@ -165,14 +164,15 @@ class VllmTier(tiering.SecondaryTierManager):
         layers = surroundings.registered_layers() if surroundings and is_alone else {}
         groups = [group.layer_names for group in config.groups]
         layout = layout_of_layers(layers, groups) if layers else announced_layout(surroundings)
-        return identify(offloading_spec, self.identity_options, layout, ModelContent(surroundings))
+        self._content = ModelContent.of(offloading_spec, surroundings)
+        return identify(offloading_spec, self.identity_options, layout, self._content)
 
     def own_directory(self, directory: str, identity: Identity) -> str:
         """Return where blocks are to lie: elsewhere if nobody else may be served them."""
         if not identity.unknown:
             return directory
         self._process_folder = ProcessFolder(directory)
-        warn_of_unknown(self.tier_type, identity, self._process_folder.path)
+        self._content.warn_of_unknown(self.tier_type, self._process_folder.path)
         return self._process_folder.path
 
     # -- a request's life -----------------------------------------------------------------------

@@ -46,7 +46,12 @@ class StoreLayout:
     ) -> None:
         canonical = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
-        self.folder = f"{root_dir}/{safe_name(str(fields['model_name']))}_r{rank}"
+        name = safe_name(str(fields["model_name"]))
+        if "namespace" in fields:
+            name += (
+                f"_{hashlib.sha256(str(fields['namespace']).encode()).hexdigest()[:_DIGEST_DIGITS]}"
+            )
+        self.folder = f"{root_dir}/{name}_r{rank}"
         self.own_folder = f"{self.folder}_{digest}_{block_bytes}"
         self.manifest = Manifest(
             block_bytes=block_bytes,
@@ -54,6 +59,13 @@ class StoreLayout:
             rank=rank,
             layout=f"{digest}:{rank}:{block_bytes}",
             fields=dict(fields),
+        )
+
+    def may_replace(self, found: Manifest) -> bool:
+        """Tell whether a store is of the same model and namespace, and not only of their name."""
+        return found.rank == self.manifest.rank and all(
+            found.fields.get(key) == self.manifest.fields.get(key)
+            for key in ("model_name", "namespace")
         )
 
     def difference(self, found: Manifest) -> str:

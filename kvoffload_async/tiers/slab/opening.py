@@ -170,11 +170,12 @@ class OpenStore:
                 )
             _write_manifest(self._ops, self.folder, layout.manifest)
         elif difference := layout.difference(manifest):
-            if self._settings.on_mismatch is not OnMismatch.REPLACE:
+            replaces = self._settings.on_mismatch is OnMismatch.REPLACE
+            if not replaces or not layout.may_replace(manifest):
                 raise ConfigError(
                     f"root_dir: {self.folder!r} has other blocks ({difference}); give another "
                     'directory, or on_mismatch="new_namespace" for a store beside them, or '
-                    '"replace" to discard them'
+                    '"replace" to discard those of the same model and namespace'
                 )
             self._empty(found, manifest, difference)
             _write_manifest(self._ops, self.folder, layout.manifest)
