@@ -76,7 +76,7 @@ async def main() -> None:
                 text = f"system prompt--- user {number % CONVERSATIONS}: "
                 prompt = text + "la" * draw.randint(0, 4)
                 requests.create_task(server.answer(f"request-{number}", prompt))
-        counters = engine.manager.engine.counters
+        counters = engine.manager.planner.counters
         print(f"{server.computed} blocks computed, {server.loaded} loaded")
         print(f"{counters.jobs_submitted} jobs of the secondary tier, all of them reported")
         assert server.loaded > server.computed

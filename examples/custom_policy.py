@@ -4,7 +4,6 @@ Least frequently used, the oldest first among equals: documents that many reques
 flood of prompts that come once. Shown against LRU on the same requests.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload_async import (
@@ -15,7 +14,7 @@ from kvoffload_async import (
     ReqContext,
     make_offload_key,
 )
-from kvoffload_async.factory import POLICIES
+from kvoffload_async.registry import POLICIES
 
 SLOTS = 32
 
@@ -23,50 +22,48 @@ SLOTS = 32
 class LfuPolicy(CachePolicy):
     """Evicts what was used least often. Counts are forgotten with their block: memory is bounded.
 
-    A victim costs a look at every resident key; a serious one would keep them sorted.
+    A victim costs a look at every occupied slot; a serious one would keep them sorted.
     """
 
     name = "lfu"
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__(capacity_blocks)
-        self._uses: Counter[OffloadKey] = Counter()
-        self._oldest_first: dict[OffloadKey, None] = {}
+        self._uses = [0] * capacity_blocks
+        self._oldest_first: dict[int, None] = {}
 
     def make_room(
         self,
         incoming: Sequence[OffloadKey],
         count: int,
-        is_evictable: Callable[[OffloadKey], bool],
-    ) -> list[OffloadKey] | None:
-        victims = [key for key in self.resident() if is_evictable(key)][:count]
+        is_evictable: Callable[[int], bool],
+    ) -> list[int] | None:
+        victims = [slot for slot in self.resident() if is_evictable(slot)][:count]
         if len(victims) < count:
             return None  # and nothing has changed
         self.discard(victims)
         return victims
 
-    def admit(self, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            self._oldest_first[key] = None
+    def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._oldest_first[slot] = None
+            self._uses[slot] = 0
 
-    def access(self, keys: Sequence[OffloadKey], reused: Callable[[OffloadKey], bool]) -> None:
-        for key in reversed(keys):  # tails first, so that the head ends most recent
-            if key in self._oldest_first:
-                del self._oldest_first[key]
-                self._oldest_first[key] = None
-                self._uses[key] += reused(key)
+    def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
+        for slot, again in zip(reversed(slots), reversed(reused), strict=True):
+            del self._oldest_first[slot]  # tails first, so that the head ends most recent
+            self._oldest_first[slot] = None
+            self._uses[slot] += again
 
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            self._oldest_first.pop(key, None)
-            self._uses.pop(key, None)
+    def discard(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self._oldest_first[slot]
 
     def clear(self) -> None:
         self._oldest_first.clear()
-        self._uses.clear()
 
-    def resident(self) -> Iterable[OffloadKey]:
-        return sorted(self._oldest_first, key=lambda key: self._uses[key])  # stable: oldest first
+    def resident(self) -> Iterable[int]:
+        return sorted(self._oldest_first, key=self._uses.__getitem__)  # stable: oldest first
 
 
 def hits_of(policy: str) -> int:

@@ -29,8 +29,8 @@ from kvoffload_async.abc.transport import (
     TransferOutcome,
     Transport,
 )
+from kvoffload_async.async_engine import EngineBounds, EngineRequest, OffloadEngine
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.engine import EngineBounds, EngineRequest, OffloadEngine
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
@@ -62,7 +62,6 @@ from kvoffload_async.facade.connector.protocol import (
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.maintenance import find_stores
 from kvoffload_async.facade.manager import OffloadingManager
@@ -70,6 +69,7 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.slab import SlabTierManager
 from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.types import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -166,7 +167,7 @@ class OffloadConfig:
         drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
         shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
         prefault: Touch the primary's memory at the start.
-        check_laws: Check every invariant at the end of every step; for debugging.
+        check_invariants: Check every invariant at the end of every step; for debugging.
         secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
     """
 
@@ -190,7 +191,7 @@ class OffloadConfig:
     drain_timeout_s: float = _option(parse_seconds, 30.0)
     shutdown_timeout_s: float = _option(parse_seconds, 30.0)
     prefault: bool = _option(parse_bool, default=True)
-    check_laws: bool = _option(parse_bool, default=False)
+    check_invariants: bool = _option(parse_bool, default=False)
     secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, ())
 
     @classmethod
@@ -204,8 +205,14 @@ class OffloadConfig:
         if not isinstance(raw, Mapping):
             _reject("config", raw, "an object of keys and values")
         parsers = {option.name: option.metadata["parse"] for option in fields(cls)}
-        reject_unknown(raw, parsers, "config")
-        config = cls(**{key: parsers[key](value, key) for key, value in raw.items()})
+        names = {key: _RENAMED.get(key, key) for key in raw}
+        reject_unknown(names.values(), parsers, "config")
+        for old, new in _RENAMED.items():
+            if old in raw:
+                warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=2)
+                if new in raw:
+                    raise ConfigError(f"{old}: is the old name of {new}; leave it out")
+        config = cls(**{names[key]: parsers[names[key]](raw[key], key) for key in raw})
         for key in ("cpu_bytes_to_use", "block_bytes"):
             if getattr(config, key) is None:
                 raise ConfigError(f"{key}: missing; give {_required_hint(key)}")
@@ -215,6 +222,14 @@ class OffloadConfig:
                 "leave it out, or use a primary alone"
             )
         return config
+
+
+def accepted_keys() -> set[str]:
+    """Return the keys that `OffloadConfig.parse` accepts, old names among them."""
+    return {option.name for option in fields(OffloadConfig)} | _RENAMED.keys()
+
+
+_RENAMED: Final = {"check_laws": "check_invariants"}
 
 
 def _required_hint(key: str) -> str:

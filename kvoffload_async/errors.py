@@ -39,7 +39,7 @@ class IllegalTransitionError(StateError):
 
 
 class InvariantError(OffloadError):
-    """A law of the engine does not hold: a defect of the engine, found by its own checks."""
+    """An invariant does not hold: a defect of this package, found by its own checks."""
 
 
 class ClosedError(StateError):

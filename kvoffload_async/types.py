@@ -256,8 +256,9 @@ class OffloadingEvent:
         medium: Where.
         removed: True for disappeared.
         locality: How far away the medium is, where the tier says.
-        ownership: Who owns the storage, where the tier says.
+        ownership: Which secondary tier announces it, unique within a manager; None: the primary.
         metadata_only: A failed write released its bookkeeping; the keys were never readable.
+        removal_expected: Each of these stored blocks will be announced as removed when it goes.
     """
 
     keys: Collection[OffloadKey]
@@ -266,6 +267,7 @@ class OffloadingEvent:
     locality: Locality | None = None
     ownership: str | None = None
     metadata_only: bool = False
+    removal_expected: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvoffload_async.errors import TierError
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import JobId, OffloadKey
 
 BlockFailures = Mapping[int, TierError]
@@ -47,7 +48,8 @@ class ProbeAnswered:
 class BlocksAppeared:
     """A tier found blocks that it holds, at its start or later."""
 
-    keys: tuple[OffloadKey, ...]
+    keys: tuple[OffloadKey, ...] | KeyMap
+    """A `KeyMap`, whatever its integers, is the index's from now on."""
 
 
 @dataclass(frozen=True, slots=True)

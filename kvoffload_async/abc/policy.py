@@ -1,7 +1,11 @@
 """The contract of a cache policy: which blocks leave the primary tier, or a bounded secondary.
 
-A policy ranks keys; it knows no slots, pins, requests or bytes. Everything about a batch is
-atomic: `make_room` either takes its victims or changes nothing at all.
+A policy ranks *slots*, the numbers below its capacity: small integers cost a million blocks no
+object each, and what is known of a slot goes into an array. It knows no pins, requests or bytes,
+and of keys only what it is told when one is admitted. Everything about a batch is atomic:
+`make_room` either takes its victims or changes nothing at all.
+
+Who has keys and no slots wraps a policy into a `KeyRanking`.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ from kvoffload_async.types import OffloadKey
 
 
 class CachePolicy(ABC):
-    """Ranks the resident keys of a cache with `capacity_blocks` places.
+    """Ranks the occupied slots of a cache with `capacity_blocks` of them, numbered from 0.
 
-    Guaranteed by the caller: keys are admitted at most once while resident; `make_room` precedes
-    the `admit` of the same keys within one operation; one thread at a time.
+    Guaranteed by the caller: `admit` names free slots and absent keys, `access` and `discard`
+    occupied slots, none of them twice; `make_room` precedes the `admit` of the same keys within one
+    operation; one thread at a time.
 
     The implementation is responsible for: atomicity of `make_room`; amortised cost that does not
-    grow with the cache; bounded memory (ghosts included).
+    grow with the cache; bounded memory (what it keeps of keys that left included). At a million
+    blocks, nothing a block that the garbage collector walks: no set, `OrderedDict` or object of its
+    own kind, but arrays by slot and the structures in `kvoffload_async.tables`.
 
     Thread: owner.
     """
@@ -37,51 +44,51 @@ class CachePolicy(ABC):
         self,
         incoming: Sequence[OffloadKey],
         count: int,
-        is_evictable: Callable[[OffloadKey], bool],
-    ) -> list[OffloadKey] | None:
-        """Choose and remove `count` resident keys so that `incoming` can be admitted.
+        is_evictable: Callable[[int], bool],
+    ) -> list[int] | None:
+        """Choose and give up `count` slots so that `incoming` can be admitted.
 
         Args:
             incoming: The absent keys that will be admitted next, in order, without duplicates;
-                at least `count` of them. A policy with ghosts adapts to them here.
+                at least `count` of them. A policy that remembers who left adapts to them here.
             count: How many victims; may be 0, and then only adaptation happens.
-            is_evictable: Whether a resident key may go now (neither pinned, nor being written,
-                nor protected by the operation). Constant during the call.
+            is_evictable: Whether the block in a slot may go now (neither pinned, nor being
+                written, nor protected by the operation). Constant during the call.
 
         Returns:
-            The victims in the order of eviction, no longer resident, or None if there are not
-            that many evictable keys: then nothing has changed.
+            The victims' slots in the order of eviction, free now, or None if there are not that
+            many evictable ones: then nothing has changed.
         """
 
     @abstractmethod
-    def admit(self, keys: Iterable[OffloadKey]) -> None:
-        """Make absent keys resident, the last one most recent."""
+    def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Occupy free slots with absent keys, one each; the last one is the most recent."""
 
     @abstractmethod
-    def access(self, keys: Sequence[OffloadKey], reused: Callable[[OffloadKey], bool]) -> None:
+    def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
         """Commit one request's logical accesses, ordered from the prompt's head to its tail.
 
-        Applied tail first, so that the head ends most recent: a prefix cache can use only a
-        contiguous head, so tails must go before heads. Keys that are not resident are ignored.
+        To be applied tail first, so that the head ends most recent: a prefix cache can use only a
+        contiguous head, so tails must go before heads.
 
         Args:
-            keys: Without duplicates.
-            reused: Whether the request found the key (a hit, which counts towards frequency) or
-                stored it (its admission counted already, so it only moves).
+            slots: Where the blocks lie that the request used and that are still resident.
+            reused: Parallel: whether the request found the block (a hit, which counts towards
+                frequency) or stored it (its admission counted already, so it only moves).
         """
 
     @abstractmethod
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget resident keys whose write failed, or which vanished; they leave no ghost."""
+    def discard(self, slots: Sequence[int]) -> None:
+        """Free slots whose write failed, or whose block vanished; they leave no trace."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, ghosts and adaptation included."""
+        """Forget everything, adaptation included."""
 
     @abstractmethod
-    def resident(self) -> Iterable[OffloadKey]:
-        """Return every resident key, the best victim first. For laws and inspection."""
+    def resident(self) -> Iterable[int]:
+        """Return every occupied slot, the best victim first. For invariants and inspection."""
 
     def violations(self) -> Iterable[str]:
-        """Return which invariants of the policy's own do not hold, in words. For laws."""
+        """Return which invariants of the policy's own do not hold, in words. For inspection."""
         return ()

@@ -39,6 +39,9 @@ class TierCapabilities:
         request_level: It wants every block of a request, prefix hits included.
         medium: Where its blocks lie.
         locality: How far away that is.
+        announces_removals: Every block that it stored or announced is announced as evicted when
+            it goes, whoever removed it, sooner or later. Consumers of events may then keep
+            metadata of a block until its removal. Leave it False for a tier without a bound.
     """
 
     exclusive: bool
@@ -46,6 +49,7 @@ class TierCapabilities:
     request_level: bool = False
     medium: Medium = Medium.STORAGE
     locality: Locality = Locality.LOCAL
+    announces_removals: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,11 @@ class TierEnvironment(Protocol):
     def identity(self) -> KVIdentity: ...
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Announce blocks that can be loaded though this run did not store them."""
+        """Announce blocks that can be loaded though this run did not store them.
+
+        The owner takes them in step by step. While the tier opens it waits for all of them; a tier
+        with millions then gives a `KeyMap` of its own making away, which needs no taking in.
+        """
         ...
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:

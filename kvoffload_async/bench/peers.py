@@ -9,7 +9,7 @@ from kvoffload_async.bench.contender import Contender
 from kvoffload_async.bench.places import Place
 from kvoffload_async.config import nearest, reject_unknown
 from kvoffload_async.errors import InputError
-from kvoffload_async.factory import load_class
+from kvoffload_async.registry import load_class
 
 
 class Entry(NamedTuple):

@@ -11,13 +11,13 @@ from kvoffload_async.bench.contender import UnfitError
 from kvoffload_async.bench.places import Place
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
-from kvoffload_async.facade.factory import (
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_factory import (
     SecondaryTierFactory,
     accepted_options,
     constructor_parameters,
 )
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.factory import load_class
+from kvoffload_async.registry import load_class
 from kvoffload_async.types import (
     BlockIds,
     JobMetadata,

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.factory import (
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_factory import (
     SecondaryTierFactory,
     accepted_options,
     constructor_parameters,
 )
-from kvoffload_async.facade.secondary import SecondaryTierManager
 
 REQUIRED = inspect.Parameter.empty
 

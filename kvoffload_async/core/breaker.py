@@ -17,6 +17,8 @@ class BreakerState(enum.Enum):
     OPEN = enum.auto()
     HALF_OPEN = enum.auto()
 
+    __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
+
 
 class BreakerEvent(enum.Enum):
     """What a tier's jobs tell."""
@@ -24,6 +26,8 @@ class BreakerEvent(enum.Enum):
     TRIED = enum.auto()
     WORKED = enum.auto()
     FAULTED = enum.auto()
+
+    __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
 
 
 @dataclass(frozen=True, slots=True)

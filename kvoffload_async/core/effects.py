@@ -1,4 +1,4 @@
-"""What the core asks the outside to do: imperative, handed out in batches, executed in order."""
+"""What the owner asks of a tier: imperative, executed in order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvoffload_async.types import JobMetadata, OffloadKey, ReqContext
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Run a job on the port's tier."""
+    """Run a job."""
 
     job: JobMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class StartProbe:
-    """Ask the port's tier which of these blocks it has."""
+    """Find out which of these blocks the tier has."""
 
     generation: int
     keys: tuple[OffloadKey, ...]
@@ -24,28 +24,16 @@ class StartProbe:
 
 @dataclass(frozen=True, slots=True)
 class TouchBlocks:
-    """Tell the port's tier that blocks were used, head to tail."""
+    """Learn that blocks were used, head to tail."""
 
     keys: tuple[OffloadKey, ...]
 
 
-PortEffect = StartJob | StartProbe | TouchBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitJob:
-    """Submit a job to a tier, by its position in the configured order."""
-
-    tier: int
-    job: JobMetadata
-
-
 @dataclass(frozen=True, slots=True)
 class FinishRequest:
-    """Tell a tier that nothing more will be submitted for a request."""
+    """Learn that no job follows for a request; only for a tier with an index of its own."""
 
-    tier: int
     ctx: ReqContext
 
 
-EngineEffect = SubmitJob | FinishRequest
+TierEffect = StartJob | StartProbe | TouchBlocks | FinishRequest

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 from kvoffload_async.types import Locality, Medium, OffloadingEvent, OffloadKey
 
 
+class _Entry(NamedTuple):
+    keys: Sequence[OffloadKey]
+    removed: bool
+    metadata_only: bool
+
+
 class EventLog:
-    """Collects events for one medium; drops the oldest ones when nobody reads them."""
+    """Collects events for one medium; drops the oldest ones when nobody reads them.
+
+    Attributes:
+        ownership: See `OffloadingEvent`; applies to events that are taken from now on.
+        dropped: Events that were dropped.
+    """
 
     def __init__(
         self,
@@ -18,33 +29,53 @@ class EventLog:
         locality: Locality | None = None,
         *,
         enabled: bool,
+        ownership: str | None = None,
+        announces_removals: bool = False,
+        remembers: bool = False,
         bound: int = 65_536,
     ) -> None:
+        """Start empty.
+
+        Args:
+            medium: Where the blocks are.
+            locality: How far away that is.
+            enabled: Whether events are collected at all.
+            ownership: See the class.
+            announces_removals: Whether the removal of every stored block will be added.
+            remembers: Remember which blocks are announced, so that each is announced as stored
+                once until its removal, and as removed once. Takes a dictionary entry per block.
+            bound: Events kept.
+        """
+        self.ownership = ownership
+        self.dropped = 0
         self._medium = medium
         self._locality = locality
         self._enabled = enabled
+        self._announces_removals = announces_removals
+        self._announced: dict[OffloadKey, int] | None = {} if enabled and remembers else None
+        self._epoch = 0
         self._bound = bound
-        self._events: deque[OffloadingEvent] = deque()
-        self.dropped = 0
+        self._entries: deque[_Entry] = deque()
 
     def add(
         self, keys: Collection[OffloadKey], *, removed: bool, metadata_only: bool = False
     ) -> None:
         """Append one event; an empty one is left out."""
-        if not self._enabled or not keys:
+        if not self._enabled:
             return
-        if len(self._events) == self._bound:
-            self._events.popleft()
+        news: Sequence[OffloadKey] = tuple(keys)
+        if self._announced is not None:
+            news = self._changed(news, self._announced, removed=removed)
+        if not news:
+            return
+        if len(self._entries) == self._bound:
+            self._entries.popleft()
             self.dropped += 1
-        self._events.append(
-            OffloadingEvent(
-                tuple(keys),
-                self._medium,
-                removed,
-                locality=self._locality,
-                metadata_only=metadata_only,
-            )
-        )
+        self._entries.append(_Entry(news, removed, metadata_only))
+
+    def announce_anew(self) -> None:
+        """Announce announced blocks once more when they are stored again: consumers forgot them."""
+        self._epoch += 1
 
     def take(self, is_allocated: Callable[[OffloadKey], bool]) -> Iterator[OffloadingEvent]:
         """Detach what has been collected and return it, oldest first.
@@ -52,19 +83,39 @@ class EventLog:
         The batch is detached before anything is yielded, so that an iterator consumed in part
         cannot replay. A metadata-only removal loses the keys that have been allocated anew.
         """
-        batch, self._events = self._events, deque()
-        return iter(self._current(batch, is_allocated))
+        batch, self._entries = self._entries, deque()
+        return iter(self._events(batch, is_allocated))
 
-    @staticmethod
-    def _current(
-        batch: Collection[OffloadingEvent], is_allocated: Callable[[OffloadKey], bool]
+    def _changed(
+        self, keys: Sequence[OffloadKey], announced: dict[OffloadKey, int], *, removed: bool
+    ) -> Sequence[OffloadKey]:
+        """Take over which blocks are announced; return those for which that is new."""
+        epoch = self._epoch
+        if removed:
+            return [key for key in keys if announced.pop(key, None) is not None]
+        news = [key for key in keys if announced.get(key) != epoch]
+        announced.update(dict.fromkeys(news, epoch))
+        return news
+
+    def _events(
+        self, batch: Collection[_Entry], is_allocated: Callable[[OffloadKey], bool]
     ) -> Sequence[OffloadingEvent]:
-        current = []
-        for event in batch:
-            if event.metadata_only:
-                keys = tuple(key for key in event.keys if not is_allocated(key))
-                if not keys:
+        events = []
+        for keys, removed, metadata_only in batch:
+            current = keys
+            if metadata_only:
+                current = tuple(key for key in keys if not is_allocated(key))
+                if not current:
                     continue
-                event = replace(event, keys=keys)  # noqa: PLW2901 - the narrowed event
-            current.append(event)
-        return current
+            events.append(
+                OffloadingEvent(
+                    current,
+                    self._medium,
+                    removed,
+                    locality=self._locality,
+                    ownership=self.ownership,
+                    metadata_only=metadata_only,
+                    removal_expected=self._announces_removals and not removed,
+                )
+            )
+        return events

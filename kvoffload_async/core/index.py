@@ -6,12 +6,13 @@ batched existence probe for the keys that are new in a step, shared between requ
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
+from typing import Final
 
 from kvoffload_async.core.effects import StartProbe
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import LookupResult, OffloadKey
 
 
@@ -26,11 +27,11 @@ class KeyIndex(ABC):
         """Return HIT, MISS or RETRY."""
 
     @abstractmethod
-    def appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Blocks were stored, or found."""
+    def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
+        """Blocks were stored, or found; a `KeyMap` may be kept."""
 
     @abstractmethod
-    def vanished(self, keys: Iterable[OffloadKey], *, surely: bool) -> None:
+    def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Blocks are gone (`surely`), or could not be loaded for a reason that may pass."""
 
     def next_probe(self) -> StartProbe | None:
@@ -52,44 +53,41 @@ class KeyIndex(ABC):
 
 
 class ExactIndex(KeyIndex):
-    """The contents of a tier that nobody else changes."""
+    """The contents of a tier that nobody else changes.
+
+    Bytes a block: 38 at a million and 30 at ten, up to twice that once blocks have come and gone;
+    and 69 for a key of 36, unless it is the object that the primary has too.
+    """
 
     def __init__(self) -> None:
-        self._present: set[OffloadKey] = set()
+        self._present = KeyMap()
 
     def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
         """Return HIT or MISS."""
-        return LookupResult.HIT if key in self._present else LookupResult.MISS
+        return LookupResult.MISS if self._present.get(key) is None else LookupResult.HIT
 
-    def appeared(self, keys: Iterable[OffloadKey]) -> None:
+    def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Add keys."""
-        self._present.update(keys)
+        if isinstance(keys, KeyMap):
+            keys.merge(self._present)  # what is known so far is little: a tier tells all at once
+            self._present = keys
+        else:
+            self._present.update(keys, repeat(0))
 
-    def vanished(self, keys: Iterable[OffloadKey], *, surely: bool) -> None:
+    def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Drop keys that are surely gone; the others may well load next time."""
         if surely:
-            self._present.difference_update(keys)
+            self._present.discard(keys)
 
     def __len__(self) -> int:
         return len(self._present)
 
 
-class _Phase(enum.Enum):
-    PENDING = enum.auto()
-    IN_FLIGHT = enum.auto()
-    RESOLVED = enum.auto()
+_PENDING, _IN_FLIGHT, _ABSENT, _PRESENT = range(4)
+_PHASES: Final = 4
+"""A verdict is one integer: the phase, and `_PHASES` more for each request that asked."""
 
-
-class _Probe:
-    """What is known of one key, and for which requests."""
-
-    __slots__ = ("generation", "phase", "present", "requests")
-
-    def __init__(self) -> None:
-        self.phase = _Phase.PENDING
-        self.generation = 0
-        self.present = False
-        self.requests: set[str] = set()
+_ANSWERS: Final = (LookupResult.RETRY, LookupResult.RETRY, LookupResult.MISS, LookupResult.HIT)
 
 
 class ProbedIndex(KeyIndex):
@@ -109,32 +107,31 @@ class ProbedIndex(KeyIndex):
         """
         self._concurrent_probes = concurrent_probes
         self._keys_per_probe = keys_per_probe
-        self._probes: dict[OffloadKey, _Probe] = {}
-        self._by_request: dict[str, set[OffloadKey]] = {}
+        self._verdicts = KeyMap()
+        self._by_request: dict[str, dict[OffloadKey, None]] = {}
         self._pending: dict[OffloadKey, None] = {}
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
     def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
         """Return HIT, MISS, or RETRY while a probe is queued or under way."""
-        probe = self._probes.get(key)
-        if probe is None:
-            probe = self._probes[key] = _Probe()
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = _PENDING
             self._pending[key] = None
-        if req_id not in probe.requests:
-            probe.requests.add(req_id)
-            self._by_request.setdefault(req_id, set()).add(key)
-        if probe.phase is not _Phase.RESOLVED:
-            return LookupResult.RETRY
-        return LookupResult.HIT if probe.present else LookupResult.MISS
+        asked = self._by_request.setdefault(req_id, {})
+        if key not in asked:
+            asked[key] = None
+            self._verdicts.set(key, verdict + _PHASES)
+        return _ANSWERS[verdict % _PHASES]
 
-    def appeared(self, keys: Iterable[OffloadKey]) -> None:
+    def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Flip the verdicts that live requests hold to present."""
-        self._flip(keys, present=True)
+        self._flip(tuple(keys), _PRESENT)
 
-    def vanished(self, keys: Iterable[OffloadKey], *, surely: bool) -> None:
+    def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Flip the verdicts that live requests hold to absent, so that none asks for ever."""
-        self._flip(keys, present=False)
+        self._flip(keys, _ABSENT)
 
     def next_probe(self) -> StartProbe | None:
         """Batch the queued keys, unless as many probes are in flight as may be."""
@@ -144,29 +141,23 @@ class ProbedIndex(KeyIndex):
         keys = tuple(islice(self._pending, self._keys_per_probe))
         for key in keys:
             del self._pending[key]
-            probe = self._probes[key]
-            probe.phase = _Phase.IN_FLIGHT
-            probe.generation = self._generation
+        self._enter(keys, _IN_FLIGHT)
         self._in_flight[self._generation] = keys
         return StartProbe(self._generation, keys)
 
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
         """Resolve the keys that were asked in this generation and are still waiting for it."""
-        for key in self._in_flight.pop(generation, ()):
-            probe = self._probes[key]
-            probe.phase = _Phase.RESOLVED
-            probe.present = key in present
-            if not probe.requests:
-                del self._probes[key]
+        keys = self._in_flight.pop(generation, ())
+        self._enter([key for key in keys if key in present], _PRESENT)
+        self._enter([key for key in keys if key not in present], _ABSENT)
+        self._forget_unasked(keys)
 
     def forget_request(self, req_id: str) -> None:
         """Drop the request's share of every verdict; a probe in flight is kept."""
-        for key in self._by_request.pop(req_id, ()):
-            probe = self._probes[key]
-            probe.requests.discard(req_id)
-            if not probe.requests and probe.phase is not _Phase.IN_FLIGHT:
-                del self._probes[key]
-                self._pending.pop(key, None)
+        keys = list(self._by_request.pop(req_id, ()))
+        for key, verdict in self._known(keys):
+            self._verdicts.set(key, verdict - _PHASES)
+        self._forget_unasked(keys)
 
     @property
     def is_waiting(self) -> bool:
@@ -174,10 +165,25 @@ class ProbedIndex(KeyIndex):
         return bool(self._in_flight) or bool(self._pending)
 
     def __len__(self) -> int:
-        return len(self._probes)
+        return len(self._verdicts)
 
-    def _flip(self, keys: Iterable[OffloadKey], *, present: bool) -> None:
-        for key in keys:
-            probe = self._probes.get(key)
-            if probe is not None and probe.phase is _Phase.RESOLVED:
-                probe.present = present
+    def _known(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[OffloadKey, int]]:
+        """Yield those of the keys that have a verdict, with it."""
+        for key, verdict in zip(keys, self._verdicts.find(keys), strict=True):
+            if verdict is not None:
+                yield key, verdict
+
+    def _enter(self, keys: Sequence[OffloadKey], phase: int) -> None:
+        for key, verdict in self._known(keys):
+            self._verdicts.set(key, verdict - verdict % _PHASES + phase)
+
+    def _flip(self, keys: Sequence[OffloadKey], phase: int) -> None:
+        resolved = [key for key, verdict in self._known(keys) if verdict % _PHASES >= _ABSENT]
+        self._enter(resolved, phase)
+
+    def _forget_unasked(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget the verdicts that no request holds any more, unless a probe is to bring them."""
+        for key, verdict in self._known(keys):
+            if verdict < _PHASES and verdict != _IN_FLIGHT:
+                self._verdicts.discard([key])
+                self._pending.pop(key, None)

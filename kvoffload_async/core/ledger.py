@@ -11,7 +11,7 @@ untouched. A DISOWNED job has been reported, but its copy still owns its memory 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +28,8 @@ class JobState(enum.Enum):
     DISOWNED = enum.auto()
     SETTLED = enum.auto()
 
+    __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -41,18 +43,28 @@ class JobAbandoned:
     """The owner stopped waiting for the job."""
 
     job_id: JobId
-    error: Exception
+    error: Exception | None
 
 
 JobEvent = Launched | JobSettled | JobOverdue | JobAbandoned
 
 
-class _Record:
-    __slots__ = ("job", "state")
+class JobRecord:
+    """One job.
+
+    Attributes:
+        job: The job.
+        state: Where it stands.
+        holds_slots: What a disowned job keeps: its slots; else (a cascade, before a reset of the
+            primary) the pins of its keys.
+    """
+
+    __slots__ = ("holds_slots", "job", "state")
 
     def __init__(self, job: JobMetadata) -> None:
         self.job = job
         self.state = JobState.QUEUED
+        self.holds_slots = job.is_promotion
 
 
 def refused(job: JobMetadata, error: Exception) -> JobResult:
@@ -60,12 +72,7 @@ def refused(job: JobMetadata, error: Exception) -> JobResult:
     return JobResult(job.job_id, success=False, error=error)
 
 
-_Handler = Callable[["Ledger", _Record, JobEvent], None]
-
-
-def abandoned(job: JobMetadata, error: Exception) -> JobResult:
-    """Return the result of a job whose tier went away without reporting it."""
-    return JobResult(job.job_id, success=False, error=error, disowned=True)
+_Handler = Callable[["Ledger", JobRecord, JobEvent], JobResult | None]
 
 
 class Ledger:
@@ -77,10 +84,10 @@ class Ledger:
     def __init__(self, slot_bytes: int) -> None:
         """Start empty; a slot counts as `slot_bytes` in a result's bytes."""
         self._slot_bytes = slot_bytes
-        self._records: dict[JobId, _Record] = {}
+        self._records: dict[JobId, JobRecord] = {}
         self._unfinished = 0
-        self._finished: list[JobResult] = []
-        self._released: list[JobId] = []
+        self._ended: list[tuple[JobMetadata, JobResult]] = []
+        self._released: list[JobRecord] = []
 
     def accept(self, job: JobMetadata) -> bool:
         """Take a job on: from now on it gets exactly one result.
@@ -90,18 +97,18 @@ class Ledger:
         """
         if job.job_id in self._records:
             duplicate = StateError(f"job id {job.job_id} is in use; job ids are never reused")
-            self._finished.append(refused(job, duplicate))
+            self._ended.append((job, refused(job, duplicate)))
             return False
-        self._records[job.job_id] = _Record(job)
+        self._records[job.job_id] = JobRecord(job)
         self._unfinished += 1
         return True
 
-    def refuse(self, job: JobMetadata, error: Exception) -> None:
-        """Answer a job at once with a failure; it is never run."""
-        self._finished.append(refused(job, error))
-
-    def handle(self, event: JobEvent) -> JobMetadata:
+    def handle(self, event: JobEvent, given: JobResult | None = None) -> JobMetadata:
         """Apply an event to its job; return the job.
+
+        Args:
+            event: What happened.
+            given: The job's result, where the tier has made it itself.
 
         Raises:
             IllegalTransitionError: The event cannot happen in the job's state.
@@ -112,20 +119,23 @@ class Ledger:
         handler = self.TRANSITIONS[record.state, type(event)]
         if handler is None:
             raise IllegalTransitionError(f"{event!r}: the job is {record.state.name}")
-        handler(self, record, event)
+        result = handler(self, record, event)
+        if result is not None:
+            self._unfinished -= 1
+            self._ended.append((record.job, given or result))
         return record.job
 
-    def take_results(self) -> list[JobResult]:
-        """Detach the results that have not been taken yet, oldest first."""
-        results, self._finished = self._finished, []
-        for result in results:
-            record = self._records.get(result.job_id)
+    def take_ended(self) -> list[tuple[JobMetadata, JobResult]]:
+        """Detach the jobs whose result has not been taken yet, with it, oldest first."""
+        ended, self._ended = self._ended, []
+        for job, _ in ended:
+            record = self._records.get(job.job_id)
             if record is not None and record.state is JobState.SETTLED:
-                del self._records[result.job_id]
-        return results
+                del self._records[job.job_id]
+        return ended
 
-    def take_released(self) -> list[JobId]:
-        """Detach the ids of the disowned jobs whose copies have ended since the last call."""
+    def take_released(self) -> list[JobRecord]:
+        """Detach the disowned jobs whose copies have ended since the last call."""
         released, self._released = self._released, []
         return released
 
@@ -135,9 +145,14 @@ class Ledger:
         return self._unfinished
 
     @property
-    def has_results(self) -> bool:
-        """Whether `take_results` would return anything."""
-        return bool(self._finished)
+    def has_ended(self) -> bool:
+        """Whether `take_ended` would return anything."""
+        return bool(self._ended)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_ended` or `take_released` would return anything."""
+        return bool(self._ended or self._released)
 
     def ids_in(self, *states: JobState) -> list[JobId]:
         """Return the jobs in any of these states, oldest first."""
@@ -148,12 +163,25 @@ class Ledger:
         record = self._records.get(job_id)
         return None if record is None else record.state
 
+    def unreported(self) -> Iterator[JobMetadata]:
+        """Iterate over the jobs whose result has not been taken."""
+        for record in self._records.values():
+            if record.state in (JobState.QUEUED, JobState.FLYING):
+                yield record.job
+        yield from (job for job, _ in self._ended)
+
+    def disowned(self) -> Iterator[JobRecord]:
+        """Iterate over the jobs whose result was taken, and whose release was not."""
+        ended = {job.job_id for job, _ in self._ended}
+        late = [r for r in self._records.values() if r.state is JobState.DISOWNED]
+        yield from (r for r in (*self._released, *late) if r.job.job_id not in ended)
+
     # -- transitions ----------------------------------------------------------------------------
 
-    def _launch(self, record: _Record, _event: JobEvent) -> None:
+    def _launch(self, record: JobRecord, _event: JobEvent) -> None:
         record.state = JobState.FLYING
 
-    def _settle(self, record: _Record, event: JobEvent) -> None:
+    def _settle(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobSettled)  # noqa: S101 - for the type checker; see TRANSITIONS
         record.state = JobState.SETTLED
         job = record.job
@@ -163,39 +191,33 @@ class Ledger:
         if error is None and failures:
             error = failures[min(failures)]
             landed = (key for i, key in enumerate(job.keys) if i not in failures)
-        self._report(
-            JobResult(
-                job.job_id,
-                success=error is None,
-                successful_keys=frozenset(landed) if error else None,
-                transfer_time=event.seconds,
-                transfer_bytes=(len(job.keys) - len(failures)) * self._slot_bytes
-                if event.job_error is None
-                else 0,
-                error=error,
-            )
+        return JobResult(
+            job.job_id,
+            success=error is None,
+            successful_keys=frozenset(landed) if error else None,
+            transfer_time=event.seconds,
+            transfer_bytes=(len(job.keys) - len(failures)) * self._slot_bytes
+            if event.job_error is None
+            else 0,
+            error=error,
         )
 
-    def _disown(self, record: _Record, event: JobEvent) -> None:
+    def _disown(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobOverdue | JobAbandoned)  # noqa: S101 - see _settle
         record.state = JobState.DISOWNED
-        self._report(JobResult(event.job_id, success=False, error=event.error, disowned=True))
+        return JobResult(event.job_id, success=False, error=event.error, disowned=True)
 
-    def _give_up(self, record: _Record, event: JobEvent) -> None:
+    def _give_up(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobAbandoned)  # noqa: S101 - see _settle
         record.state = JobState.SETTLED
-        self._report(JobResult(event.job_id, success=False, error=event.error))
+        return JobResult(event.job_id, success=False, error=event.error)
 
-    def _release(self, record: _Record, event: JobEvent) -> None:
-        del self._records[record.job.job_id]
-        self._released.append(event.job_id)
+    def _release(self, record: JobRecord, event: JobEvent) -> None:
+        del self._records[event.job_id]
+        self._released.append(record)
 
-    def _stay(self, _record: _Record, _event: JobEvent) -> None:
+    def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
         """Nothing: the job's result has been given already."""
-
-    def _report(self, result: JobResult) -> None:
-        self._unfinished -= 1
-        self._finished.append(result)
 
     # Total: every state meets every event; None marks what cannot happen.
     TRANSITIONS: ClassVar[dict[tuple[JobState, type[JobEvent]], _Handler | None]] = {

@@ -31,7 +31,7 @@ class Promotions:
         return self._in_flight + self._held
 
     def unflushed(self) -> Iterator[tuple[OffloadKey, int]]:
-        """Iterate over (key, slot) of this step's reservations. For laws and inspection."""
+        """Iterate over (key, slot) of this step's reservations. For invariants and inspection."""
         for _, keys, slots in self._batches.values():
             yield from zip(keys, slots, strict=True)
 

@@ -6,9 +6,8 @@ transfers end, and lets the tail of a prompt go before its head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey, ReqContext
 
@@ -16,8 +15,15 @@ from kvoffload_async.types import OffloadKey, ReqContext
 class RecencyLog:
     """Logical accesses of the live requests."""
 
-    def __init__(self, policy: CachePolicy) -> None:
-        self._policy = policy
+    def __init__(
+        self, rank: Callable[[Sequence[OffloadKey], Callable[[OffloadKey], bool]], None]
+    ) -> None:
+        """Start empty.
+
+        Args:
+            rank: Takes what a request used, head to tail, and whether it found a key or stored it.
+        """
+        self._rank = rank
         self._accesses: dict[str, dict[OffloadKey, bool]] = {}
 
     def open(self, ctx: ReqContext) -> None:
@@ -43,8 +49,11 @@ class RecencyLog:
         accesses = self._accesses.get(ctx.req_id)
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
-        for key in keys:
-            accesses.setdefault(key, reused)
+        if accesses:
+            for key in keys:
+                accesses.setdefault(key, reused)
+        else:
+            accesses.update(dict.fromkeys(keys, reused))
 
     def commit(self, ctx: ReqContext) -> None:
         """End a request: rank what it used.
@@ -55,10 +64,12 @@ class RecencyLog:
         accesses = self._accesses.pop(ctx.req_id, None)
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
-        last = max(ctx.key_positions.values(), default=0) + 1
         positions = ctx.key_positions
-        ordered = sorted(accesses, key=lambda key: positions.get(key, last))
-        self._policy.access(ordered, accesses.__getitem__)
+        ordered = list(accesses)
+        if positions:
+            last = max(positions.values()) + 1
+            ordered.sort(key=lambda key: positions.get(key, last))
+        self._rank(ordered, accesses.__getitem__)
 
     def live_requests(self) -> set[str]:
         """Return the ids of the live requests."""

@@ -1,4 +1,4 @@
-"""What the engine remembers of one live request."""
+"""What the planner remembers of one live request."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import InvariantError
+from kvoffload_async.tables.free import FreeNumbers
 
 _FREE, _TAKEN, _HELD = range(3)
 
@@ -22,14 +23,13 @@ class SlotPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._states = bytearray(num_slots)
-        self._never_used = 0
-        self._returned: list[int] = []
+        self._free = FreeNumbers(num_slots)
         self._holds: dict[int, int] = {}
 
     @property
     def free_count(self) -> int:
         """Slots that `allocate` can hand out."""
-        return self.num_slots - self._never_used + len(self._returned)
+        return self._free.count
 
     @property
     def held_count(self) -> int:
@@ -42,25 +42,22 @@ class SlotPool:
         Raises:
             InvariantError: Fewer are free.
         """
-        if count > self.free_count:
-            raise InvariantError(f"{count} slots asked for, {self.free_count} free")
-        fresh = min(count, self.num_slots - self._never_used)
-        slots = list(range(self._never_used, self._never_used + fresh))
-        self._never_used += fresh
-        if count > fresh:
-            cut = len(self._returned) - (count - fresh)
-            slots += reversed(self._returned[cut:])
-            del self._returned[cut:]
+        if count > self._free.count:
+            raise InvariantError(f"{count} slots asked for, {self._free.count} free")
+        slots = self._free.take(count)
+        states = self._states
         for slot in slots:
-            self._states[slot] = _TAKEN
+            states[slot] = _TAKEN
         return slots
 
-    def free(self, slots: Iterable[int]) -> None:
+    def free(self, slots: Sequence[int]) -> None:
         """Give taken slots back."""
+        states = self._states
         for slot in slots:
-            self._expect(slot, _TAKEN)
-            self._states[slot] = _FREE
-            self._returned.append(slot)
+            if states[slot] != _TAKEN:  # asked here: a call a slot takes longer than the rest
+                self._expect(slot, _TAKEN)
+            states[slot] = _FREE
+        self._free.give_back(slots)
 
     def hold(self, slots: Iterable[int]) -> None:
         """Keep taken slots from everybody until `release`."""
@@ -77,7 +74,7 @@ class SlotPool:
             if not self._holds[slot]:
                 del self._holds[slot]
                 self._states[slot] = _FREE
-                self._returned.append(slot)
+                self._free.give_back([slot])
 
     def reset(self, still_touched: Iterable[int]) -> None:
         """Free every slot but the held ones and `still_touched`, each entry one more hold."""
@@ -86,15 +83,15 @@ class SlotPool:
         self._states = bytearray(self.num_slots)
         for slot in self._holds:
             self._states[slot] = _HELD
-        self._never_used = self.num_slots
-        self._returned = [s for s in reversed(range(self.num_slots)) if s not in self._holds]
+        every = reversed(range(self.num_slots))
+        self._free.reset(slot for slot in every if slot not in self._holds)
 
     def free_slots(self) -> list[int]:
-        """Return the free slots. For laws and inspection."""
-        return [*range(self._never_used, self.num_slots), *self._returned]
+        """Return the free slots. For invariants and inspection."""
+        return list(self._free)
 
     def held_slots(self) -> list[int]:
-        """Return the held slots. For laws and inspection."""
+        """Return the held slots. For invariants and inspection."""
         return list(self._holds)
 
     def _expect(self, slot: int, state: int) -> None:

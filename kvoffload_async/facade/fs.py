@@ -31,7 +31,7 @@ from kvoffload_async.facade.storage import (
     parse_directory,
     parse_run_config,
 )
-from kvoffload_async.factory import check_policy, create_policy
+from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.space import SpaceSettings

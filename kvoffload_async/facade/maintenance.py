@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.errors import ConfigError, InputError
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 
 
 async def find_stores(directory: str | Path) -> list[StoreMaintenance]:

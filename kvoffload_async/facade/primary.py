@@ -8,7 +8,7 @@ from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
-from kvoffload_async.factory import create_policy
+from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -56,15 +56,17 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks: {num_blocks} is not valid; it must be at least 1")
-        admission = AdmissionFilter(store_threshold, max_tracker_size)
+        admission = None
+        if store_threshold > 1:
+            admission = AdmissionFilter(store_threshold, max_tracker_size)
         self.core = Primary(
             num_blocks,
             create_policy(cache_policy, num_blocks),
             accept_prefix=accept_prefix,
-            admission=admission if store_threshold > 1 else None,
+            admission=admission,
             enable_events=enable_events,
         )
-        """The accounting itself. For the composing manager, laws and inspection."""
+        """The accounting itself. For the composing manager, invariants and inspection."""
         self._buffer = buffer
         self._closed = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final, TypedDict
@@ -22,11 +23,10 @@ from kvoffload_async.config import (
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
-from kvoffload_async.core.port import TierPort
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.storage import completed, config_of
-from kvoffload_async.runtime.bridge import Bridge, TierLink
-from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.types import (
     JobId,
@@ -44,6 +44,9 @@ from kvoffload_async.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_KEYS_A_STEP: Final = 4096
+"""How many keys that a tier announces the owner takes in at once: about a millisecond's worth."""
 
 
 class TierOptions(TypedDict, total=False):
@@ -92,6 +95,12 @@ def read_threads(wanted: int | None) -> int:
     return suitable_threads() - 1 if wanted is None else wanted
 
 
+def owner_name(tier_type: str, seen: Counter[str]) -> str:
+    """Return the name that a tier's events carry, unique among tiers that share `seen`."""
+    seen[tier_type] += 1
+    return tier_type if seen[tier_type] == 1 else f"{tier_type}-{seen[tier_type]}"
+
+
 class SecondaryTierManager:
     """One secondary tier, as a scheduler sees it: submit jobs, poll for results.
 
@@ -105,6 +114,7 @@ class SecondaryTierManager:
         medium: Where its blocks lie.
         locality: How far away that is.
         backpressure_detector: Spares the tier some cascades when it is slow, or None.
+        tier_state: What the owner knows of the tier. A `TieringOffloadingManager` drives it itself.
     """
 
     def __init__(
@@ -189,8 +199,25 @@ class SecondaryTierManager:
             if tier.capabilities.exclusive
             else ProbedIndex(tier.bounds.concurrent_probes)
         )
-        events = EventLog(self.medium, self.locality, enabled=enable_kv_events)
-        self._port = TierPort(index, shape[1], events)
+        capabilities = tier.capabilities
+        self._events = EventLog(
+            self.medium,
+            self.locality,
+            enabled=enable_kv_events,
+            ownership=tier_type,
+            announces_removals=capabilities.announces_removals,
+            # Else nobody bounds what would be remembered.
+            remembers=capabilities.exclusive or capabilities.announces_removals,
+        )
+        self.tier_state = TierState(
+            tier_type,
+            index,
+            shape[1],
+            self._events,
+            medium=self.medium,
+            locality=self.locality,
+            backpressure=backpressure_detector,
+        )
         shared: Bridge | None = runtime or getattr(offloading_spec, "runtime", None)
         self._host: RuntimeHost | None = None
         if shared is None:
@@ -201,8 +228,7 @@ class SecondaryTierManager:
         """Whether polling hands submitted jobs over; a composing manager does it once a step."""
         self._link = TierLink(
             self._bridge,
-            self._port,
-            tier_type,
+            self.tier_state,
             tier,
             kv_view=self._view,
             pool=self._bridge.create_pool(
@@ -243,15 +269,15 @@ class SecondaryTierManager:
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
-        self._port.index.forget_request(req_context.req_id)
+        self.tier_state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
-        return self._port.lookup(key, req_context.req_id)
+        return self.tier_state.lookup(key, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Note a use of blocks, head to tail."""
-        self._port.touch(keys)
+        self.tier_state.touch(keys)
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -266,44 +292,64 @@ class SecondaryTierManager:
         Raises:
             StateError: Lengths differ.
         """
-        self._port.submit(job_metadata)
+        self.tier_state.submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         """Accept a promotion: its keys are copied into the primary's slots.
 
         Ownership and errors as in `submit_store`.
         """
-        self._port.submit(job_metadata)
+        self.tier_state.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once. Never waits."""
-        if self.flushes_on_poll and self._port.has_effects:
-            self._bridge.flush()
-        if self._link.inbox:
-            self._link.pump()
-        if not self._port.ledger.has_results:
+        self.poll_tier()
+        if not self.tier_state.jobs.has_ended:
             return ()
-        return self._port.take_results()
+        return [result for _, result in self.tier_state.jobs.take_ended()]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the disowned jobs whose copies ended since the last call, each once."""
-        return self._port.take_released()
+        return [record.job.job_id for record in self.tier_state.jobs.take_released()]
+
+    def poll_tier(self) -> None:
+        """Take in what has happened in the tier; with `flushes_on_poll`, hand jobs over first."""
+        if self.flushes_on_poll and self.tier_state.effects:
+            self._bridge.flush()
+        if self._link.inbox:
+            self._link.pump(_KEYS_A_STEP)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: existence probes that it asked for start, and submitted jobs run."""
-        self._port.end_step()
+        self.tier_state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()
 
     def has_pending_work(self) -> bool:
         """Tell whether a job has no result yet, a result waits, or a probe is unanswered."""
         if self._link.inbox:
-            self._link.pump()
-        return self._port.has_pending_work
+            self._link.pump(_KEYS_A_STEP)
+        return bool(self._link.inbox) or self.tier_state.has_pending_work
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
-        return self._port.take_events()
+        return self.tier_state.take_events()
+
+    def announce_anew(self) -> None:
+        """Announce blocks as stored when they are stored again, although they are announced.
+
+        For consumers of events that have been told to forget everything.
+        """
+        self._events.announce_anew()
+
+    @property
+    def ownership(self) -> str | None:
+        """The name that the tier's events carry; by default `tier_type`."""
+        return self._events.ownership
+
+    @ownership.setter
+    def ownership(self, name: str) -> None:
+        self._events.ownership = name
 
     # -- the calls that wait --------------------------------------------------------------------
 
@@ -316,7 +362,7 @@ class SecondaryTierManager:
 
     def abandon_jobs(self) -> Sequence[JobId]:
         """Give up every job that has no result yet: it fails now; return those still running."""
-        return self._port.abandon_rest()
+        return self.tier_state.abandon_rest()
 
     def shutdown(self, timeout: float | None = None) -> CloseReport:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.

@@ -29,7 +29,7 @@ from kvoffload_async.facade.storage import (
     parse_directory,
     parse_run_config,
 )
-from kvoffload_async.factory import check_policy, create_policy
+from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.opening import OnMismatch

@@ -13,15 +13,14 @@ from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.factory import check_policy
-from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.registry import check_policy
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
-from kvoffload_async.runtime.host import RuntimeHost
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch
@@ -300,7 +299,7 @@ class TieringOffloadingSpec(_Spec):
             breaker=BreakerSettings(config.breaker_fault_threshold, config.breaker_retry_s),
             drain_timeout_s=config.drain_timeout_s,
             shutdown_timeout_s=config.shutdown_timeout_s,
-            check_laws=config.check_laws,
+            check_invariants=config.check_invariants,
             clock=self.runtime.runner.now_s,
         )
 

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
-from kvoffload_async.core.effects import EngineEffect, FinishRequest, SubmitJob
-from kvoffload_async.core.engine import Engine, EngineLimits
-from kvoffload_async.core.events import (
-    CacheReset,
-    EngineEvent,
-    JobReleased,
-    JobReported,
-    ResetFlushed,
-    StepBegan,
-    StepEnded,
-)
-from kvoffload_async.core.laws import check_state
-from kvoffload_async.core.ledger import abandoned, refused
-from kvoffload_async.core.tierslot import TierSlot
-from kvoffload_async.errors import (
-    ClosedError,
-    OffloadError,
-    StateError,
-    TierClosedError,
-    TierUnavailableError,
-)
+from kvoffload_async.core.invariants import check_state
+from kvoffload_async.core.planner import Planner, PlannerLimits
+from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.errors import ClosedError, OffloadError, StateError
+from kvoffload_async.facade.foreign import ForeignTier, is_foreign
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -54,7 +40,7 @@ class TieringOffloadingManager(OffloadingManager):
     Thread: owner, the scheduler's. No lock, and none needed.
 
     Attributes:
-        engine: The decisions behind this surface. For laws and inspection.
+        planner: The decisions behind this surface. For invariants and inspection.
         secondary_tiers: In the order of lookup.
     """
 
@@ -70,8 +56,9 @@ class TieringOffloadingManager(OffloadingManager):
         breaker: BreakerSettings | None = None,
         drain_timeout_s: float = 30.0,
         shutdown_timeout_s: float = 30.0,
-        check_laws: bool = False,
+        check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        check_laws: bool | None = None,
     ) -> None:
         """Compose; primary and tiers are owned from now on.
 
@@ -86,8 +73,9 @@ class TieringOffloadingManager(OffloadingManager):
             breaker: When a failing tier is left alone.
             drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
             shutdown_timeout_s: Seconds that `shutdown` waits, a tier.
-            check_laws: Check every invariant at the end of every step; for debugging.
+            check_invariants: Check every invariant at the end of every step; for debugging.
             clock: Monotonic seconds.
+            check_laws: Deprecated: the old name of `check_invariants`.
         """
         self._primary = primary
         self.secondary_tiers = tuple(secondary_tiers)
@@ -95,31 +83,42 @@ class TieringOffloadingManager(OffloadingManager):
         self._clock = clock
         self._drain_timeout_s = drain_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._check_laws = check_laws
+        if check_laws is not None:
+            warnings.warn(
+                "check_laws is called check_invariants now", DeprecationWarning, stacklevel=2
+            )
+        self._check_invariants = check_invariants or bool(check_laws)
         slots = primary.core.num_slots
-        self.engine = Engine(
+        self._sources: list[SecondaryTierManager | ForeignTier] = []
+        self._foreign: dict[int, ForeignTier] = {}
+        self.planner = Planner(
             primary.core,
             [
-                TierSlot(
-                    tier.tier_type,
-                    tier,
-                    Breaker(breaker or BreakerSettings()),
-                    medium=tier.medium,
-                    locality=tier.locality,
-                    backpressure=tier.backpressure_detector,
-                )
-                for tier in self.secondary_tiers
+                self._join(index, Breaker(breaker or BreakerSettings()))
+                for index in range(len(self.secondary_tiers))
             ],
-            EngineLimits(
+            PlannerLimits(
                 promotion_slots=max(1, int(slots * promotion_fraction)),
                 cascade_blocks=max(1, int(slots * cascade_fraction)),
                 deferral_s=deferral_timeout_s,
             ),
         )
+        seen: Counter[str] = Counter()
         for tier in self.secondary_tiers:
             tier.flushes_on_poll = bridge is None
+            tier.ownership = owner_name(tier.tier_type, seen)
         self._polled_this_step = False
         self._closed = False
+
+    @property
+    def engine(self) -> Planner:
+        """Deprecated: the planner's old name."""
+        warnings.warn(
+            "TieringOffloadingManager.engine is called planner now",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.planner
 
     def get_primary_kv_view(self) -> memoryview:
         """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
@@ -130,21 +129,21 @@ class TieringOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; it is REQUEST_LEVEL as soon as one tier wants whole requests."""
         self._ensure_open()
-        if req_context.req_id in self.engine.requests:  # before any tier hears of it
+        if req_context.req_id in self.planner.requests:  # before any tier hears of it
             raise StateError(f"request {req_context.req_id!r} is known already")
         wanting = [
             index
             for index, tier in enumerate(self.secondary_tiers)
             if tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
         ]
-        self.engine.on_new_request(req_context, wanting)
+        self.planner.on_new_request(req_context, wanting)
         policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request. The tiers learn of it once nothing more can be submitted for it."""
-        self.engine.on_request_finished(req_context)
-        self._run(self.engine.take_effects())
+        self.planner.on_request_finished(req_context)
+        self._hand_over()
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -152,16 +151,16 @@ class TieringOffloadingManager(OffloadingManager):
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
         if not self._polled_this_step:
             self._poll()
-        return self.engine.lookup(key, req_context)
+        return self.planner.lookup(key, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        return CPULoadStoreSpec(as_block_ids(self.engine.prepare_load(keys, req_context)))
+        return CPULoadStoreSpec(as_block_ids(self.planner.prepare_load(keys, req_context)))
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.engine.complete_load(keys, req_context)
+        self.planner.complete_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.engine.touch(keys, req_context)
+        self.planner.touch(keys, req_context)
         for tier in self.secondary_tiers:
             tier.touch(keys, req_context)
 
@@ -172,8 +171,8 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if not self._polled_this_step:
             self._poll()
-        output = self.engine.prepare_store(keys, req_context)
-        self._run(self.engine.take_effects())
+        output = self.planner.prepare_store(keys, req_context)
+        self._hand_over()
         return output
 
     def complete_store(
@@ -181,8 +180,8 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         if self._closed:
             return  # a copy that ended after the shutdown: nothing can follow from it
-        self.engine.complete_store(keys, req_context, success=success)
-        self._run(self.engine.take_effects())
+        self.planner.complete_store(keys, req_context, success=success)
+        self._hand_over()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -193,13 +192,14 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
-        self._handle(StepEnded())
+        self.planner.end_step()
+        self._hand_over()
         for tier in self.secondary_tiers:
             tier.on_schedule_end(context)
         if self._bridge is not None:
             self._bridge.flush()
-        if self._check_laws:
-            check_state(self.engine)
+        if self._check_invariants:
+            check_state(self.planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
@@ -209,7 +209,7 @@ class TieringOffloadingManager(OffloadingManager):
         return iter(events)
 
     def has_pending_work(self) -> bool:
-        return self.engine.has_pending_work or any(
+        return self.planner.has_pending_work or any(
             tier.has_pending_work() for tier in self.secondary_tiers
         )
 
@@ -243,10 +243,11 @@ class TieringOffloadingManager(OffloadingManager):
                 tier.abandon_jobs()
         self._poll()
         self._polled_this_step = False
-        self._handle(CacheReset())
+        self.planner.reset_cache()
+        self._hand_over()
 
     def on_reset_flushed(self) -> None:
-        self._handle(ResetFlushed())
+        self.planner.reset_flushed()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut every tier down, then release the primary's memory; idempotent.
@@ -277,9 +278,9 @@ class TieringOffloadingManager(OffloadingManager):
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
         self._collect()
-        for index, job in list(self.engine.jobs.values()):
-            # Only a tier whose own shutdown failed leaves jobs behind.
-            self._handle(JobReported(index, abandoned(job, TierClosedError("shut down"))))
+        for state in self.planner.tiers:
+            state.abandon_rest()  # only a tier whose own shutdown failed leaves jobs behind
+        self.planner.collect()
         if not errors and not unfinished:
             self._primary.shutdown()
         if errors:
@@ -296,35 +297,29 @@ class TieringOffloadingManager(OffloadingManager):
         """Take in what the tiers have to report. Once a step."""
         self._ensure_open()
         self._polled_this_step = True
-        self._handle(StepBegan(self._clock()))
+        self.planner.begin_step(self._clock())
         self._collect()
 
     def _collect(self) -> None:
-        for index, tier in enumerate(self.secondary_tiers):
-            for result in tier.get_finished_jobs():
-                self._handle(JobReported(index, result))
-            for job_id in tier.get_released_jobs():
-                self._handle(JobReleased(index, job_id))
+        for source in self._sources:
+            source.poll_tier()
+        self.planner.collect()
 
-    def _handle(self, event: EngineEvent) -> None:
-        self._run(self.engine.handle(event))
+    def _hand_over(self) -> None:
+        """Tell foreign tiers now what they are to do; the others wait for the end of the step."""
+        for index, foreign in self._foreign.items():
+            foreign.hand_over()
+            self.planner.collect_from(index)
 
-    def _run(self, effects: tuple[EngineEffect, ...]) -> None:
-        for effect in effects:
-            match effect:
-                case SubmitJob():
-                    self._submit(effect)
-                case FinishRequest(tier, ctx):
-                    self.secondary_tiers[tier].on_request_finished(ctx)
-
-    def _submit(self, effect: SubmitJob) -> None:
-        tier = self.secondary_tiers[effect.tier]
-        try:
-            if effect.job.is_promotion:
-                tier.submit_load(effect.job)
-            else:
-                tier.submit_store(effect.job)
-        except Exception as cause:  # noqa: BLE001 - third-party code; it becomes the job's result
-            error = TierUnavailableError(f"{tier.tier_type} refused the job: {cause}")
-            error.__cause__ = cause
-            self._handle(JobReported(effect.tier, refused(effect.job, error)))
+    def _join(self, index: int, breaker: Breaker) -> TierState:
+        """Return the state of a tier that the planner is to drive."""
+        tier = self.secondary_tiers[index]
+        if is_foreign(tier):
+            foreign = self._foreign[index] = ForeignTier(tier, breaker)
+            self._sources.append(foreign)
+            return foreign.state
+        self._sources.append(tier)
+        state = tier.tier_state
+        state.breaker, state.backpressure = breaker, tier.backpressure_detector
+        state.medium, state.locality = tier.medium, tier.locality
+        return state

@@ -8,15 +8,19 @@ at which T1 is aimed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.tables.arrays import objects, small_integers
+from kvoffload_async.tables.free import FreeNumbers
+from kvoffload_async.tables.keymap import KeyMap
+from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.types import OffloadKey
 
-_Ordered = OrderedDict[OffloadKey, None]
-# Linked, not a plain dict: a dict scanned from its front walks over every key that ever left there.
+_T1, _T2, _B1, _B2 = range(4)
+_NONE = -1
+_GHOSTS_OF = {_T1: _B1, _T2: _B2}
 
 
 class ArcPolicy(CachePolicy):
@@ -31,11 +35,10 @@ class ArcPolicy(CachePolicy):
 
     Always: |T1| + |T2| <= c; |L1| <= c; |L1| + |L2| <= 2c; no key in two lists; 0 <= p <= c.
 
+    Inside, a ghost has a number like a slot has, from c on. Bytes a slot: 51, and with a ghost for
+    each block in the cache about 330.
+
     Attributes:
-        t1: Seen once. This and the others: least recent first, not to be changed from outside.
-        t2: Seen at least twice.
-        b1: Ghosts of `t1`.
-        b2: Ghosts of `t2`.
         p: Target size of `t1`, in blocks and fractions of one.
 
     Thread: owner.
@@ -45,37 +48,66 @@ class ArcPolicy(CachePolicy):
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__(capacity_blocks)
-        self.t1 = _Ordered()
-        self.t2 = _Ordered()
-        self.b1 = _Ordered()
-        self.b2 = _Ordered()
+        self.clear()
+
+    def clear(self) -> None:
+        c = self.capacity_blocks
         self.p = 0.0
+        self._lists = NumberLists(3 * c, 4)
+        self._sizes = [0, 0, 0, 0]
+        self._list_of = small_integers(3 * c)
+        self._keys = objects(3 * c)
+        self._ghosts = KeyMap()
+        self._free_ghosts = FreeNumbers(2 * c, first=c)
+
+    @property
+    def t1(self) -> Sequence[OffloadKey]:
+        """Seen once. This and the others: copies, least recent first. For inspection."""
+        return self._keys_in(_T1)
+
+    @property
+    def t2(self) -> Sequence[OffloadKey]:
+        """Seen at least twice."""
+        return self._keys_in(_T2)
+
+    @property
+    def b1(self) -> Sequence[OffloadKey]:
+        """Ghosts of `t1`."""
+        return self._keys_in(_B1)
+
+    @property
+    def b2(self) -> Sequence[OffloadKey]:
+        """Ghosts of `t2`."""
+        return self._keys_in(_B2)
 
     def make_room(
         self,
         incoming: Sequence[OffloadKey],
         count: int,
-        is_evictable: Callable[[OffloadKey], bool],
-    ) -> list[OffloadKey] | None:
-        l1 = _Rehearsal(self.t1, self.b1, is_evictable)
-        l2 = _Rehearsal(self.t2, self.b2, is_evictable)
+        is_evictable: Callable[[int], bool],
+    ) -> list[int] | None:
+        l1 = _Rehearsal(self._sizes, self._lists, _T1, is_evictable)
+        l2 = _Rehearsal(self._sizes, self._lists, _T2, is_evictable)
         p = self.p
         num_free = len(incoming) - count
-        victims: list[OffloadKey] = []
-        for turn, key in enumerate(incoming):
-            in_b1, in_b2 = l1.is_ghost(key), l2.is_ghost(key)
-            if in_b1:
+        victims: list[int] = []
+        for turn, found in enumerate(self._ghosts.find(incoming)):
+            ghost = _NONE if found is None else found
+            side = None if found is None else l1 if self._list_of[ghost] == _B1 else l2
+            if side is not None and ghost in side.gone:
+                side = None
+            if side is l1:
                 p = min(p + max(1.0, l2.num_ghosts / l1.num_ghosts), self.capacity_blocks)
-            elif in_b2:
+            elif side is l2:
                 p = max(p - max(1.0, l1.num_ghosts / l2.num_ghosts), 0.0)
             if turn >= num_free:
-                t1_first = l1.num_resident > p or (in_b2 and l1.num_resident == p)
+                t1_first = l1.num_resident > p or (side is l2 and l1.num_resident == p)
                 victim = _replace(l1, l2) if t1_first else _replace(l2, l1)
                 if victim is None:
                     return None
                 victims.append(victim)
-            if in_b1 or in_b2:
-                (l1 if in_b1 else l2).take_ghost(key)
+            if side is not None:
+                side.take_ghost(ghost)
                 l2.num_resident += 1
             else:
                 l1.num_resident += 1
@@ -84,102 +116,144 @@ class ArcPolicy(CachePolicy):
                 elif len(l1) + len(l2) > 2 * self.capacity_blocks:
                     l2.drop_ghost()
         self.p = p
-        for key in victims:
-            resident, ghosts = (self.t1, self.b1) if key in self.t1 else (self.t2, self.b2)
-            del resident[key]
-            ghosts[key] = None
+        self._bury(victims)
         return victims
 
-    def admit(self, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            if key in self.b1:
-                del self.b1[key]
-                self.t2[key] = None
-            elif key in self.b2:
-                del self.b2[key]
-                self.t2[key] = None
-            else:
-                self.t1[key] = None
-                len_l1 = len(self.t1) + len(self.b1)
-                if len_l1 > self.capacity_blocks:
-                    self.b1.popitem(last=False)
-                elif len_l1 + len(self.t2) + len(self.b2) > 2 * self.capacity_blocks:
-                    self.b2.popitem(last=False)
+    def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        once: list[int] = []
+        for key, slot, ghost in zip(keys, slots, self._ghosts.find(keys), strict=True):
+            if ghost is not None:
+                self._admit_once(once)
+                once = []
+                if key in self._ghosts:  # those admitted just now may have pushed it out
+                    self._drop([ghost])
+                    self._join(_T2, [slot])
+                    continue
+            once.append(slot)
+        self._admit_once(once)
+        for key, slot in zip(keys, slots, strict=True):
+            self._keys[slot] = key
 
-    def access(self, keys: Sequence[OffloadKey], reused: Callable[[OffloadKey], bool]) -> None:
-        for key in reversed(keys):
-            if key in self.t2:
-                self.t2.move_to_end(key)
-            elif key in self.t1:
-                if reused(key):
-                    del self.t1[key]
-                    self.t2[key] = None
-                else:
-                    self.t1.move_to_end(key)
+    def _admit_once(self, slots: Sequence[int]) -> None:
+        """Admit to T1, and trim as if after each one."""
+        self._join(_T1, slots)
+        t1, t2, b1, b2 = self._sizes
+        from_b1 = max(0, t1 + b1 - self.capacity_blocks)
+        from_b2 = max(0, t1 + b1 + t2 + b2 - from_b1 - 2 * self.capacity_blocks)
+        for which, count in ((_B1, from_b1), (_B2, from_b2)):
+            self._drop(list(islice(self._lists.walk(which), count)))
 
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            self.t1.pop(key, None)
-            self.t2.pop(key, None)
+    def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
+        moved: tuple[list[int], list[int]] = ([], [])
+        for slot, again in zip(reversed(slots), reversed(reused), strict=True):
+            moved[_T2 if again else self._list_of[slot]].append(slot)
+        for which in _T1, _T2:
+            self._leave(moved[which])
+            self._join(which, moved[which])
 
-    def clear(self) -> None:
-        for keys in (self.t1, self.t2, self.b1, self.b2):
-            keys.clear()
-        self.p = 0.0
+    def discard(self, slots: Sequence[int]) -> None:
+        self._leave(slots)
 
-    def resident(self) -> Iterable[OffloadKey]:
-        num_above_target = max(0, len(self.t1) - int(self.p))
-        above, below = islice(self.t1, num_above_target), islice(self.t1, num_above_target, None)
-        return tuple(chain(above, self.t2, below))
+    def resident(self) -> Iterable[int]:
+        num_above_target = max(0, self._sizes[_T1] - int(self.p))
+        t1 = list(self._lists.walk(_T1))
+        return tuple(chain(t1[:num_above_target], self._lists.walk(_T2), t1[num_above_target:]))
 
     def violations(self) -> Iterable[str]:
         c = self.capacity_blocks
-        t1, t2, b1, b2 = (len(part) for part in (self.t1, self.t2, self.b1, self.b2))
+        t1, t2, b1, b2 = self._sizes
         if t1 + t2 > c or t1 + b1 > c or t1 + t2 + b1 + b2 > 2 * c or not 0 <= self.p <= c:
             yield f"|T1|={t1} |T2|={t2} |B1|={b1} |B2|={b2} p={self.p} c={c}"
-        if len({*self.t1, *self.t2, *self.b1, *self.b2}) != t1 + t2 + b1 + b2:
+        lists = [self._keys_in(which) for which in range(4)]
+        if list(map(len, lists)) != self._sizes:
+            yield f"the lists have {list(map(len, lists))} members, not {self._sizes}"
+        if len(set(chain(*lists))) != sum(map(len, lists)):
             yield "a key is in two lists"
+        if self._ghosts.find([*lists[_B1], *lists[_B2]]) != [
+            *self._lists.walk(_B1),
+            *self._lists.walk(_B2),
+        ]:
+            yield "a ghost is not found by its key"
+
+    # -- the four lists -------------------------------------------------------------------------
+
+    def _keys_in(self, which: int) -> Sequence[OffloadKey]:
+        return tuple(self._keys[number] for number in self._lists.walk(which))
+
+    def _join(self, which: int, numbers: Sequence[int]) -> None:
+        self._lists.append(numbers, which)
+        self._sizes[which] += len(numbers)
+        for number in numbers:
+            self._list_of[number] = which
+
+    def _leave(self, numbers: Sequence[int]) -> None:
+        self._lists.remove(numbers)
+        for number in numbers:
+            self._sizes[self._list_of[number]] -= 1
+
+    def _bury(self, slots: Sequence[int]) -> None:
+        """Make ghosts of blocks, each of that of its list."""
+        ghosts = self._free_ghosts.take(len(slots))
+        buried: dict[int, list[int]] = {_B1: [], _B2: []}
+        for slot, ghost in zip(slots, ghosts, strict=True):
+            buried[_GHOSTS_OF[self._list_of[slot]]].append(ghost)
+        self._leave(slots)
+        for which, joining in buried.items():
+            self._join(which, joining)
+        keys = [self._keys[slot] for slot in slots]
+        for key, ghost in zip(keys, ghosts, strict=True):
+            self._keys[ghost] = key
+        self._ghosts.update(keys, ghosts)
+
+    def _drop(self, ghosts: Sequence[int]) -> None:
+        self._leave(ghosts)
+        self._ghosts.discard([self._keys[ghost] for ghost in ghosts])
+        self._free_ghosts.give_back(ghosts)
 
 
 class _Rehearsal:
     """L1 or L2 as a batch in the making would leave it; the lists themselves stay as they are.
 
     Each list is walked at most once, whatever the batch's size.
+
+    Attributes:
+        gone: Ghosts that the batch takes or drops.
     """
 
     def __init__(
-        self, resident: _Ordered, ghosts: _Ordered, is_evictable: Callable[[OffloadKey], bool]
+        self,
+        sizes: Sequence[int],
+        lists: NumberLists,
+        resident: int,
+        is_evictable: Callable[[int], bool],
     ) -> None:
-        self.num_resident = len(resident)
-        self.num_ghosts = len(ghosts)
-        self._victims = filter(is_evictable, resident)
-        self._ghosts = ghosts
-        self._gone = gone = set[OffloadKey]()
-        self._droppable = (key for key in ghosts if key not in gone)
+        ghosts = _GHOSTS_OF[resident]
+        self.num_resident = sizes[resident]
+        self.num_ghosts = sizes[ghosts]
+        self._victims: Iterator[int] = filter(is_evictable, lists.walk(resident))
+        self.gone = gone = set[int]()
+        self._droppable = (ghost for ghost in lists.walk(ghosts) if ghost not in gone)
 
     def __len__(self) -> int:
         return self.num_resident + self.num_ghosts
 
-    def evict(self) -> OffloadKey | None:
+    def evict(self) -> int | None:
         victim = next(self._victims, None)
         if victim is not None:
             self.num_resident -= 1
             self.num_ghosts += 1
         return victim
 
-    def is_ghost(self, key: OffloadKey) -> bool:
-        return key in self._ghosts and key not in self._gone
-
-    def take_ghost(self, key: OffloadKey) -> None:
+    def take_ghost(self, ghost: int) -> None:
         self.num_ghosts -= 1
-        self._gone.add(key)
+        self.gone.add(ghost)
 
     def drop_ghost(self) -> None:
         self.num_ghosts -= 1
         # None left: the one that goes is the batch's own victim, which nobody asks for again.
-        self._gone.update(islice(self._droppable, 1))
+        self.gone.update(islice(self._droppable, 1))
 
 
-def _replace(preferred: _Rehearsal, other: _Rehearsal) -> OffloadKey | None:
+def _replace(preferred: _Rehearsal, other: _Rehearsal) -> int | None:
     victim = preferred.evict()
     return other.evict() if victim is None else victim

@@ -100,7 +100,7 @@ def build_report(
     layers: int,
 ) -> Report:
     """Gather the figures, once the engine is at rest."""
-    core = manager.engine
+    core = manager.planner
     slots = core.primary.counts
     counters = core.counters
     promoted = sum(tier.counters.loaded_blocks for tier in core.tiers)

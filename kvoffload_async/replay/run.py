@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvoffload_async.engine import EngineBounds, OffloadEngine
+from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -20,7 +20,7 @@ from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Report, build_report
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.replay.tally import DEVICE, PRIMARY, Tally
-from kvoffload_async.runtime.loop_thread import new_event_loop
+from kvoffload_async.runtime.loop import new_event_loop
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before
     from kvoffload_async.transport.paged import PagedMemory

@@ -1,26 +1,28 @@
 """The two one-way queues between the owner's thread and the loop's.
 
-Outbox: the ports' effects, handed over in one wake-up a batch. Inbox: a `deque` a tier, to which
-the actor appends and which the owner drains. There is no lock, and neither side waits.
+Outbox: the effects in the tiers' states, handed over in one wake-up a batch. Inbox: a `deque` a
+tier, to which the actor appends and which the owner drains. There is no lock, and neither side
+waits.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
 
-from kvoffload_async.abc.events import TierEvent
+from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
-from kvoffload_async.core.port import TierPort
+from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import OffloadError
-from kvoffload_async.runtime.interpreter import execute
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.runtime.runner import LoopRunner
+from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
 
-logger = logging.getLogger(__name__)
+Batch = Sequence[tuple[TierActor, Sequence[TierEffect]]]
 
 _CLOSE_MARGIN_S = 0.7
 _STOP_THREADS_S = 0.2
@@ -35,7 +37,7 @@ class PoolRunner(IoRunner, Protocol):
 
 
 class TierLink:
-    """One tier's pair of queues: a port on the owner's side, an actor on the loop's.
+    """One tier's pair of queues: a state on the owner's side, an actor on the loop's.
 
     Thread: owner, but for `post`.
     """
@@ -43,8 +45,7 @@ class TierLink:
     def __init__(
         self,
         bridge: Bridge,
-        port: TierPort,
-        name: str,
+        state: TierState,
         tier: AsyncTier,
         *,
         kv_view: memoryview,
@@ -54,23 +55,30 @@ class TierLink:
         identity: KVIdentity,
     ) -> None:
         """Connect; nothing runs before `open`. The pool is closed with the link."""
-        self.port = port
+        self.state = state
         self._pool = pool
         self.inbox: deque[TierEvent] = deque()
         self._bridge = bridge
         self.actor = TierActor(
-            name,
+            state.name,
             tier,
             ActorEnvironment(kv_view, pool, self._post, identity),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
         )
 
-    def pump(self) -> None:
-        """Apply every event that has come in. Never waits."""
-        inbox, port = self.inbox, self.port
-        while inbox:
-            port.handle(inbox.popleft())
+    def pump(self, key_limit: float = math.inf) -> None:
+        """Apply the events that have come in, in their order. Never waits.
+
+        Args:
+            key_limit: From how many announced keys on the rest is left for the next call.
+        """
+        inbox, state = self.inbox, self.state
+        while inbox and key_limit > 0:
+            event = inbox.popleft()
+            state.handle(event)
+            if isinstance(event, BlocksAppeared | BlocksEvicted):
+                key_limit -= len(event.keys)
 
     def open(self, timeout_s: float) -> None:
         """Open the tier and join the bridge; waits. Raises what the tier's `open` raises."""
@@ -87,11 +95,11 @@ class TierLink:
         return self._bridge.runner.wait_until(self._is_drained, timeout_s)
 
     def close(self, timeout_s: float) -> CloseReport:
-        """Close port and actor; every job has its result afterwards. Never raises.
+        """Close state and actor; every job has its result afterwards. Never raises.
 
         Waits about `timeout_s` for running jobs, then gives them up.
         """
-        self.port.close()
+        self.state.close()
         try:
             report = self._bridge.runner.run(
                 self.actor.close(timeout_s), timeout_s + _CLOSE_MARGIN_S
@@ -100,14 +108,14 @@ class TierLink:
             report = CloseReport(error=error)
         self._pool.close(_STOP_THREADS_S)
         self.pump()
-        late = tuple(self.port.abandon_rest())
+        late = tuple(self.state.abandon_rest())
         if self in self._bridge.links:
             self._bridge.links.remove(self)
         return CloseReport(late, report.error)
 
     def _is_drained(self) -> bool:
         self.pump()
-        return not self.port.ledger.unfinished_count
+        return not self.state.jobs.unfinished_count
 
     def _post(self, event: TierEvent) -> None:
         """Append an event for the owner. Thread: any."""
@@ -116,7 +124,7 @@ class TierLink:
 
 
 class Bridge:
-    """Connects the ports of one owner with the actors on one loop.
+    """Connects the tier states of one owner with the actors on one loop.
 
     Thread: owner.
     """
@@ -138,9 +146,9 @@ class Bridge:
         self.wake_ups = 0
 
     def flush(self) -> None:
-        """Hand over what the ports want done: one wake-up of the loop, or none. Never waits."""
+        """Hand over what the tiers are to do: one wake-up of the loop, or none. Never waits."""
         batch = [
-            (link.actor, link.port.take_effects()) for link in self.links if link.port.has_effects
+            (link.actor, link.state.take_effects()) for link in self.links if link.state.effects
         ]
         if batch:
             self.wake_ups += 1
@@ -153,3 +161,43 @@ class Bridge:
 
     def _has_events(self) -> bool:
         return any(link.inbox for link in self.links)
+
+
+class RuntimeHost:
+    """Owns the loop thread; a context manager.
+
+    Thread: owner.
+    """
+
+    def __init__(self) -> None:
+        """Start a loop thread."""
+        self._loop_thread = LoopThread()
+        self.bridge = Bridge(self._loop_thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the loop; idempotent. The tiers' pools are closed with their links."""
+        self._loop_thread.close(timeout_s)
+
+
+def execute(batch: Batch) -> None:
+    """Start what the effects ask for, in order. Thread: loop."""
+    for actor, effects in batch:
+        for effect in effects:
+            match effect:
+                case StartJob(job):
+                    actor.start_job(job)
+                case StartProbe(generation, keys):
+                    actor.start_probe(generation, keys)
+                case TouchBlocks(keys):
+                    actor.touch(keys)

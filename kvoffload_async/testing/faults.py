@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import AsyncTier, TierEnvironment
 from kvoffload_async.errors import TierError, TierUnavailableError
+from kvoffload_async.runtime.loop import until_done
 from kvoffload_async.types import JobMetadata, OffloadKey
 
 
@@ -77,7 +78,7 @@ class FaultyTier(AsyncTier):
         self.bounds = tier.bounds
         self.injected: list[tuple[int, Fault]] = []
         """(job id, fault) in the order in which the jobs began, faultless ones left out."""
-        self._hung: list[asyncio.Event] = []
+        self._hung: list[asyncio.Future[None]] = []
         self._released = False
 
     async def open(self, env: TierEnvironment) -> None:
@@ -111,8 +112,9 @@ class FaultyTier(AsyncTier):
     def release(self) -> None:
         """Let every hung job go on, now and from now on. Thread: loop."""
         self._released = True
-        for event in self._hung:
-            event.set()
+        for release in self._hung:
+            if not release.done():
+                release.set_result(None)
 
     async def _perform(self, job: JobMetadata) -> BlockFailures:
         fault = self.plan.fault_of(job)
@@ -154,22 +156,14 @@ class FaultyTier(AsyncTier):
 
     async def _hang(self) -> None:
         """Wait for the release; a cancellation is delivered only then."""
-        event = asyncio.Event()
+        release: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._released:
-            event.set()
-        self._hung.append(event)
-        cancelled: asyncio.CancelledError | None = None
-        while not event.is_set():
-            try:
-                await event.wait()
-            except asyncio.CancelledError as error:
-                cancelled = error
-        self._hung.remove(event)
-        if cancelled is not None:
-            try:
-                raise cancelled
-            finally:
-                del cancelled  # it holds this frame, and what its callers hold
+            release.set_result(None)
+        self._hung.append(release)
+        try:
+            await until_done(release)
+        finally:
+            self._hung.remove(release)
 
 
 def _io_error(job: JobMetadata) -> OSError:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from kvoffload_async.abc.events import BlockFailures, BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.host import RuntimeHost
 from kvoffload_async.tiers._actor import ActorEnvironment
 from kvoffload_async.types import (
     JobId,

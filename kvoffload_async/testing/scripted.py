@@ -24,6 +24,7 @@ from kvoffload_async.abc.tier import (
     TierEnvironment,
 )
 from kvoffload_async.errors import BlockMissingError, StateError, TierClosedError, TierError
+from kvoffload_async.runtime.loop import until_done
 from kvoffload_async.types import JobMetadata, OffloadKey
 
 T = TypeVar("T")
@@ -36,23 +37,6 @@ class InlineIo:
         """See `IoRunner.run`; nobody helps."""
         await asyncio.sleep(0)
         return call()
-
-
-async def _uncancellable(future: asyncio.Future[T]) -> T:
-    """Await a future; a cancellation is delivered when it has ended, as for a copy in flight."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # retrieved: nobody will ask any more
-        try:
-            raise cancelled
-        finally:
-            del cancelled  # it holds this frame, and what its callers hold
-    return future.result()
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +63,7 @@ class ScriptedIo:
         """See `IoRunner.run`; nobody helps."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedCall(direction, call, future))
-        return await _uncancellable(future)
+        return await until_done(future)
 
     def settle(
         self, parked: ParkedCall, error: Exception | None = None, *, after_run: bool = False
@@ -273,4 +257,4 @@ class ScriptedTier(AsyncTier):
         assert task is not None, "coroutines run in tasks"
         future = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedOperation(kind, keys, job, task, future))
-        return await _uncancellable(future)
+        return await until_done(future)

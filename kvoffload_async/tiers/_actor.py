@@ -1,7 +1,9 @@
 """The actor that runs a tier: a bounded mailbox, one task a job, an end for every one of them.
 
-What settles a job is its task's done-callback and not the coroutine's last line: a task that is
-cancelled before its first step never runs its body, and still ends its job.
+A job that the tier has ended is settled right then, before the loop runs anything else: what the
+tier does next, such as evicting one of the job's blocks, is announced after it. Any other end is
+settled by the task's done-callback: a task that is cancelled before its first step never runs its
+body, and still ends its job.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
@@ -35,6 +38,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     UnknownSlotError,
 )
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ Post = Callable[[TierEvent], None]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_PORTION_KEYS = 1024
 _CANCEL_GRACE_S = 0.2
 _TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
@@ -58,12 +63,24 @@ class ActorEnvironment:
     identity: KVIdentity = field(default_factory=KVIdentity)
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner."""
-        self.post(BlocksAppeared(tuple(keys)))
+        """Post the news to the owner: a `KeyMap`, which is the owner's from now on, as it is."""
+        if isinstance(keys, KeyMap):
+            self.post(BlocksAppeared(keys))
+            return
+        for portion in _portions(keys):
+            self.post(BlocksAppeared(portion))
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
         """Post the news to the owner."""
-        self.post(BlocksEvicted(tuple(keys)))
+        for portion in _portions(keys):
+            self.post(BlocksEvicted(portion))
+
+
+def _portions(keys: Iterable[OffloadKey]) -> Iterator[tuple[OffloadKey, ...]]:
+    """Yield the keys in portions, so that the owner can take them in step by step."""
+    rest = iter(keys)
+    while portion := tuple(islice(rest, _PORTION_KEYS)):
+        yield portion
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +100,8 @@ class _Run:
     job: JobMetadata
     side: _Side
     accepted_s: float
-    task: asyncio.Task[BlockFailures] | None = None
+    task: asyncio.Task[None] | None = None
+    is_settled: bool = False
 
 
 class TierActor:
@@ -213,7 +231,7 @@ class TierActor:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _tasks(self) -> list[asyncio.Task[BlockFailures] | asyncio.Task[frozenset[OffloadKey]]]:
+    def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
         """Return what runs, in the order in which it began: loads, stores, probes."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
         return [*(run.task for run in runs if run.task), *self._probes]
@@ -253,21 +271,26 @@ class TierActor:
             run.task = self._loop.create_task(self._perform(run), name=f"{side.name}:{job_id}")
             run.task.add_done_callback(partial(self._job_ended, run))
 
-    async def _perform(self, run: _Run) -> BlockFailures:
-        if not run.job.keys:
-            return {}
+    async def _perform(self, run: _Run) -> None:
         operation = self._tier.load if run.side is self._loads else self._tier.store
         try:
-            return await operation(run.job)
+            failures = await operation(run.job) if run.job.keys else {}
         except SystemExit as error:
             raise _as_contained(error) from error
+        self._settle(run, *_judged(failures, len(run.job.keys)))
 
-    def _job_ended(self, run: _Run, task: asyncio.Task[BlockFailures]) -> None:
-        self._forget_deadline(run)
+    def _job_ended(self, run: _Run, task: asyncio.Task[None]) -> None:
         del run.side.running[run.job.job_id]
         run.side.running_blocks -= len(run.job.keys)
         run.task = None  # a failed task holds its frames, and they hold the run
-        failures, error = _outcome(task, len(run.job.keys))
+        if not run.is_settled:
+            self._settle(run, {}, _error_of(task))
+        if run.side.waiting:
+            self._start_ready(run.side)
+
+    def _settle(self, run: _Run, failures: BlockFailures, error: TierError | None) -> None:
+        run.is_settled = True
+        self._forget_deadline(run)
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
@@ -277,8 +300,6 @@ class TierActor:
             for raised in (error, *failures.values()):
                 _drop_tracebacks(raised)
         self._post(self._settled(run, failures, error))
-        if run.side.waiting:
-            self._start_ready(run.side)
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
@@ -364,20 +385,20 @@ def _drop_tracebacks(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _outcome(
-    task: asyncio.Task[BlockFailures], num_blocks: int
-) -> tuple[BlockFailures, TierError | None]:
-    """Return how a job's task ended, in the vocabulary of its owner."""
-    if task.cancelled():
-        return {}, JobCancelledError("the job's task was cancelled")
-    error = task.exception()
+def _error_of(task: asyncio.Task[None]) -> TierError:
+    """Return why a job's task has failed, in the vocabulary of its owner."""
+    error = None if task.cancelled() else task.exception()
+    if error is None:
+        return JobCancelledError("the job's task was cancelled")
     if isinstance(error, TierError):
-        return {}, error
-    if error is not None:
-        failure = TierUnavailableError(f"{type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return {}, failure
-    failures: object = task.result()
+        return error
+    failure = TierUnavailableError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _judged(failures: object, num_blocks: int) -> tuple[BlockFailures, TierError | None]:
+    """Return what a tier has returned of a job, or that it has broken its contract."""
     if isinstance(failures, Mapping) and all(
         isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)
         for i, e in failures.items()

@@ -30,7 +30,7 @@ from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool, suitable_threads
-from kvoffload_async.runtime.loop_thread import LoopThread
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.fs.layout import Namespace
 

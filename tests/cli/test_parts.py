@@ -13,7 +13,7 @@ from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.errors import InputError
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 
 
 class TestTierSpec:

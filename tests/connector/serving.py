@@ -12,7 +12,7 @@ import numpy as np
 from connector.worlds import Recorder
 from facade.worlds import SLOT_BYTES, World
 
-from kvoffload_async.core.laws import check_quiescent, check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     ConnectorGeometry,
@@ -20,6 +20,7 @@ from kvoffload_async.facade.connector.protocol import (
     StepOutput,
 )
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
 
 TOKENS_PER_HASH = 2
@@ -336,10 +337,10 @@ class Serving:
         self.running.append(request)
         self.resumed.add(request.request_id)
 
-    # -- laws -----------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------
 
     def check(self):
-        check_state(self.world.manager.engine)
+        check_state(self.world.manager.planner)
         owned = [b for r in self.live for table in r.tables for b in table if b != NULL_BLOCK]
         assert len(set(owned) | set(self.free)) == len(owned) + len(self.free)
         if self.copies or self.deferred:
@@ -368,7 +369,7 @@ class Serving:
                 if copy.outcome is None:
                     self.perform(copy)
             self.report(*self.copies)
-            late = self.world.manager.engine.disowned  # copies that a reset did not wait for
+            late = self.world.manager.planner.disowned  # copies that a reset did not wait for
             if not (self.live or late or self.connector.has_pending_push_work()):
                 break
             self.step()
@@ -378,7 +379,7 @@ class Serving:
         assert not len(self.connector._jobs)
         counts = self.world.counts
         assert counts["pinned"] == counts["writing"] == 0
-        check_quiescent(self.world.manager.engine)
+        check_quiescent(self.world.manager.planner)
         opened, ended = (
             Counter(ctx.req_id for name, ctx in self.manager.contexts if name == hook)
             for hook in ("on_new_request", "on_request_finished")

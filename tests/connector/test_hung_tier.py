@@ -37,13 +37,13 @@ def test_a_thousand_steps_go_by_beside_a_tier_that_hangs_for_ever():
     assert serving.tally["loaded"] > served, "others' prefixes still come back"
     assert len(world.tiers[HUNG].parked) <= SLOTS / 4
     assert world.counts["pinned"] <= SLOTS / 4, "what hangs holds its share, and no more"
-    well = world.manager.engine.tiers[WELL].counters
+    well = world.manager.planner.tiers[WELL].counters
     assert well.stored_blocks
     assert well.loaded_blocks
 
     begun_s = world.runner.now_s()
     world.manager.shutdown(5.0)
     assert world.runner.now_s() - begun_s < 6
-    counters = world.manager.engine.counters
+    counters = world.manager.planner.counters
     assert counters.jobs_submitted == counters.job_results
     serving.end()

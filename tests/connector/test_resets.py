@@ -4,7 +4,7 @@ import pytest
 from connector.worlds import MISS, Desk, Recorder, Request, Scripted, blocks_of, keys, only
 from facade.worlds import EXCLUSIVE, World
 
-from kvoffload_async.core.laws import check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.facade.connector.protocol import KVGroup
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 
@@ -194,7 +194,7 @@ def test_nothing_is_promoted_into_a_slot_that_a_late_copy_still_touches():
         desk.step()
         world.rest()
         assert desk.ask(request) == (8, True)
-        check_state(world.manager.engine)
+        check_state(world.manager.planner)
         world.manager.reset_cache()
     finally:
         world.end()

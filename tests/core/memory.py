@@ -5,7 +5,7 @@ A copy between slots and the device waits in here until somebody ends it.
 
 from dataclasses import dataclass
 
-from kvoffload_async.core.story import ContentRead, ContentWritten, Story
+from kvoffload_async.testing.invariants.history import ContentRead, ContentWritten, History
 from kvoffload_async.types import OffloadKey, ReqContext
 
 
@@ -35,21 +35,21 @@ class Read:
 
 
 class Memory:
-    """The primary's slots; the story is told of what the device writes into them and reads."""
+    """The primary's slots; the history records what the device writes into them and reads."""
 
-    def __init__(self, num_slots: int, story: Story):
+    def __init__(self, num_slots: int, history: History):
         self.slots = ["never written"] * num_slots
-        self.story = story
+        self.history = history
         self.garbage = 0
 
     def write(self, keys, slots):
         for key, slot in zip(keys, slots, strict=True):
             self.slots[slot] = content(key)
-            self.story.tell(ContentWritten(key, content(key)))
+            self.history.record(ContentWritten(key, content(key)))
 
     def read(self, keys, slots):
         for key, slot in zip(keys, slots, strict=True):
-            self.story.tell(ContentRead(key, self.slots[slot]))
+            self.history.record(ContentRead(key, self.slots[slot]))
             assert self.slots[slot] == content(key), f"slot {slot} does not hold {key.hex()}"
 
     def soil(self, slots):

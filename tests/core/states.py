@@ -1,15 +1,15 @@
 """A primary with everything that it and its policy know, as one value to compare."""
 
-from kvoffload_async.core.story import fingerprint
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.testing.invariants.history import fingerprint
 
 POLICIES = {"lru": LruPolicy, "arc": ArcPolicy}
 
 
 def policy_state(policy):
     if isinstance(policy, ArcPolicy):
-        return (*(tuple(x) for x in (policy.t1, policy.t2, policy.b1, policy.b2)), policy.p)
+        return policy.t1, policy.t2, policy.b1, policy.b2, policy.p
     return tuple(policy.resident())
 
 

@@ -27,3 +27,13 @@ def job(job_id=0, names="a", *, promotion=False, slots=None, ctx=None):
     keys = tuple(ks(names))
     slots = range(len(keys)) if slots is None else slots
     return JobMetadata(job_id, keys, as_block_ids(slots), promotion, ctx or ReqContext("r"))
+
+
+def results(jobs):
+    """The results that have not been taken from a ledger or a tier's state."""
+    return [result for _, result in getattr(jobs, "jobs", jobs).take_ended()]
+
+
+def released(jobs):
+    """The jobs whose release has not been taken from a ledger or a tier's state."""
+    return [record.job.job_id for record in getattr(jobs, "jobs", jobs).take_released()]

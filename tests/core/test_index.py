@@ -2,6 +2,7 @@ import pytest
 from core.terms import HIT, MISS, RETRY, k, ks
 
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
+from kvoffload_async.tables.keymap import KeyMap
 
 
 def answers(index, names, req_id="r"):
@@ -25,6 +26,17 @@ def test_an_exact_index_drops_only_what_is_surely_gone():
     index.vanished(ks("a"), surely=False)
     index.vanished(ks("b"), surely=True)
     assert answers(index, "ab") == [HIT, MISS]
+
+
+def test_an_exact_index_keeps_the_map_of_what_a_tier_found_beside_what_it_knows():
+    index = ExactIndex()
+    index.appeared(ks("a"))
+    found = KeyMap()
+    found.update(ks("bc"), [7, 8])
+    index.appeared(found)
+    index.vanished(ks("c"), surely=True)
+    assert answers(index, "abcd") == [HIT, HIT, MISS, MISS]
+    assert len(index) == 2
 
 
 def test_new_keys_are_probed_in_one_batch_a_step():

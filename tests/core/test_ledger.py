@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from core.terms import job, ks
+from core.terms import job, ks, released, results
 
 import kvoffload_async
 from kvoffload_async.abc.events import JobOverdue, JobSettled
@@ -16,7 +16,6 @@ from kvoffload_async.core.ledger import (
     JobState,
     Launched,
     Ledger,
-    abandoned,
 )
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -25,6 +24,7 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierTimeoutError,
 )
+from kvoffload_async.types import JobResult
 
 EVENTS = {
     "Launched": Launched(0),
@@ -58,7 +58,7 @@ def test_the_table_is_total_over_states_and_events():
 @pytest.mark.parametrize(("state", "event"), PAIRS)
 def test_every_event_has_its_effect_or_is_illegal_and_changes_nothing(state, event):
     ledger = ledger_in(state)
-    ledger_results = len(ledger.take_results())
+    ledger_results = len(results(ledger))
     if state is JobState.SETTLED:
         ledger = ledger_in(state)  # taking the result ended the job
     if Ledger.TRANSITIONS[state, type(EVENTS[event])] is None:
@@ -67,7 +67,7 @@ def test_every_event_has_its_effect_or_is_illegal_and_changes_nothing(state, eve
         assert ledger.state_of(0) is state
     else:
         assert ledger.handle(EVENTS[event]).job_id == 0
-        assert ledger_results + len(ledger.take_results()) <= 2
+        assert ledger_results + len(results(ledger)) <= 2
 
 
 def test_the_diagram_in_the_docstring_shows_the_table():
@@ -94,18 +94,16 @@ def test_the_diagram_in_the_docstring_shows_the_table():
 def test_every_handler_is_in_the_table():
     used = {handler.__name__ for handler in Ledger.TRANSITIONS.values() if handler}
     private = {name for name, _ in inspect.getmembers(Ledger, inspect.isfunction)}
-    assert used == {name for name in private if name.startswith("_") and "__" not in name} - {
-        "_report"
-    }
+    assert used == {name for name in private if name.startswith("_") and "__" not in name}
 
 
 def test_a_settled_job_has_one_result_and_is_gone_when_it_is_taken():
     ledger = ledger_in(JobState.SETTLED)
-    assert ledger.has_results
-    (result,) = ledger.take_results()
+    assert ledger.has_ended
+    (result,) = results(ledger)
     assert (result.success, result.transfer_bytes, result.error) == (True, 30, None)
     assert ledger.state_of(0) is None
-    assert ledger.take_results() == []
+    assert results(ledger) == []
     with pytest.raises(IllegalTransitionError, match="unknown"):
         ledger.handle(JobSettled(0))
 
@@ -115,7 +113,7 @@ def test_a_partly_failed_promotion_names_what_landed_50321():
     ledger = ledger_in(JobState.FLYING, promotion=True)
     missing = BlockMissingError("c")
     ledger.handle(JobSettled(0, {2: missing}, seconds=1.5))
-    (result,) = ledger.take_results()
+    (result,) = results(ledger)
     assert not result.success
     assert result.successful_keys == frozenset(ks("ab"))
     assert (result.error, result.transfer_bytes, result.transfer_time) == (missing, 20, 1.5)
@@ -124,7 +122,7 @@ def test_a_partly_failed_promotion_names_what_landed_50321():
 def test_a_partly_failed_cascade_names_what_landed():
     ledger = ledger_in(JobState.FLYING)
     ledger.handle(JobSettled(0, {0: BlockMissingError("a")}))
-    (result,) = ledger.take_results()
+    (result,) = results(ledger)
     assert (result.success, result.successful_keys) == (False, frozenset(ks("bc")))
 
 
@@ -132,13 +130,13 @@ def test_the_error_is_that_of_the_first_failed_block():
     ledger = ledger_in(JobState.FLYING)
     errors = {2: BlockMissingError("c"), 1: BlockMissingError("b")}
     ledger.handle(JobSettled(0, errors))
-    assert ledger.take_results()[0].error is errors[1]
+    assert results(ledger)[0].error is errors[1]
 
 
 def test_a_job_that_failed_as_a_whole_moved_nothing():
     ledger = ledger_in(JobState.FLYING, promotion=True)
     ledger.handle(JobSettled(0, job_error=TierTimeoutError("late")))
-    (result,) = ledger.take_results()
+    (result,) = results(ledger)
     assert (result.success, result.successful_keys, result.transfer_bytes) == (
         False,
         frozenset(),
@@ -148,14 +146,14 @@ def test_a_job_that_failed_as_a_whole_moved_nothing():
 
 def test_an_overdue_job_is_reported_at_once_and_released_when_its_copy_ends():
     ledger = ledger_in(JobState.DISOWNED)
-    (result,) = ledger.take_results()
+    (result,) = results(ledger)
     assert (result.success, result.disowned) == (False, True)
     assert ledger.unfinished_count == 0
     assert ledger.ids_in(JobState.DISOWNED) == [0]
-    assert ledger.take_released() == []
+    assert released(ledger) == []
     ledger.handle(JobSettled(0))
-    assert ledger.take_released() == [0]
-    assert ledger.take_results() == []
+    assert released(ledger) == [0]
+    assert results(ledger) == []
     assert ledger.state_of(0) is None
 
 
@@ -164,7 +162,7 @@ def test_a_queued_job_at_shutdown_gets_a_failed_result():
     ledger = ledger_in(JobState.QUEUED)
     assert ledger.unfinished_count == 1
     ledger.handle(EVENTS["JobAbandoned"])
-    (result,) = ledger.take_results()
+    (result,) = results(ledger)
     assert (result.success, result.disowned) == (False, False)
     assert ledger.state_of(0) is None
 
@@ -175,29 +173,46 @@ def test_an_empty_job_ends_like_any_other():
     ledger.accept(job(0, ""))
     ledger.handle(Launched(0))
     ledger.handle(JobSettled(0))
-    assert [(r.success, r.transfer_bytes) for r in ledger.take_results()] == [(True, 0)]
+    assert [(r.success, r.transfer_bytes) for r in results(ledger)] == [(True, 0)]
 
 
 def test_a_job_id_in_use_is_answered_with_a_failure_and_the_first_job_goes_on():
     ledger = ledger_in(JobState.FLYING)
     assert not ledger.accept(job(0, "x"))
-    (refusal,) = ledger.take_results()
+    (refusal,) = results(ledger)
     assert isinstance(refusal.error, StateError)
     assert ledger.state_of(0) is JobState.FLYING
     ledger.handle(JobSettled(0))
-    assert [r.success for r in ledger.take_results()] == [True]
+    assert [r.success for r in results(ledger)] == [True]
 
 
 def test_a_job_whose_tier_went_away_counts_as_still_running():
-    result = abandoned(job(3), TierClosedError("gone"))
+    ledger = Ledger(10)
+    ledger.accept(job(3))
+    ledger.handle(Launched(3))
+    ledger.handle(JobAbandoned(3, TierClosedError("gone")))
+    (result,) = results(ledger)
     assert (result.job_id, result.success, result.disowned) == (3, False, True)
 
 
-def test_a_refused_job_is_answered_and_never_run():
-    ledger = Ledger(10)
-    ledger.refuse(job(4), TierClosedError("shut down"))
-    assert ledger.state_of(4) is None
-    assert [r.job_id for r in ledger.take_results()] == [4]
+def test_a_result_that_the_tier_gives_is_reported_as_it_is():
+    ledger = ledger_in(JobState.FLYING, promotion=True)
+    given = JobResult(0, success=False, successful_keys=frozenset(ks("a")), transfer_bytes=7)
+    ledger.handle(JobSettled(0), given=given)
+    assert results(ledger) == [given]
+
+
+def test_a_job_is_unreported_until_its_result_is_taken_and_disowned_until_its_release_is():
+    ledger = ledger_in(JobState.DISOWNED)
+    assert [job.job_id for job in ledger.unreported()] == [0]
+    assert list(ledger.disowned()) == []
+    results(ledger)
+    assert list(ledger.unreported()) == []
+    assert [record.job.job_id for record in ledger.disowned()] == [0]
+    ledger.handle(JobSettled(0))
+    assert [record.job.job_id for record in ledger.disowned()] == [0]
+    assert released(ledger) == [0]
+    assert list(ledger.disowned()) == []
 
 
 def test_nobody_else_makes_a_result():

@@ -88,6 +88,11 @@ def test_a_store_evicts_no_more_than_it_needs_and_says_so_first():
     assert rig.events() == [(ks("ab"), True, False), (ks("de"), False, False)]
 
 
+def test_a_store_takes_over_the_slots_of_its_victims_the_last_one_first():
+    rig = Rig(num_slots=3, names="abc")
+    assert rig.offer("de").store_spec.block_ids.tolist() == [1, 0]
+
+
 def test_offered_keys_are_not_evicted_by_their_own_offer():
     rig = Rig(num_slots=2, names="ab")
     assert rig.offer("ac").evicted_keys == ks("b")
@@ -297,11 +302,11 @@ def test_a_touch_counts_when_its_request_ends():
     ctx = ReqContext("s")
     rig.primary.open_request(ctx)
     rig.primary.touch(ctx, ks("b"))
-    before = list(rig.primary.policy.resident())
+    before = rig.primary.ranked()
     rig.primary.touch(ReqContext("unknown"), ks("cc"))
-    assert list(rig.primary.policy.resident()) == [key for key in before if key != k("c")] + ks("c")
+    assert rig.primary.ranked() == [key for key in before if key != k("c")] + ks("c")
     rig.primary.close_request(ctx)
-    assert list(rig.primary.policy.resident())[-1] == k("b")
+    assert rig.primary.ranked()[-1] == k("b")
 
 
 def test_completion_order_does_not_change_the_ranking_51787():
@@ -314,7 +319,7 @@ def test_completion_order_does_not_change_the_ranking_51787():
         for name in order:
             rig.primary.complete_store(rig.ctx, ks(name), success=True)
         rig.primary.close_request(rig.ctx)
-        rankings.append(list(rig.primary.policy.resident()))
+        rankings.append(rig.primary.ranked())
     assert rankings == [ks("cba")] * 2
 
 

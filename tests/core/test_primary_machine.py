@@ -155,7 +155,7 @@ class PrimaryMachine(RuleBasedStateMachine):
             refs = self.refs.get(key)
             assert self.primary.lookup(key) is answers.get(refs, HIT)
             assert self.primary.state_of(key) is states.get(refs, BlockState.PINNED)
-        assert sorted(self.primary.policy.resident()) == sorted(self.refs)
+        assert sorted(self.primary.ranked()) == sorted(self.refs)
 
     @invariant()
     def events_tell_what_is_readable(self):

@@ -3,6 +3,7 @@
 import pytest
 from core.terms import k, ks
 
+from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.primary import Primary
@@ -23,9 +24,9 @@ def request(req_id="r"):
 
 
 def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():
-    policy = LruPolicy(4)
+    policy = KeyRanking(LruPolicy(4))
     policy.admit(ks("abcd"))
-    log = RecencyLog(policy)
+    log = RecencyLog(policy.access)
     ctx = ReqContext("r", key_positions={k("a"): 1, k("b"): 2})
     log.open(ctx)
     log.note(ctx, ks("dcb"), reused=True)
@@ -36,19 +37,20 @@ def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():
 
 
 def test_the_first_use_decides_how_a_key_counts():
-    policy = ArcPolicy(4)
+    arc = ArcPolicy(4)
+    policy = KeyRanking(arc)
     policy.admit(ks("ab"))
-    log = RecencyLog(policy)
+    log = RecencyLog(policy.access)
     ctx = ReqContext("r")
     log.open(ctx)
     log.note(ctx, ks("a"), reused=False)
     log.note(ctx, ks("ab"), reused=True)
     log.commit(ctx)
-    assert (list(policy.t1), list(policy.t2)) == (ks("a"), ks("b"))
+    assert (list(arc.t1), list(arc.t2)) == (ks("a"), ks("b"))
 
 
 def test_a_request_is_live_from_its_opening_to_its_one_end():
-    log = RecencyLog(LruPolicy(1))
+    log = RecencyLog(KeyRanking(LruPolicy(1)).access)
     ctx = ReqContext("r")
     with pytest.raises(StateError, match="unknown"):
         log.note(ctx, ks("a"), reused=True)
@@ -118,6 +120,51 @@ def test_a_metadata_only_removal_loses_the_keys_allocated_anew():
     log.add(ks("ab"), removed=True, metadata_only=True)
     log.add(ks("b"), removed=True, metadata_only=True)
     assert taken(log, allocated="b") == [(ks("a"), True, True)]
+
+
+def test_events_have_the_ownership_of_the_time_when_they_are_taken():
+    log = log_of(ownership="fs")
+    log.add(ks("a"), removed=False)
+    log.ownership = "fs-2"
+    (event,) = log.take(lambda _: False)
+    assert event.ownership == "fs-2"
+
+
+@pytest.mark.parametrize("announces", [False, True])
+def test_stored_events_alone_say_that_a_removal_will_follow(announces):
+    log = log_of(announces_removals=announces)
+    log.add(ks("a"), removed=False)
+    log.add(ks("a"), removed=True)
+    assert [e.removal_expected for e in log.take(lambda _: False)] == [announces, False]
+
+
+def test_a_log_that_remembers_announces_a_block_once_until_its_removal_and_that_once():
+    log = log_of(remembers=True)
+    log.add(ks("ab"), removed=False)
+    log.add(ks("bc"), removed=False)
+    log.add(ks("ad"), removed=True)
+    log.add(ks("a"), removed=True)
+    log.add(ks("a"), removed=False)
+    assert taken(log) == [
+        (ks("ab"), False, False),
+        (ks("c"), False, False),
+        (ks("a"), True, False),
+        (ks("a"), False, False),
+    ]
+
+
+def test_a_log_that_announces_anew_still_knows_what_can_be_removed():
+    log = log_of(remembers=True)
+    log.add(ks("ab"), removed=False)
+    log.announce_anew()
+    log.add(ks("a"), removed=False)
+    log.add(ks("a"), removed=False)
+    log.add(ks("ab"), removed=True)
+    assert taken(log) == [
+        (ks("ab"), False, False),
+        (ks("a"), False, False),
+        (ks("ab"), True, False),
+    ]
 
 
 def test_the_oldest_events_are_dropped_when_nobody_reads():

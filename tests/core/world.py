@@ -1,4 +1,4 @@
-"""A world around the bare engine: memory that can be wrong, tiers that do as they are told.
+"""A world around the bare planner: memory that can be wrong, tiers that do as they are told.
 
 A copy reads and writes only when it is settled, so that a slot handed out too early shows up as the
 wrong string on some later hit. Every copy waits, parked, until somebody says how it ends.
@@ -13,41 +13,37 @@ from core.tiers import ScriptedTier
 
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
-from kvoffload_async.core.effects import SubmitJob
-from kvoffload_async.core.engine import Engine, EngineLimits
-from kvoffload_async.core.events import (
-    CacheReset,
-    JobReleased,
-    JobReported,
-    ResetFlushed,
-    StepBegan,
-    StepEnded,
-)
-from kvoffload_async.core.laws import check_quiescent, check_state, check_story
+from kvoffload_async.core.effects import FinishRequest
+from kvoffload_async.core.foreign_tier import ForeignTierState
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.ledger import refused
+from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.story import (
+from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.testing.invariants import check_history, check_quiescent
+from kvoffload_async.testing.invariants.history import (
     AllQuiet,
     ContentWritten,
+    CopyEnded,
     EventsEmitted,
+    History,
     RequestOpened,
     ResidentSeen,
+    ResultTaken,
     RoomAsked,
     StaleCompletionSeen,
-    Story,
+    StepClosed,
     fact_of,
 )
-from kvoffload_async.core.tierslot import TierSlot
-from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, ReqContext
 
-NO_LIMITS = EngineLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
+NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
 NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
 MIB = 1 << 20
 
 
 class World:
-    """An engine, `tiers` scripted tiers, and everything that moves."""
+    """A planner, `tiers` scripted tiers, and everything that moves."""
 
     def __init__(
         self,
@@ -66,15 +62,15 @@ class World:
             num_slots, POLICIES[policy](num_slots), enable_events=True, **primary_options
         )
         slots = [
-            TierSlot(
+            ForeignTierState(
                 f"tier{i}",
                 tier,
-                Breaker(breaker),
+                breaker=Breaker(breaker),
                 backpressure=Backpressure(LOCAL_BACKPRESSURE) if i == pressed_tier else None,
             )
             for i, tier in enumerate(self.tiers)
         ]
-        self.engine = Engine(self.primary, slots, limits)
+        self.planner = Planner(self.primary, slots, limits)
         self.request_level = tuple(request_level)
         self.running: dict[int, tuple[int, JobMetadata]] = {}
         self.late: dict[int, tuple[int, JobMetadata]] = {}
@@ -84,21 +80,21 @@ class World:
         self.ended: list[tuple[int, str]] = []
         self.kept: set[OffloadKey] = set()
         self.refusing: set[int] = set()
-        self.story = Story()
-        self.memory = Memory(num_slots, self.story)
+        self.history = History()
+        self.memory = Memory(num_slots, self.history)
         self.now_s = 0.0
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def begin(self, req_id="r", **fields):
         ctx = ReqContext(req_id, **fields)
-        self.engine.on_new_request(ctx, self.request_level)
+        self.planner.on_new_request(ctx, self.request_level)
         self.live[req_id] = ctx
-        self.story.tell(*(RequestOpened(i, req_id) for i in range(len(self.tiers))))
+        self.history.record(*(RequestOpened(i, req_id) for i in range(len(self.tiers))))
         return ctx
 
     def lookup(self, ctx, name):
-        answer = self.engine.lookup(name if isinstance(name, bytes) else k(name), ctx)
+        answer = self.planner.lookup(name if isinstance(name, bytes) else k(name), ctx)
         self._absorb()
         return answer
 
@@ -107,8 +103,8 @@ class World:
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
         blocks = list(self.primary.resident())
         before = whole_state(self.primary)
-        output = self.engine.prepare_store(keys, ctx)
-        self.story.tell(
+        output = self.planner.prepare_store(keys, ctx)
+        self.history.record(
             RoomAsked(
                 tuple(keys),
                 frozenset(key for key, _, refs in blocks if refs),
@@ -134,7 +130,7 @@ class World:
             self.land_stale_writes()
             self.memory.write(write.keys, write.slots)
             self.kept.update(write.keys)
-        self.engine.complete_store(write.keys, write.ctx, success=success)
+        self.planner.complete_store(write.keys, write.ctx, success=success)
         cascaded = self._absorb()
         if success:
             for tier in range(len(self.tiers)):
@@ -152,7 +148,7 @@ class World:
     def load(self, ctx, names):
         """prepare_load; the copy to the device then waits in `reads`."""
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
-        slots = self.engine.prepare_load(keys, ctx)
+        slots = self.planner.prepare_load(keys, ctx)
         self.reads.append(Read(ctx, keys, slots))
         self.memory.read(keys, slots)
         self._absorb()
@@ -163,25 +159,30 @@ class World:
         read = self.reads[0] if read is None else read
         self.reads.remove(read)
         self.memory.read(read.keys, read.slots)
-        self.engine.complete_load(read.keys, read.ctx)
+        self.planner.complete_load(read.keys, read.ctx)
         self._absorb()
 
     def finish(self, ctx):
-        self.engine.on_request_finished(ctx)
+        self.planner.on_request_finished(ctx)
         del self.live[ctx.req_id]
         self._absorb()
 
     def step(self, seconds=1.0):
         """End the step and begin the next one."""
-        self._handle(StepEnded())
+        self.end_step()
         events = list(self.primary.take_events())
-        self.story.tell(
+        self.history.record(
             *(EventsEmitted("CPU", tuple(e.keys), e.removed) for e in events if not e.metadata_only)
         )
         readable = frozenset(key for key, _, refs in self.primary.resident() if refs >= 0)
-        self.story.tell(ResidentSeen("CPU", readable))
+        self.history.record(ResidentSeen("CPU", readable))
         self.now_s += seconds
-        self._handle(StepBegan(self.now_s))
+        self.planner.begin_step(self.now_s)
+
+    def end_step(self):
+        self.history.record(StepClosed())
+        self.planner.end_step()
+        self._absorb()
 
     # -- what the tiers do ----------------------------------------------------------------------
 
@@ -223,13 +224,15 @@ class World:
         job_id = min(self.late) if job_id is None else job_id
         tier, job = self.late.pop(job_id)
         self.tiers[tier].copy(job, self.memory, ())
-        self._handle(JobReleased(tier, job_id))
+        self.history.record(CopyEnded(tier, job_id))
+        self.planner.tiers[tier].release(job_id)
+        self.planner.collect()
 
     def fill(self, tier, keys):
         """A tier has blocks from an earlier run."""
         for key in keys:
             self.tiers[tier].contents[key] = content(key)
-            self.story.tell(ContentWritten(key, content(key)))
+            self.history.record(ContentWritten(key, content(key)))
 
     def lose(self, tier, key):
         """A tier drops a block."""
@@ -242,7 +245,8 @@ class World:
         """Drain and reset; copies between device and slots go on, and are stale now."""
         while self.running:
             self.disown() if len(self.running) % 2 else self.settle()
-        self._handle(CacheReset())
+        self.planner.reset_cache()
+        self._absorb()
         for copy in (*self.writes, *self.reads):
             copy.stale = True
 
@@ -260,28 +264,28 @@ class World:
             for copy in [copy for copy in copies if copy.stale]:
                 copies.remove(copy)
                 self._complete_stale(copy)
-        self._handle(ResetFlushed())
+        self.planner.reset_flushed()
 
     def _complete_stale(self, copy):
-        # The adapter drops stale completions; without a newer copy of the same keys the engine
+        # The adapter drops stale completions; without a newer copy of the same keys the planner
         # must not mind them either.
         newer = [c for c in (*self.writes, *self.reads) if c.ctx.req_id == copy.ctx.req_id]
         if newer:
             return
         before = whole_state(self.primary)
         if isinstance(copy, Write):
-            self.engine.complete_store(copy.keys, copy.ctx, success=True)
+            self.planner.complete_store(copy.keys, copy.ctx, success=True)
         else:
-            self.engine.complete_load(copy.keys, copy.ctx)
+            self.planner.complete_load(copy.keys, copy.ctx)
         self._absorb()
-        self.story.tell(StaleCompletionSeen(0, before, whole_state(self.primary)))
+        self.history.record(StaleCompletionSeen(0, before, whole_state(self.primary)))
 
     # -- the end --------------------------------------------------------------------------------
 
     def wind_down(self):
-        """Bring everything to rest and check every law."""
+        """Bring everything to rest and check every invariant."""
         self.refusing.clear()
-        if self.engine.promotions_held:
+        if self.planner.promotions_held:
             self.flush_reset()
         for write in list(self.writes):
             self.written(write)
@@ -290,19 +294,19 @@ class World:
         for ctx in list(self.live.values()):
             self.finish(ctx)
         self.step()
-        while self.engine.has_pending_work or self.late:
+        while self.planner.has_pending_work or self.late:
             self.settle_all()
             while self.late:
                 self.release()
             self.step()
-        assert self.engine.requests == {}
-        self.story.tell(AllQuiet())
+        assert self.planner.requests == {}
+        self.history.record(AllQuiet())
         contents = [tier.contents for tier in self.tiers]
-        check_quiescent(self.engine, kept=self.kept, tier_contents=contents)
-        check_story(self.story)
+        check_quiescent(self.planner, kept=self.kept, tier_contents=contents)
+        check_history(self.history)
 
     def check(self):
-        check_state(self.engine)
+        check_state(self.planner)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -323,19 +327,16 @@ class World:
         assert not self.touched_slots() & set(slots), "a slot in use was handed out"
         assert len(set(slots)) == len(slots)
 
-    def _handle(self, event):
-        fact = fact_of(event)
-        if fact is not None:
-            self.story.tell(fact)
-        return self._absorb(self.engine.handle(event))
-
-    def _absorb(self, effects=()):
-        """Tell and park what the engine wants done; return the new cascades."""
+    def _absorb(self):
+        """Tell and park what the planner wants done; return the new cascades."""
         cascades = []
-        for effect in (*effects, *self.engine.take_effects()):
-            self.story.tell(fact_of(effect))
-            if isinstance(effect, SubmitJob):
-                tier, job = effect.tier, effect.job
+        for tier, state in enumerate(self.planner.tiers):
+            for effect in state.take_effects():
+                self.history.record(fact_of(tier, effect))
+                if isinstance(effect, FinishRequest):
+                    self.ended.append((tier, effect.ctx.req_id))
+                    continue
+                job = effect.job
                 if job.is_promotion:
                     self._expect_untouched(job.block_ids.tolist())
                     self.memory.soil(job.block_ids.tolist())
@@ -346,12 +347,12 @@ class World:
                     self._report(tier, refused(job, TierUnavailableError("scripted")))
                 else:
                     self.running[job.job_id] = tier, job
-            else:
-                self.ended.append((effect.tier, effect.ctx.req_id))
         return cascades
 
     def _report(self, tier, result):
-        self._handle(JobReported(tier, result))
+        self.history.record(ResultTaken(tier, result.job_id, result.disowned))
+        self.planner.tiers[tier].answer(result)
+        self.planner.collect()
 
     def _note_failures(self, job, failed):
         if not job.is_promotion:

@@ -14,6 +14,7 @@ from facade.worlds import (
 )
 
 from kvoffload_async.abc.tier import TierBounds
+from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.example import ExampleTier
@@ -26,13 +27,15 @@ LOOSE_SLOTS = 4
 class FullWorld(World):
     """Three tiers below a manager, and one alone beside it; every copy is parked.
 
+    The planner drives the tiers itself, but for those in `foreign`, which count what they do.
+
     Attributes:
         stores: Copies from the device that the scheduler waits for.
         loads: Copies to the device that it waits for.
         loose: The manager of the tier alone.
     """
 
-    def __init__(self):
+    def __init__(self, foreign):
         self.example = ExampleTier()
         self.probed = ScriptedTier(PROBED, BOUNDS)
         self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
@@ -41,7 +44,9 @@ class FullWorld(World):
             self.probed,
             self.whole,
             num_slots=NUM_SLOTS,
-            manager_class=Counting,
+            manager_class=tuple(
+                Counting if index in foreign else SecondaryTierManager for index in range(3)
+            ),
             io_timeout_s=2.0,
             pool=PooledScriptedIo,
             drain_timeout_s=1.0,
@@ -107,7 +112,7 @@ class FullWorld(World):
 
     def come_to_rest(self):
         for secondary in self.secondaries:
-            secondary.refuses = False
+            secondary.refuses = False  # only a foreign one ever refuses
         for copies, complete in (
             (self.stores, self.manager.complete_store),
             (self.loads, self.manager.complete_load),

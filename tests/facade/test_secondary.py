@@ -226,6 +226,17 @@ def test_what_a_tier_announces_is_found(alone):
     assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [HIT, MISS]
 
 
+def test_what_a_tier_announces_at_once_is_taken_in_step_by_step(alone):
+    world = alone()
+    world.tier.env.blocks_appeared(ks(*range(9000)))
+    world.results()
+    known = [world.manager.lookup(key, R) for key in ks(0, 4095, 4096, 8999)]
+    assert known == [HIT, HIT, MISS, MISS]
+    assert world.manager.has_pending_work(), "it takes the next portion in, and one is left"
+    assert not world.manager.has_pending_work()
+    assert world.manager.lookup(k(8999), R) is HIT
+
+
 # -- the rest of the contract -------------------------------------------------------------------
 
 

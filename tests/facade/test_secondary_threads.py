@@ -7,8 +7,8 @@ import pytest
 
 from kvoffload_async.errors import ClosedError
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.host import RuntimeHost
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier

@@ -113,7 +113,7 @@ def test_the_cpu_spec_gives_a_manager_with_memory():
 
 
 def test_a_block_comes_back_from_a_tier_with_its_bytes():
-    with TieringOffloadingSpec({**WITH_TIER, "check_laws": True}) as spec:
+    with TieringOffloadingSpec({**WITH_TIER, "check_invariants": True}) as spec:
         manager = spec.get_manager()
         assert isinstance(manager, TieringOffloadingManager)
         assert spec.get_manager() is manager

@@ -7,7 +7,7 @@ import pytest
 from kvoffload_async import ConfigError, SecondaryTierFactory, SecondaryTierManager
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.factory import parse_backpressure
+from kvoffload_async.facade.tier_factory import parse_backpressure
 
 # -- creating tiers -----------------------------------------------------------------------------
 

@@ -18,12 +18,11 @@ from facade.worlds import (
     ks,
 )
 
-from kvoffload_async.core.laws import check_quiescent
-from kvoffload_async.errors import (
-    StateError,
-)
+from kvoffload_async.errors import StateError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import OffloadPolicy, TierMatcher
 
 # -- journeys -----------------------------------------------------------------------------------
@@ -165,12 +164,17 @@ def test_no_room_for_a_promotion_is_a_miss_and_never_a_wait(worlds):
 # -- steps --------------------------------------------------------------------------------------
 
 
-def test_tiers_are_polled_once_a_step(worlds):
-    world = worlds()
+@pytest.mark.parametrize(
+    ("manager_class", "polled"),
+    [(SecondaryTierManager, "poll_tier"), (Hearing, "get_finished_jobs")],
+    ids=["driven by the planner", "foreign"],
+)
+def test_tiers_are_polled_once_a_step(worlds, manager_class, polled):
+    world = worlds(manager_class=manager_class)
     polls = []
     tier = world.secondaries[0]
-    poll = tier.get_finished_jobs
-    tier.get_finished_jobs = lambda: polls.append(1) or poll()
+    poll = getattr(tier, polled)
+    setattr(tier, polled, lambda: polls.append(1) or poll())
     world.begin("r")
     for number in range(5):
         world.lookup(number)
@@ -221,7 +225,7 @@ def test_taking_events_submits_nothing_polls_nothing_and_ends_nothing_44206(worl
     world.step()
     world.settle()
     list(world.manager.take_events())
-    assert world.manager.engine.jobs, "a result is not taken in by looking at events"
+    assert world.manager.planner.jobs, "a result is not taken in by looking at events"
     assert world.lookup(1) is HIT
 
 
@@ -317,7 +321,7 @@ def test_an_active_request_survives_a_reset_and_proceeds_41956_48102(worlds):
     assert world.lookup(1) is HIT
     world.finish("r")
     world.rest()
-    check_quiescent(world.manager.engine)
+    check_quiescent(world.manager.planner)
 
 
 def test_a_request_id_that_is_live_is_refused_before_any_tier_hears_of_it(worlds):

@@ -138,7 +138,7 @@ def test_a_slow_tier_has_a_bounded_share_of_the_primary_in_flight_50031(worlds):
     world.begin("r")
     world.store(*range(8))
     assert world.counts["pinned"] == 4
-    assert world.manager.engine.tiers[0].counters.dropped_blocks == 4
+    assert world.manager.planner.tiers[0].counters.dropped_blocks == 4
 
 
 def test_an_exception_out_of_submit_store_becomes_a_failed_result_and_leaks_no_pin(worlds):
@@ -147,7 +147,7 @@ def test_an_exception_out_of_submit_store_becomes_a_failed_result_and_leaks_no_p
     world.secondaries[0].refuses = True
     world.store(1)
     world.step()
-    counters = world.manager.engine.counters
+    counters = world.manager.planner.counters
     assert (counters.jobs_submitted, counters.job_results, counters.job_failures) == (1, 1, 1)
     assert world.counts["pinned"] == 0
     assert not world.manager.has_pending_work()
@@ -162,11 +162,11 @@ def test_an_exception_out_of_submit_load_becomes_a_miss_and_leaks_no_slot(worlds
     world.step()
     assert world.lookup(1) is MISS
     assert world.counts["writing"] == 0
-    assert not world.manager.engine.jobs
+    assert not world.manager.planner.jobs
 
 
 def test_a_result_of_an_unknown_job_is_a_programming_error(worlds):
-    world = worlds(EXCLUSIVE, EXCLUSIVE)
+    world = worlds(EXCLUSIVE, EXCLUSIVE, manager_class=Refusing)
     world.begin("r")
     world.store(1)
     results = world.secondaries[1].get_finished_jobs
@@ -235,11 +235,11 @@ def test_a_reset_with_a_hung_tier_is_bounded_and_keeps_the_slots_of_its_copies(w
     world.manager.reset_cache()
     assert world.runner.now_s() - before_s == pytest.approx(4.0)
     assert world.counts["held"] == 2
-    assert not world.manager.engine.jobs
+    assert not world.manager.planner.jobs
     world.manager.on_reset_flushed()
     world.begin("s")
     output = world.prepare_store(*range(10, 16), req_id="s")
-    touched = {s for late in world.manager.engine.disowned.values() for s in late.job.block_ids}
+    touched = {s for late in world.manager.planner.disowned.values() for s in late.job.block_ids}
     assert not touched & set(output.store_spec.block_ids.tolist())
     world.complete_store(*range(10, 16), req_id="s")
     world.settle_all()
@@ -289,8 +289,8 @@ def test_shutdown_gives_every_tier_its_chance_and_keeps_the_memory_when_one_rais
         world.manager.shutdown(1.0)
     assert world.tiers[1].parked, "the second one was asked to end its copy"
     assert world.rows[0].any(), "the memory is still there"
-    assert not world.manager.engine.jobs
-    counters = world.manager.engine.counters
+    assert not world.manager.planner.jobs
+    counters = world.manager.planner.counters
     assert counters.jobs_submitted == counters.job_results == 2
     world.manager.shutdown(1.0)
     world.settle_all()
@@ -316,7 +316,7 @@ def test_shutdown_with_hung_tiers_is_bounded_and_every_job_has_one_result(worlds
     before_s = world.runner.now_s()
     world.manager.shutdown(1.0)
     assert world.runner.now_s() - before_s < 2.0, "the timeout is shared by all tiers"
-    counters = world.manager.engine.counters
+    counters = world.manager.planner.counters
     assert counters.jobs_submitted == counters.job_results == 3
     assert world.counts["pinned"] == 2, "the copies still run"
     assert world.primary.get_primary_kv_view() is not None
@@ -327,7 +327,7 @@ def test_shutdown_ends_jobs_that_were_never_handed_over(worlds):
     world.begin("r")
     world.store(1)
     world.manager.shutdown(1.0)
-    counters = world.manager.engine.counters
+    counters = world.manager.planner.counters
     assert counters.jobs_submitted == counters.job_results == 1
     assert world.counts["pinned"] == 0
 
@@ -377,6 +377,6 @@ def test_a_probe_under_way_is_pending_work_but_no_job(worlds):
     world.step()
     assert world.parked()[0].kind is Operation.CONTAINS
     assert world.manager.has_pending_work()
-    assert not world.manager.engine.has_pending_work
+    assert not world.manager.planner.has_pending_work
     world.settle(error=TierUnavailableError("no"))
     assert world.lookup(1) is MISS

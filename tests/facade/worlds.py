@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffload_async.abc.tier import TierBounds, TierCapabilities
-from kvoffload_async.core.laws import check_state
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -80,8 +80,10 @@ class World:
         self.primary = CPUPrimaryTierOffloadingManager(
             num_slots, buffer=self.buffer, enable_events=True
         )
+        if not isinstance(manager_class, tuple):
+            manager_class = (manager_class,) * len(self.tiers)
         self.secondaries = [
-            manager_class(
+            manager_class[index](
                 None,
                 self.buffer.view,
                 f"tier{index}",
@@ -98,7 +100,7 @@ class World:
             self.secondaries,
             bridge=self.bridge,
             clock=self.runner.now_s,
-            check_laws=True,
+            check_invariants=True,
             **options,
         )
         self.contexts = {}
@@ -143,7 +145,7 @@ class World:
         """End a scheduler step and let the loop do what it can in no time."""
         self.manager.on_schedule_end()
         self.runner.run_ready()
-        check_state(self.manager.engine)
+        check_state(self.manager.planner)
 
     def poll(self):
         """End the step and begin another one, in which results are taken in."""

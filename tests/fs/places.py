@@ -4,7 +4,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from kvoffload_async.factory import create_policy
+from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles

@@ -37,7 +37,7 @@ def check(place: Place, harness: TierHarness, capacity_bytes: int) -> None:
     assert place.counted_bytes() == place.disk_bytes()
     assert not any(place.usage().reserved_bytes.values())
     space = harness.tier._space
-    assert set(space._policy.resident()) == space._known == place.blocks()
+    assert set(space._policy.resident()) == space.known() == place.blocks()
     assert not space._busy
     assert not place.temps()
 

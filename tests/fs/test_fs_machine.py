@@ -295,7 +295,7 @@ class FsMachine(RuleBasedStateMachine):
     def policies_know_what_spaces_know(self):
         for instance in self.live:
             space = instance.harness.tier._space
-            assert set(space._policy.resident()) == space._known
+            assert set(space._policy.resident()) == space.known()
             assert not space._busy
 
     @invariant()

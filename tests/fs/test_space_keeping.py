@@ -23,6 +23,24 @@ def test_a_rescan_corrects_what_strangers_have_added_and_removed(place):
         assert place.blocks() == set(K[3:15])
 
 
+def test_a_rescan_announces_what_others_have_removed(place):
+    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+        harness.store(K[:4])
+        for key in K[:2]:
+            place.path(key).unlink()
+        rescan(harness)
+        assert evicted(harness) == set(K[:2])
+
+
+def test_storing_what_others_have_removed_announces_that_it_was_gone(place):
+    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+        harness.store(K[:2])
+        place.path(K[0]).unlink()
+        assert harness.store(K[:2]) == {}
+        assert evicted(harness) == {K[0]}
+        assert place.blocks() == set(K[:2])
+
+
 def test_strangers_are_evicted_in_their_turn_and_loaded_before(place):
     for number, key in enumerate(K[:20]):
         path = place.put(key)
@@ -67,7 +85,7 @@ def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_lea
         harness.store(K[4:10])
         assert not set(K[:4]) & place.blocks()
         assert space.learn(inventory, before) == []
-        assert space._known == place.blocks()
+        assert space.known() == place.blocks()
 
 
 def test_a_bad_block_that_a_load_removed_is_given_back(place):
@@ -76,7 +94,7 @@ def test_a_bad_block_that_a_load_removed_is_given_back(place):
         place.path(K[0]).write_bytes(b"x" * BLOCK)
         place.path(K[1]).unlink()
         assert sorted(harness.load(K[:4])) == [0, 1]
-        assert harness.tier._space._known == set(K[2:4])
+        assert harness.tier._space.known() == set(K[2:4])
         rescan(harness)
         check(place, harness, ROOM_FOR_8)
 

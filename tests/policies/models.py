@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.types import OffloadKey, make_offload_key
 
@@ -224,10 +225,14 @@ def check_arc_invariants(policy: ArcPolicy) -> None:
 
 
 class Rig:
-    """One cache with a policy, driven like the engine's: miss, make room, admit, access."""
+    """One cache with a policy, driven like the engine's: miss, make room, admit, access.
+
+    The policy ranks slots, but is told of keys: `policy` is a `KeyRanking`, and `inner` in it.
+    """
 
     def __init__(self, policy: CachePolicy, pinned: Iterable[OffloadKey] = ()) -> None:
-        self.policy = policy
+        self.inner: Any = policy
+        self.policy = KeyRanking(policy)
         self.pinned = set(pinned)
         self.num_scans = 0
 
@@ -276,7 +281,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @initialize(capacity_blocks=st.integers(1, 5))
     def start(self, capacity_blocks):
-        self.policy = self.policy_type(capacity_blocks)
+        self.inner = self.policy_type(capacity_blocks)
+        self.policy = KeyRanking(self.inner)
         self.model = self.model_type(capacity_blocks)
 
     def absent(self, names):
@@ -340,3 +346,4 @@ class PolicyMachine(RuleBasedStateMachine):
     def policy_and_model_agree(self):
         assert self.policy_state() == self.model.state()
         assert sorted(self.policy.resident()) == sorted(self.model.resident())
+        assert list(self.policy.violations()) == []

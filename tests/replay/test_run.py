@@ -41,7 +41,7 @@ class TestStop:
         assert not driver.drain(0.05)
         workers.shutdown(5)
         spec.shutdown(0.2)
-        assert manager.engine.counters.job_results == 1
+        assert manager.planner.counters.job_results == 1
 
     def test_the_stall_deadline_is_behind_the_engines_own(self):
         tiers = [{"type": "example", "io_timeout_s": 70}, {"type": "example"}]

@@ -10,7 +10,7 @@ import pytest
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.runtime.loop_thread import LoopThread
+from kvoffload_async.runtime.loop import LoopThread
 
 LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.NONE
 DEADLINE_S = 10.0

@@ -11,12 +11,11 @@ import pytest
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
-from kvoffload_async.core.port import TierPort
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, ConfigError, StateError
-from kvoffload_async.runtime.bridge import Bridge, TierLink
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.buffer import PAGE_BYTES, PrimaryBuffer, row_stride_bytes
-from kvoffload_async.runtime.host import RuntimeHost
-from kvoffload_async.runtime.loop_thread import LoopThread
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.testing import InlineIo, ScriptedTier, VirtualRunner
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import Medium
@@ -215,11 +214,10 @@ class Links:
         self.links = [self._link(tier) for tier in self.tiers]
 
     def _link(self, tier):
-        port = TierPort(ExactIndex(), 16, EventLog(Medium.CPU, enabled=False))
+        state = TierState("t", ExactIndex(), 16, EventLog(Medium.CPU, enabled=False))
         link = TierLink(
             self.bridge,
-            port,
-            "t",
+            state,
             tier,
             kv_view=self.view,
             pool=UnpooledIo(),
@@ -234,7 +232,7 @@ class Links:
 def test_a_flush_wakes_the_loop_once_whatever_the_number_of_jobs_and_tiers():
     world = Links(3)
     for number in range(30):
-        world.links[number % 3].port.submit(make_job(number, [key_of(1)], [0], is_promotion=False))
+        world.links[number % 3].state.submit(make_job(number, [key_of(1)], [0], is_promotion=False))
     before = world.runner.callbacks
     world.bridge.flush()
     assert world.runner.callbacks - before == 1
@@ -248,7 +246,7 @@ def test_a_flush_wakes_the_loop_once_whatever_the_number_of_jobs_and_tiers():
 
 def test_progress_is_waited_for_with_a_deadline():
     world = Links(1)
-    world.links[0].port.submit(make_job(1, [key_of(1)], [0], is_promotion=False))
+    world.links[0].state.submit(make_job(1, [key_of(1)], [0], is_promotion=False))
     assert world.bridge.wait_for_progress(5.0) is False
     world.tiers[0].settle_all()
     assert world.bridge.wait_for_progress(5.0) is True
@@ -258,11 +256,11 @@ def test_progress_is_waited_for_with_a_deadline():
 def test_a_link_whose_loop_is_gone_still_gives_every_job_a_result():
     world = Links(1)
     link = world.links[0]
-    link.port.submit(make_job(1, [key_of(1)], [0], is_promotion=False))
+    link.state.submit(make_job(1, [key_of(1)], [0], is_promotion=False))
     world.runner.close()
     report = link.close(1.0)
     assert isinstance(report.error, ClosedError)
-    assert [r.job_id for r in link.port.take_results()] == [1]
+    assert [job.job_id for job, _ in link.state.jobs.take_ended()] == [1]
 
 
 def _end(world):

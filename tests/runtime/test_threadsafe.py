@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvoffload_async.errors import ClosedError, StateError
-from kvoffload_async.runtime.threadsafe import SameLoopRunner, ThreadsafeRunner
+from kvoffload_async.runtime.loop import SameLoopRunner, ThreadsafeRunner
 from kvoffload_async.testing import VirtualLoop
 
 DEADLINE_S = 10.0

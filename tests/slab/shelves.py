@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload_async.factory import create_policy
+from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.fileops import Hang
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
@@ -123,7 +123,7 @@ async def entered(hang: Hang) -> None:
 
 
 def sound(tier: SlabTier) -> None:
-    """Check the laws of an open tier that is at rest."""
+    """Check the invariants of an open tier that is at rest."""
     store = tier._store
     catalog, table = store.catalog, store.shelf.table
     assert not list(catalog.violations())
@@ -131,7 +131,7 @@ def sound(tier: SlabTier) -> None:
     assert not catalog._claimed
     assert not tier._writing
     live = table.live()
-    assert dict(zip(keys_of(live), places_of(live), strict=True)) == catalog._places
+    assert dict(zip(keys_of(live), places_of(live), strict=True)) == dict(catalog._places.items())
     assert table.slots() == dict(catalog.segments)
 
 

@@ -27,6 +27,7 @@ BAD = [
     ("root_dir", 7, "absolute path"),
     ("capacity_bytes", 0, "positive"),
     ("capacity_bytes", "12 parsec", "number of bytes"),
+    ("capacity_bytes", 1 << 60, "so little that it has for 268435456"),
     ("capacity_bytes", 20_000, "no room for one block of 4096 bytes and the journal; give at"),
     ("segment_bytes", 4095, "less than a slot of 4096 bytes; give at least that"),
     ("segment_bytes", -1, "positive"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from slab.shelves import flip
 
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids

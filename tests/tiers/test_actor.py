@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import weakref
+from functools import partial
 
 import pytest
 from tiers.actors import IO_TIMEOUT_S
@@ -19,6 +20,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.testing.harness import key_of, make_job
 
 # -- the mailbox --------------------------------------------------------------------------------
@@ -88,6 +90,16 @@ def test_a_job_settles_once_with_its_duration(worlds):
     world.runner.advance(2.5)
     world.settle()
     assert world.events == [JobSettled(0, {}, None, 2.5)]
+
+
+def test_a_job_settles_before_an_eviction_that_follows_it_at_once(worlds):
+    world = worlds()
+    world.start(0)
+    (parked,) = world.tier.parked
+    evict = partial(world.tier.env.blocks_evicted, parked.keys)
+    parked.future.add_done_callback(lambda _: world.runner.loop.call_soon(evict))
+    world.settle()
+    assert world.events == [JobSettled(0, {}, None, 0.0), BlocksEvicted(parked.keys)]
 
 
 def test_waiting_counts_in_a_jobs_duration(worlds):
@@ -310,3 +322,20 @@ def test_what_a_tier_announces_reaches_the_owner_in_order(worlds):
     world.tier.env.blocks_appeared([key_of(1)])
     world.tier.env.blocks_evicted([key_of(2)])
     assert world.events == [BlocksAppeared((key_of(1),)), BlocksEvicted((key_of(2),))]
+
+
+def test_a_tier_tells_of_many_blocks_in_portions_and_in_order(worlds):
+    world = worlds()
+    keys = [key_of(number) for number in range(2500)]
+    world.tier.env.blocks_evicted(keys)
+    assert [len(event.keys) for event in world.events] == [1024, 1024, 452]
+    assert [key for event in world.events for key in event.keys] == keys
+
+
+def test_a_map_of_what_a_tier_holds_goes_to_the_owner_as_it_is(worlds):
+    world = worlds()
+    held = KeyMap()
+    held.update([key_of(1), key_of(2)], [10, 20])
+    world.tier.env.blocks_appeared(held)
+    (event,) = world.events
+    assert event.keys is held

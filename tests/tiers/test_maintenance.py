@@ -21,8 +21,8 @@ from kvoffload_async.abc.maintenance import (
     Summary,
 )
 from kvoffload_async.errors import ConfigError, InputError
-from kvoffload_async.facade.factory import SecondaryTierFactory
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.tiers.files import maintenance as files_maintenance
 from kvoffload_async.tiers.files.ops import FileOps

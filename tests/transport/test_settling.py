@@ -7,7 +7,7 @@ from transport.worlds import DEADLINE_S, STORE, Wanted, gate, simple
 
 from kvoffload_async.abc.transport import TransferOutcome
 from kvoffload_async.errors import TransportError
-from kvoffload_async.runtime.loop_thread import LoopThread
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.transport.settling import SettlingTransfer, failed
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def main(run: dict[str, Any]) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(run.get("processes", False))),
     }
     from vllm import LLM, SamplingParams, TokensPrompt
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
     connector = run.get("connector")
     settings = {
@@ -37,6 +38,9 @@ def main(run: dict[str, Any]) -> None:
         "disable_log_stats": False,
         "dtype": "float32",
         "enforce_eager": True,
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if run.get("events")
+        else None,
         "kv_transfer_config": None if connector is None else KVTransferConfig(**connector),
         "max_model_len": 1024,
         "max_num_seqs": 8,
@@ -46,6 +50,10 @@ def main(run: dict[str, Any]) -> None:
         "tensor_parallel_size": run.get("ranks", 1),
     }
     llm = LLM(**settings | run.get("llm", {}))
+    batches: list[Any] = []
+    if run.get("events"):  # in this process, so that they can be listened to
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler.kv_event_publisher.publish = batches.append
     greedy = SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True)
     prompts = [
         TokensPrompt(prompt_token_ids=prompt)
@@ -72,9 +80,55 @@ def main(run: dict[str, Any]) -> None:
         for metric in llm.get_metrics()
         if "kv" in metric.name and hasattr(metric, "value")
     }
+    if run.get("events"):
+        found["events"] = replayed(batches, scheduler.connector.connector_scheduler)
     found["shared_files"] = [path.name for path in Path("/dev/shm").iterdir()]
     llm.llm_engine.engine_core.shutdown()
     say(json.dumps(found))
+
+
+def replayed(batches: list[Any], scheduler: Any) -> dict[str, Any]:
+    """Return, by place, the hashes that events tell of, and those of the blocks that are there.
+
+    What a chunk consists of is taken from the device's events: each names the hash before it.
+    """
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from vllm.v1.kv_offload.base import get_offload_block_hash
+
+    parents: dict[Any, Any] = {}
+    told: dict[str, Counter[Any]] = {}
+    for event in (event for batch in batches for event in batch.events):
+        if isinstance(event, AllBlocksCleared):
+            continue  # the device's
+        place = told.setdefault(f"{event.medium} {event.ownership}", Counter())
+        change = 1 if isinstance(event, BlockStored) else -1
+        for block_hash in event.block_hashes:
+            place[block_hash] += change
+        if event.medium == "GPU" and isinstance(event, BlockStored):
+            chain = [event.parent_block_hash, *event.block_hashes]
+            parents |= dict(zip(chain[1:], chain, strict=False))
+
+    def hashes(keys: Any) -> list[Any]:
+        found = []
+        for key in keys:
+            block_hash = maybe_convert_block_hash(get_offload_block_hash(key))
+            for _ in range(scheduler.config.blocks_per_chunk):
+                found.append(block_hash)
+                block_hash = parents[block_hash]
+        return sorted(found)
+
+    engine = scheduler.manager.manager.planner
+    blocks = {"CPU None": [key for key, _, refs in engine.primary.resident() if refs >= 0]}
+    for tier in scheduler.manager.manager.secondary_tiers:
+        blocks[f"STORAGE {tier.ownership}"] = list(tier.tier._store.catalog.keys())
+    return {
+        "told": {place: sorted(told.get(place, Counter()).elements()) for place in blocks},
+        "there": {place: hashes(keys) for place, keys in blocks.items()},
+        "removed": {place: any(n == 0 for n in told[place].values()) for place in blocks},
+        "tracked": len(scheduler._events_tracker._pending_event_metadata),
+        "blocks": len({key for keys in blocks.values() for key in keys}),
+    }
 
 
 def say(line: str) -> None:

@@ -58,7 +58,7 @@ class Pair:
             extra_config={
                 "cpu_bytes_to_use": slots * stride,
                 "secondary_tiers": list(tiers),
-                "check_laws": True,
+                "check_invariants": True,
                 **dict(extra),
             },
         )

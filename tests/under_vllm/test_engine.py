@@ -16,7 +16,7 @@ from tiny_model import save_tiny_model
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm_world import MODULE, make_config, shared_files_of
 
-from kvoffload_async.facade.factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import KVOffloadSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -41,7 +41,7 @@ def connector(
 ):
     options = {"cpu_bytes_to_use": 64 * BLOCK_BYTES, "secondary_tiers": list(tiers), **extra}
     if spec != "HostTieringOffloadingSpec":
-        options["check_laws"] = True
+        options["check_invariants"] = True
     given = {
         "engine_id": ENGINE_ID,
         "kv_connector": name,
@@ -225,6 +225,23 @@ def test_two_ranks_in_processes_of_their_own(model, tmp_path):
     found = run(model=model, processes=True, ranks=2, connector=settings, steps=JOURNEY)
     assert found["tokens"] == [found["tokens"][0]] * 3
     assert found["hits"] == [0, FULL_BLOCKS, FULL_BLOCKS]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_events_of_a_run_with_evictions_replay_to_the_contents(model, tmp_path, blocks_per_chunk):
+    tier = {**slab(tmp_path), "capacity_bytes": "4MiB", "enable_kv_events": True}
+    settings = connector(
+        tiers=[{**tier, "segment_bytes": "1MiB"}],
+        blocks_per_chunk=blocks_per_chunk,
+        cpu_bytes_to_use=48 * BLOCK_BYTES,
+        self_describing_kv_events=True,
+    )
+    crowd = {"model": model, "requests": 20, "prompt_tokens": 300, "events": True}
+    steps = ["generate", "reset device", "generate"]
+    found = run(**crowd, connector=settings, steps=steps)["events"]
+    assert found["told"] == found["there"]
+    assert found["removed"] == {"CPU None": True, "STORAGE slab": True}
+    assert found["tracked"] == found["blocks"]
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])

@@ -99,7 +99,7 @@ def test_jobs_under_way_and_failed_jobs_are_told_by_tier_and_direction(pair):
     here.settle()
     data = here.manager.get_stats().data["data"]
     assert [data[TIERING + name]["1:example",] for name in names] == [0, 0, 0.0]
-    counters = here.manager.manager.engine.tiers[0].counters
+    counters = here.manager.manager.planner.tiers[0].counters
     counters.failed_jobs, counters.failed_loads = 5, 2
     failures = figures_of(here, "promotion_job_failures", "cascade_job_failures")
     assert failures == [{"1:example": 2}, {"1:example": 3}]

@@ -25,11 +25,11 @@ class _Probes:
 
     def empty(self):
         self._tier.has_pending_work()  # takes in what has come
-        return self._tier._port.index.is_waiting
+        return self._tier.tier_state.index.is_waiting
 
     @property
     def _lookup_batch(self):
-        return list(self._tier._port.index._pending)
+        return list(self._tier.tier_state.index._pending)
 
 
 def pytest_configure():

@@ -18,7 +18,7 @@ from kvoffload_async.facade.connector.protocol import (
     OffloadingConnectorMetadata,
     TransferJobSpec,
 )
-from kvoffload_async.runtime.loop_thread import LoopThread
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.types import JobId, TransferResult
 
 logger = logging.getLogger(__name__)

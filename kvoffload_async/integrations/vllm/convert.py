@@ -159,6 +159,8 @@ def event(event: OffloadingEvent, locality: base.Locality | None) -> base.Offloa
         medium=_MEDIUM[event.medium],
         removed=event.removed,
         locality=locality,
+        ownership=event.ownership,
+        removal_expected=event.removal_expected,
     )
 
 
@@ -277,7 +279,6 @@ def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
             continue  # nobody was told that these blocks are there
         locality = None if one.locality is None else base.Locality(one.locality.value)
         made = event(one, locality)
-        made.ownership = one.ownership
         if _HAS_METADATA_ONLY:
             made.metadata_only = one.metadata_only
         yield made

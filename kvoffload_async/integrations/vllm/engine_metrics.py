@@ -12,8 +12,8 @@ from typing import Any, Final
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from kvoffload_async.core.engine import Engine
-from kvoffload_async.core.tierslot import TierLookup, TierSlot
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
 
@@ -85,16 +85,18 @@ class LookupCounts:
         totals: By counter and label.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, planner: Planner) -> None:
         """Hear every answer of the tiers from now on."""
-        self._primary = engine.primary
-        self._labels = [("0:primary",), *map(_label, range(len(engine.tiers)), engine.tiers)]
+        self._primary = planner.primary
+        self._labels = [("0:primary",), *map(_label, range(len(planner.tiers)), planner.tiers)]
         self._open: dict[str, list[set[OffloadKey]]] = {}
         """Request that was not scheduled yet -> what is counted already, by tier, primary first."""
         self._has_asked = False
         self.totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        for index, tier in enumerate(engine.tiers, 1):
-            tier.source = _Observed(tier.source, partial(self._answered, index))
+        planner.sources = [
+            _Observed(source, partial(self._answered, index))
+            for index, source in enumerate(planner.sources, 1)
+        ]
 
     def began(self, req_id: str) -> None:
         """Note a new request."""
@@ -155,9 +157,9 @@ class EngineCounts:
         failed_stores: Blocks that did not arrive; the caller adds to it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.lookups = LookupCounts(engine)
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self.lookups = LookupCounts(planner)
         self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
         self.failed_stores = 0
@@ -168,9 +170,9 @@ class EngineCounts:
         increments = now - self._told
         self._told = now
         allocations, self.allocations = self.allocations, []
-        counts = self._engine.primary.counts
-        writing = counts["writing"] / self._engine.primary.num_slots
-        reading = counts["pinned"] / self._engine.primary.num_slots
+        counts = self._planner.primary.counts
+        writing = counts["writing"] / self._planner.primary.num_slots
+        reading = counts["pinned"] / self._planner.primary.num_slots
         return convert.engine_stats(
             [(name, labels, amount) for (name, labels), amount in increments.items()],
             [
@@ -182,18 +184,18 @@ class EngineCounts:
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
         """Return the labels of this engine, by `CONFIG_INFO_KEYS`."""
-        tiers = ",".join(tier.name for tier in self._engine.tiers)
-        blocks = self._engine.primary.num_slots
+        tiers = ",".join(tier.name for tier in self._planner.tiers)
+        blocks = self._planner.primary.num_slots
         values = (version("kvoffload-async"), blocks, tiers)
         return [dict(zip(CONFIG_INFO_KEYS, values, strict=True))]
 
     def _totals(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        counters = self._engine.counters
+        counters = self._planner.counters
         values = (counters.promotions_refused, self.failed_stores, counters.deferrals_expired)
         totals = self.lookups.totals.copy()
         for name, value in zip(_COUNTERS, values, strict=True):
             totals[name, ()] = value
-        for index, tier in enumerate(self._engine.tiers):
+        for index, tier in enumerate(self._planner.tiers):
             own, label = tier.counters, _label(index, tier)
             values_of_tier = (
                 own.loaded_bytes,
@@ -211,17 +213,17 @@ class EngineCounts:
 
     def _transfers(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
         """Yield the gauges of each tier."""
-        jobs = [[0, 0] for _ in self._engine.tiers]
-        blocks = [[0, 0] for _ in self._engine.tiers]
-        for index, job in self._engine.jobs.values():
+        jobs = [[0, 0] for _ in self._planner.tiers]
+        blocks = [[0, 0] for _ in self._planner.tiers]
+        for index, job in self._planner.jobs.values():
             jobs[index][not job.is_promotion] += 1
             blocks[index][not job.is_promotion] += len(job.keys)
-        slots = self._engine.primary.num_slots
-        for index, tier in enumerate(self._engine.tiers):
+        slots = self._planner.primary.num_slots
+        for index, tier in enumerate(self._planner.tiers):
             values = (*jobs[index], *(count / slots for count in blocks[index]))
             yield from zip(_TIER_GAUGES, repeat(_label(index, tier)), values, strict=False)
 
 
-def _label(index: int, tier: TierSlot) -> tuple[str]:
+def _label(index: int, tier: TierState) -> tuple[str]:
     """Return what vLLM's own tiering calls a tier; the primary has number 0."""
     return (f"{index + 1}:{tier.name}",)

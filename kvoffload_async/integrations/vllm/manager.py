@@ -13,8 +13,9 @@ from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.engine_metrics import EngineCounts
+from kvoffload_async.integrations.vllm.events import hold_removals
 from kvoffload_async.integrations.vllm.worker import FAILED
-from kvoffload_async.types import Medium, OffloadKey, ReqContext
+from kvoffload_async.types import Medium, OffloadingEvent, OffloadKey, ReqContext
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class KVOffloadManager(base.OffloadingManager):
         self._promotion_source = _source_of(tier.medium for tier in manager.secondary_tiers)
         self._jobs_in_flight = 0
         self._awaits_flush = False
-        self._counts = EngineCounts(manager.engine)
+        self._counts = EngineCounts(manager.planner)
+        self._held_removals: list[OffloadingEvent] = []
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -82,7 +84,7 @@ class KVOffloadManager(base.OffloadingManager):
         """Pin blocks that were hits in this step; return their slots, in key order."""
         request = convert.request_of(req_context)
         keys = self._positioned(keys, req_context, request)
-        state = self.manager.engine.requests.get(request.req_id)
+        state = self.manager.planner.requests.get(request.req_id)
         promoted = state.held.keys() & set(keys) if state is not None else set()
         spec = self.manager.prepare_load(keys, request)
         self._promoted[request.req_id] = promoted
@@ -156,7 +158,9 @@ class KVOffloadManager(base.OffloadingManager):
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        return convert.events(self.manager.take_events())
+        events = [*self._held_removals, *self.manager.take_events()]
+        ready, self._held_removals = hold_removals(events, self._is_being_written)
+        return convert.events(ready)
 
     # -- the calls that wait --------------------------------------------------------------------
 
@@ -168,6 +172,8 @@ class KVOffloadManager(base.OffloadingManager):
         the end of any later job tells as much.
         """
         self.manager.reset_cache()
+        for tier in self.manager.secondary_tiers:
+            tier.announce_anew()  # vLLM tells consumers of events that everything is gone
         self._promoted.clear()
         if _VLLM_TELLS_OF_FLUSH:
             return
@@ -216,13 +222,15 @@ class KVOffloadManager(base.OffloadingManager):
         return ordered
 
     def _failed(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-        primary = self.manager.engine.primary
+        primary = self.manager.planner.primary
         return {
             key
             for key in keys
-            if primary.state_of(key) is BlockState.WRITING
-            and self._slot_flags[primary.slot_of(key)] == FAILED
+            if self._is_being_written(key) and self._slot_flags[primary.slot_of(key)] == FAILED
         }
+
+    def _is_being_written(self, key: OffloadKey) -> bool:
+        return self.manager.planner.primary.state_of(key) is BlockState.WRITING
 
     def _job_ended(self) -> None:
         self._jobs_in_flight -= 1

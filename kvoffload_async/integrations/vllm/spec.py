@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Final
 
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvoffload_async.config import OffloadConfig, reject_unknown
+from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
-from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.storage import parse_directory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
@@ -215,7 +214,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _options(self) -> OffloadConfig:
         given = dict(self.extra_config)
-        own = {option.name for option in fields(OffloadConfig)} - _DECIDED
+        own = accepted_keys() - _DECIDED
         reject_unknown(given, own | _VLLMS_OWN, "kv_connector_extra_config")
         options = {key: given[key] for key in given if key in own}
         options["blocks_per_chunk"] = self.blocks_per_chunk

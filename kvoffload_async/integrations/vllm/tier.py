@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering import base as tiering
@@ -24,8 +25,12 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from kvoffload_async.config import reject_unknown
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
-from kvoffload_async.facade.factory import SecondaryTierFactory, accepted_options
-from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
+from kvoffload_async.facade.secondary import (
+    SecondaryTierManager,
+    check_tier_options,
+    owner_name,
+)
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.identity import (
     IDENTITY_OPTIONS,
@@ -37,13 +42,15 @@ from kvoffload_async.integrations.vllm.identity import (
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
-from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.host import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_GRACE_S = 5.0
+
+_TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
+"""How many tiers of each type a spec has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,6 @@ class VllmTier(tiering.SecondaryTierManager):
             own["enable_kv_events"] = False
         options |= own
         self._drain_timeout_s = io_timeout_s + _DRAIN_GRACE_S
-        self._submitted: dict[JobId, tuple[OffloadKey, ...]] = {}
         self._overdue: dict[JobId, JobResult] = {}
         self._finished: list[tiering.JobResult] = []
         self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -132,6 +138,7 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config, self._rows, _Surroundings(self._host.bridge)
             )
+            self._state = self._tier.tier_state
         except BaseException as error:
             self._host.close()
             self._rows.release()
@@ -139,6 +146,8 @@ class VllmTier(tiering.SecondaryTierManager):
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
                 raise UnusablePlaceError(str(error)) from error
             raise
+        seen = _TIER_TYPES.setdefault(offloading_spec, Counter())
+        self._tier.ownership = owner_name(tier_type, seen)
 
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
@@ -208,7 +217,7 @@ class VllmTier(tiering.SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         """Tell whether a job has not been reported, or a probe is unanswered."""
-        return bool(self._submitted or self._finished) or self._tier.has_pending_work()
+        return bool(self._overdue or self._finished) or self._tier.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
@@ -219,22 +228,26 @@ class VllmTier(tiering.SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait until no byte of any job moves; results are left for `get_finished_jobs`.
 
+        vLLM drains tiers to reset its cache, and tells consumers of events that everything is
+        gone: blocks that are stored again are announced again.
+
         Raises:
             TierTimeoutError: Some still do after the jobs' own deadline. Nothing was given up:
                 who called may try again, and must not touch the slots.
         """
         deadline_s = time.monotonic() + self._drain_timeout_s
         self._collect()
-        while self._submitted:
+        while moving := [*self._overdue, *(job.job_id for job in self._state.jobs.unreported())]:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                jobs = ", ".join(map(str, self._submitted))
+                jobs = ", ".join(map(str, sorted(moving)))
                 raise TierTimeoutError(
                     f"{self.tier_type}: after {self._drain_timeout_s} s the copies of jobs {jobs} "
                     "still run; their slots cannot be reused"
                 )
             self._host.bridge.wait_for_progress(left_s)
             self._collect()
+        self._tier.announce_anew()
 
     def shutdown(self) -> None:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.
@@ -299,26 +312,26 @@ class VllmTier(tiering.SecondaryTierManager):
             folder.close()
 
     def _submit(self, job: JobMetadata) -> None:
-        self._submitted[job.job_id] = job.keys
         try:
             (self._tier.submit_load if job.is_promotion else self._tier.submit_store)(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - says it all
-            self._report(refused(job, error))
+            self._report(job.keys, refused(job, error))
 
     def _collect(self) -> None:
         """Take in what ended: a job that is overdue is kept back until it is released."""
-        for result in self._tier.get_finished_jobs():
+        self._tier.poll_tier()
+        for job, result in self._state.jobs.take_ended():
             if result.disowned:
                 self._overdue[result.job_id] = result
                 self._counted[metrics.OVERDUE_JOBS, (self.tier_type,)] += 1
             else:
-                self._report(result)
-        for job_id in self._tier.get_released_jobs():
-            self._report(self._overdue.pop(job_id))
+                self._report(job.keys, result)
+        for record in self._state.jobs.take_released():
+            self._report(record.job.keys, self._overdue.pop(record.job.job_id))
 
-    def _report(self, result: JobResult) -> None:
-        self._finished.append(convert.job_result(result, self._submitted.pop(result.job_id, ())))
+    def _report(self, keys: tuple[OffloadKey, ...], result: JobResult) -> None:
+        self._finished.append(convert.job_result(result, keys))
         if result.error is not None:
             cause = type(result.error).__name__
             self._counted[metrics.FAILED_JOBS, (self.tier_type, cause)] += 1

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvoffload_async.async_engine import EngineRequest, OffloadEngine
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.engine import EngineRequest, OffloadEngine
 from kvoffload_async.errors import BusyError, StalledError, TransportError
 from kvoffload_async.replay.device import FramePool
 from kvoffload_async.replay.drivers.room import require_room
@@ -219,7 +219,7 @@ class AsyncDriver:
         """Return the keys that are not in the primary, if there is another place for them."""
         if not self._tier_names:
             return set()
-        state_of = self._manager.engine.primary.state_of
+        state_of = self._manager.planner.primary.state_of
         return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
@@ -233,14 +233,16 @@ class AsyncDriver:
     async def _follow_jobs(self, req_id: str) -> None:
         """Wait until no job works for a request."""
         progress, progress_at_s = -1, time.monotonic()
-        jobs, counters = self._manager.engine.jobs, self._manager.engine.counters
+        planner = self._manager.planner
+        counters = planner.counters
         ids = {req_id, f"{req_id}/whole"}
-        while any(job.req_context.req_id in ids for _, job in jobs.values()):
+        while any(job.req_context.req_id in ids for _, job in planner.jobs.values()):
             now_s = time.monotonic()
             if counters.job_results != progress:
                 progress, progress_at_s = counters.job_results, now_s
             elif now_s - progress_at_s > self._stall_timeout_s:
                 raise StalledError(
-                    f"no progress for {self._stall_timeout_s:g} s: {len(jobs)} jobs have no result"
+                    f"no progress for {self._stall_timeout_s:g} s: "
+                    f"{len(planner.jobs)} jobs have no result"
                 )
             await self._engine.wait_for_progress(_WATCH_S)

@@ -76,7 +76,7 @@ class StepwiseDriver:
         self._whole = RequestLevelManager(manager)
         self._connector = OffloadingConnectorScheduler(self._whole, geometry)
         self._manager = manager
-        self._engine = manager.engine
+        self._engine = manager.planner
         self._workers = workers
         self._pool = pool
         self._tally = tally

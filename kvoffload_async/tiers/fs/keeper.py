@@ -14,6 +14,7 @@ from typing import TypeVar
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import (
@@ -117,7 +118,7 @@ class Keeper:
         await self._run(partial(self._join_count, usage, inventory))
         self._space = Space(
             settings,
-            create_policy(settings.capacity_bytes // block_bytes),
+            create_policy(min(settings.capacity_bytes // block_bytes, MAX_NUMBERS)),
             usage,
             self._files,
             block_bytes=block_bytes,

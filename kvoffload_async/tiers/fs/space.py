@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import Inventory
@@ -90,10 +91,10 @@ class Space:
             files: The block files.
             block_bytes: Disk bytes of one block's file.
             folder_bytes: Disk bytes of one new folder.
-            announce: Told which blocks were evicted.
+            announce: Told which blocks were evicted, or are found to be gone.
         """
         self._settings = settings
-        self._policy = policy
+        self._policy = KeyRanking(policy)
         self._usage = usage
         self._files = files
         self._block_bytes = block_bytes
@@ -103,7 +104,6 @@ class Space:
         self._unit_bytes = block_bytes + self._folders_bytes
         self._limit_bytes = settings.capacity_bytes - _GROWTH_STEPS * folder_bytes
         self._announce = announce
-        self._known: set[OffloadKey] = set()
         self._busy: Counter[OffloadKey] = Counter()
 
     @property
@@ -115,7 +115,7 @@ class Space:
 
     def known(self) -> frozenset[OffloadKey]:
         """Return the blocks that are known to be there; to be asked before a walk."""
-        return frozenset(self._known)
+        return frozenset(self._policy)
 
     def learn(self, inventory: Inventory, before: Collection[OffloadKey]) -> list[OffloadKey]:
         """Take over what a walk has found, in order of age; what has vanished is dropped.
@@ -127,22 +127,23 @@ class Space:
         Returns:
             The oldest blocks, if there are more than can be ranked: they should go.
         """
-        self.forget([k for k in before if k not in inventory.blocks and not self._busy[k]])
-        news = [k for k in inventory.oldest_first if k not in self._known and k not in before]
-        room = max(0, self._policy.capacity_blocks - len(self._known))
+        vanished = [k for k in before if k not in inventory.blocks and not self._busy[k]]
+        self.forget(vanished)
+        if vanished:
+            self._announce(vanished)
+        news = [k for k in inventory.oldest_first if k not in self._policy and k not in before]
+        room = max(0, self._policy.capacity_blocks - len(self._policy))
         surplus = max(0, len(news) - room)
         self._admit(news[surplus:])
         return news[:surplus]
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop blocks whose files are gone."""
-        gone = [key for key in keys if key in self._known]
-        self._known.difference_update(gone)
-        self._policy.discard(gone)
+        self._policy.discard(keys)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of blocks, head to tail."""
-        self._policy.access([key for key in keys if key in self._known], lambda _key: True)
+        self._policy.access(keys, lambda _key: True)
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
         """Keep blocks from being evicted while they are read or written."""
@@ -199,17 +200,17 @@ class Space:
     async def _fill(
         self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool
     ) -> None:
-        new = [item for item in items if item.key not in self._known]
+        new = [item for item in items if item.key not in self._policy]
         granted = 0
         if new and not squeeze:
             granted = await self._reserve(plan, self._unit_bytes, len(new), run_io)
         new = []
         for item in items:  # asked again: another job may have been faster
-            if item.key in self._known:
+            if item.key in self._policy:
                 plan.items.append(replace(item, may_write=False))
             else:
                 new.append(item)
-        roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._known)))
+        roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
         count = min(len(new) - roomy, self._idle_count())
         coming = new[: roomy + count]
         victims = self._evict([item.key for item in coming], count)
@@ -274,6 +275,8 @@ class Space:
             self._admit([item.key])
         elif item.may_write or status is StoreStatus.ABSENT:
             self.forget([item.key])
+            if status is StoreStatus.ABSENT:
+                evicted.append(item.key)  # by another process
         if item.victim is None:
             return
         if outcome.victim_taken or status is StoreStatus.VICTIM_GONE:
@@ -316,7 +319,7 @@ class Space:
             await self.settle(0, change, run_io)
 
     def _idle_count(self) -> int:
-        return len(self._known) - sum(key in self._known for key in self._busy)
+        return len(self._policy) - sum(key in self._policy for key in self._busy)
 
     def _evict(self, coming: Sequence[OffloadKey], count: int) -> list[OffloadKey]:
         """Take `count` idle blocks out of the policy, or none; for those that come, or for nobody.
@@ -324,15 +327,10 @@ class Space:
         Some of those that come may have room already.
         """
         busy = self._busy
-        # A policy makes room for somebody: here for keys that no block has, and that never come.
-        absent = count - len(coming)
-        nobody = [OffloadKey(number.to_bytes(3, "big")) for number in range(absent)]
-        victims = self._policy.make_room([*coming, *nobody], count, lambda key: key not in busy)
-        self._known.difference_update(victims or ())
-        return victims or []
+        incoming = [*coming, *nobodies(count - len(coming))]
+        return self._policy.make_room(incoming, count, lambda key: key not in busy) or []
 
     def _admit(self, keys: Sequence[OffloadKey]) -> None:
-        news = [key for key in keys if key not in self._known]
-        del news[max(0, self._policy.capacity_blocks - len(self._known)) :]
+        news = [key for key in keys if key not in self._policy]
+        del news[max(0, self._policy.capacity_blocks - len(self._policy)) :]
         self._policy.admit(news)
-        self._known.update(news)

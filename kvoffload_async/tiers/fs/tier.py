@@ -87,7 +87,11 @@ class FsTier(AsyncTier):
             ops: The system calls; tests put a fault layer here.
         """
         self.capabilities = TierCapabilities(
-            exclusive=False, persistent=True, locality=settings.locality
+            exclusive=False,
+            persistent=True,
+            locality=settings.locality,
+            # Without a capacity nobody keeps account of what there is.
+            announces_removals=settings.space is not None,
         )
         self.bounds = TierBounds()
         self._settings = settings

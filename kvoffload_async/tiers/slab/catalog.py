@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.ranking import KeyRanking, nobodies
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tiers.slab.places import Place, place_of, segment_of
 from kvoffload_async.tiers.slab.runs import joined
 from kvoffload_async.tiers.slab.slots import FreeRuns
@@ -23,8 +25,8 @@ class Catalog:
 
     def __init__(self, policy: CachePolicy, piece: int) -> None:
         """Start empty; the policy is owned from now on. See `FreeRuns` for the piece."""
-        self._policy = policy
-        self._places: dict[OffloadKey, Place] = {}
+        self._policy = KeyRanking(policy)
+        self._places = KeyMap()
         self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
         self._pins: set[Place] = set()
@@ -34,7 +36,7 @@ class Catalog:
         self._claimed: set[Place] = set()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._policy)
 
     @property
     def num_free(self) -> int:
@@ -44,20 +46,20 @@ class Catalog:
     @property
     def num_evictable(self) -> int:
         """How many blocks may go."""
-        return len(self._places) - (len(self._pins) - len(self._doomed))
+        return len(self) - (len(self._pins) - len(self._doomed))
 
     @property
     def segments(self) -> dict[int, int]:
         """Segment -> its slots; not to be changed."""
         return self._slots
 
-    def keys(self) -> Iterable[OffloadKey]:
-        """Return every key."""
-        return self._places.keys()
+    def keys(self) -> KeyMap:
+        """Return every key, in a map for the caller to keep."""
+        return self._places.copy()
 
-    def find(self, keys: Iterable[OffloadKey]) -> list[Place | None]:
+    def find(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each key, None for those that are absent."""
-        return list(map(self._places.get, keys))
+        return self._places.find(keys)
 
     # -- segments -------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class Catalog:
             self._free.drop_segment(segment)
         for first, count in _gaps(self._slots, places):
             self._free.free(first, count)
-        self._places = dict(zip(keys, places, strict=True))
+        self._places.update(keys, places)
         self._policy.admit(keys)
 
     def idle_segments(self) -> list[int]:
@@ -87,8 +89,7 @@ class Catalog:
     def drop_segment(self, segment: int, keys: Sequence[OffloadKey]) -> None:
         """Forget an idle segment and the blocks in it, which are these."""
         self._policy.discard(keys)
-        for key in keys:
-            del self._places[key]
+        self._places.discard(keys)
         self._free.drop_segment(segment)
         del self._slots[segment]
 
@@ -139,12 +140,11 @@ class Catalog:
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
-        # A policy makes room for somebody: also for keys that no block has, and that never come.
-        nobody = [OffloadKey(n.to_bytes(3, "big")) for n in range(count - len(incoming))]
-        places, pins = self._places, self._pins
-        may_go = (lambda key: places[key] not in pins) if pins else _always
-        victims = self._policy.make_room([*incoming, *nobody], count, may_go) or []
-        freed = list(map(places.pop, victims))
+        place_of_key, pins = self._places.get, self._pins
+        may_go = (lambda key: place_of_key(key) not in pins) if pins else None
+        coming = [*incoming, *nobodies(count - len(incoming))]
+        victims = self._policy.make_room(coming, count, may_go) or []
+        freed = self._places.take(victims)
         self._give_back(freed)
         taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
@@ -163,14 +163,14 @@ class Catalog:
     def admit(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         """Note blocks that were written to claimed places, head to tail."""
         self._claimed.difference_update(places)
-        self._places.update(zip(keys, places, strict=True))
-        self._policy.admit(reversed(keys))
+        self._places.update(keys, places)
+        self._policy.admit(keys[::-1])
 
     def drop(self, key: OffloadKey, place: Place) -> None:
         """Forget a pinned block, if it still is at this place."""
         if self._places.get(key) == place:
-            del self._places[key]
-            self._policy.discard((key,))
+            self._places.discard([key])
+            self._policy.discard([key])
             self._doomed.add(place)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
@@ -178,12 +178,12 @@ class Catalog:
         self._policy.access(keys, _always)
 
     def violations(self) -> Iterable[str]:
-        """Return which laws do not hold, in words."""
+        """Return which invariants do not hold, in words."""
         yield from self._policy.violations()
         resident = set(self._policy.resident())
-        if resident != self._places.keys():
+        if resident != set(self._places):
             yield f"the policy ranks {len(resident)} keys, {len(self._places)} are there"
-        places = list(self._places.values())
+        places = [place for _, place in self._places.items()]
         free = [place + i for place, count in self._free.runs() for i in range(count)]
         every = [place_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
         if sorted([*places, *free, *self._claimed, *self._doomed]) != sorted(every):

@@ -25,6 +25,7 @@ from kvoffload_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.batches import Blocks, LoadBatch, StoreBatch
 from kvoffload_async.tiers.slab.budget import Budget
@@ -90,7 +91,10 @@ class SlabTier(AsyncTier):
             ops: The system calls; tests put a fault layer here.
         """
         self.capabilities = TierCapabilities(
-            exclusive=True, persistent=True, locality=settings.locality
+            exclusive=True,
+            persistent=True,
+            locality=settings.locality,
+            announces_removals=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
@@ -318,6 +322,11 @@ class SlabTier(AsyncTier):
             raise ConfigError(
                 f"capacity_bytes: {settings.capacity_bytes} has no room for one block of "
                 f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
+            )
+        if budget.most_slots > MAX_NUMBERS:
+            raise ConfigError(
+                f"capacity_bytes: {settings.capacity_bytes} has room for {budget.most_slots} "
+                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
             )
         return budget
 

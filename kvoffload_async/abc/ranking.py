@@ -1,0 +1,114 @@
+"""A cache policy for those whose blocks have keys and no slots, like a tier with a capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.tables.free import FreeNumbers
+from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.types import OffloadKey
+
+
+class KeyRanking:
+    """Ranks keys by a policy that ranks slots: gives each key a slot as long as it is resident.
+
+    The operations are those of `CachePolicy`, by key; keys that are not resident are ignored where
+    keys are accessed or discarded.
+
+    Thread: the policy's.
+    """
+
+    def __init__(self, policy: CachePolicy) -> None:
+        """Start empty; the policy is owned from now on."""
+        self.policy = policy
+        self.capacity_blocks = policy.capacity_blocks
+        self._table = KeyTable(policy.capacity_blocks)
+        self._free = FreeNumbers(policy.capacity_blocks)
+
+    @property
+    def name(self) -> str:
+        """The policy's."""
+        return self.policy.name
+
+    def __len__(self) -> int:
+        return self.capacity_blocks - self._free.count
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._table
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._table.map)
+
+    def make_room(
+        self,
+        incoming: Sequence[OffloadKey],
+        count: int,
+        is_evictable: Callable[[OffloadKey], bool] | None,
+    ) -> list[OffloadKey] | None:
+        """Choose and remove `count` resident keys so that `incoming` can be admitted.
+
+        None for `is_evictable` means that every key is.
+        """
+        may_go: Callable[[int], bool] = _always
+        if is_evictable is not None:
+            key_of = self._table.key_of
+            may_go = lambda slot: is_evictable(key_of(slot))  # noqa: E731 - shorter than a def
+        victims = self.policy.make_room(incoming, count, may_go)
+        return None if victims is None else self._remove(victims)
+
+    def admit(self, keys: Sequence[OffloadKey]) -> None:
+        """Make absent keys resident, the last one most recent."""
+        slots = self._free.take(len(keys))
+        self._table.add(keys, slots)
+        self.policy.admit(keys, slots)
+
+    def access(self, keys: Sequence[OffloadKey], reused: Callable[[OffloadKey], bool]) -> None:
+        """Commit one request's logical accesses, ordered from the prompt's head to its tail."""
+        keys, slots = self._resident(keys)
+        self.policy.access(slots, list(map(reused, keys)))
+
+    def discard(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget keys that vanished."""
+        _, slots = self._resident(keys)
+        self.policy.discard(slots)
+        self._remove(slots)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.policy.clear()
+        self._table.clear()
+        self._free = FreeNumbers(self.capacity_blocks)
+
+    def resident(self) -> Sequence[OffloadKey]:
+        """Return every resident key, the best victim first. For invariants and inspection."""
+        return self._table.keys_of(list(self.policy.resident()))
+
+    def violations(self) -> Iterable[str]:
+        """Return which invariants do not hold, in words."""
+        yield from self.policy.violations()
+        ranked = sorted(self.policy.resident())
+        if ranked != sorted(slot for _, slot in self._table.items()):
+            yield f"the policy ranks {len(ranked)} slots, not those of the {len(self)} keys"
+
+    def _resident(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[int]]:
+        """Return those of the keys that are resident, each once, and their slots."""
+        keys = list(dict.fromkeys(keys))
+        found = self._table.find(keys)
+        if None in found:
+            keys = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
+        return keys, [slot for slot in found if slot is not None]
+
+    def _remove(self, slots: Sequence[int]) -> list[OffloadKey]:
+        self._free.give_back(slots)
+        return self._table.remove(slots)
+
+
+def _always(_slot: int) -> bool:
+    return True
+
+
+def nobodies(count: int) -> Iterator[OffloadKey]:
+    """Yield keys that no block has: a policy makes room for somebody, also where nobody comes."""
+    # A hash of 3 bytes: there is no block without one, and none so short.
+    return (OffloadKey(number.to_bytes(7, "big")) for number in range(count))

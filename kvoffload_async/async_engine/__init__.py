@@ -1,0 +1,7 @@
+"""The asynchronous surface: offloading for serving stacks that already run an event loop."""
+
+from kvoffload_async.async_engine.limiter import EngineBounds
+from kvoffload_async.async_engine.request import EngineRequest
+from kvoffload_async.async_engine.surface import OffloadEngine
+
+__all__ = ["EngineBounds", "EngineRequest", "OffloadEngine"]

@@ -1,0 +1,124 @@
+"""The turns of the core, and who waits for what they bring."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from kvoffload_async.errors import ClosedError, OffloadError, StateError
+from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.types import OffloadingEvent
+
+
+class Steps:
+    """Ends a step of the core at the end of each turn of the loop in which it was asked something.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, unread_events: int) -> None:
+        """Keep at most so many events for each reader."""
+        self._loop = asyncio.get_running_loop()
+        self._progress: asyncio.Future[None] = self._loop.create_future()
+        self._unread_events = unread_events
+        self._readers: dict[int, deque[OffloadingEvent]] = {}
+        self._manager: TieringOffloadingManager | None = None
+        self._is_due = False
+        self._has_progress = False
+        self._has_ended = False
+        self._fault: Exception | None = None
+
+    def begin(self, manager: TieringOffloadingManager) -> None:
+        """Take calls from now on."""
+        self._manager = manager
+
+    def stop(self) -> None:
+        """Take no calls any more; who waits gets a ClosedError."""
+        self._manager = None
+        self._wake()
+
+    def end(self, manager: TieringOffloadingManager) -> None:
+        """End the last step, and with it the readers' events."""
+        try:
+            self._finish(manager)
+        finally:
+            self._has_ended = True
+            self._wake()
+
+    def ensure_open(self) -> None:
+        """Raise ClosedError before the begin and after the stop, StateError after a defect."""
+        if self._manager is None:
+            raise ClosedError("the engine is not open")
+        if self._fault is not None:
+            raise StateError(f"the engine has failed: {self._fault}") from self._fault
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def note_progress(self) -> None:
+        """Something happened that somebody may wait for."""
+        self._has_progress = True
+        self.schedule()
+
+    def schedule(self) -> None:
+        """End the step at the end of this turn of the loop; once, however often asked."""
+        if not self._is_due and self._manager is not None:
+            self._is_due = True
+            self._loop.call_soon(self._end_step)
+
+    async def next_progress(self, deadline_s: float) -> None:
+        """Wait until something has happened, or until the deadline.
+
+        Raises:
+            ClosedError: The engine is closed.
+        """
+        delay_s = max(0.0, deadline_s - self._loop.time())
+        await asyncio.wait({self._progress}, timeout=delay_s)
+        self.ensure_open()
+
+    async def events(self) -> AsyncIterator[OffloadingEvent]:
+        """Iterate over the events from the first iteration on, until the end."""
+        self.ensure_open()
+        unread: deque[OffloadingEvent] = deque(maxlen=self._unread_events)
+        self._readers[id(unread)] = unread
+        try:
+            while True:
+                while unread:
+                    yield unread.popleft()
+                if self._has_ended:
+                    return
+                await asyncio.wait({self._progress})
+        finally:
+            del self._readers[id(unread)]
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        self._is_due = False
+        if self._manager is not None:
+            self._finish(self._manager)
+
+    def _finish(self, manager: TieringOffloadingManager) -> None:
+        """Hand over what the step has decided; wake who waits, but only if there is news.
+
+        Who waits begins a new step by looking again: woken by steps alone, it would spin.
+        """
+        counters = manager.planner.counters
+        results_before = counters.job_results
+        try:
+            manager.on_schedule_end()
+            events = list(manager.take_events())
+        except OffloadError as error:  # a defect: nobody may wait for what will not come
+            self._fault = error
+            self._wake()
+            raise
+        for unread in self._readers.values():
+            unread.extend(events)
+        if self._has_progress or events or counters.job_results != results_before:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let everybody who waits look again."""
+        self._has_progress = False
+        progress, self._progress = self._progress, self._loop.create_future()
+        progress.set_result(None)

@@ -1,0 +1,172 @@
+"""Copies between device and host: a bounded number at once, each followed to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
+from kvoffload_async.async_engine.limiter import EngineBounds, Limiter, Permit
+from kvoffload_async.errors import ClosedError, TransportError
+from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
+
+Ended = Callable[[bool], None]
+"""Called once, with whether the copy succeeded, when its bytes have stopped moving."""
+
+
+class Transfers:
+    """Loads and stores have a limiter each, so that neither starves the other.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, transport: Transport, bounds: EngineBounds) -> None:
+        self._transport = transport
+        self._running = RunningTransfers(asyncio.get_running_loop())
+        self._limiters = {
+            Direction.LOAD: Limiter("loads", bounds.concurrent_loads, bounds.waiting_calls),
+            Direction.STORE: Limiter("stores", bounds.concurrent_stores, bounds.waiting_calls),
+        }
+
+    def permit(
+        self, direction: Direction, deadline_s: float
+    ) -> AbstractAsyncContextManager[Permit]:
+        """Wait for a permit; see `Limiter.permit`."""
+        return self._limiters[direction].permit(deadline_s)
+
+    async def run(
+        self,
+        direction: Direction,
+        device_blocks: Sequence[int],
+        slots: Sequence[int],
+        *,
+        permit: Permit,
+        ended: Callable[[bool], None],
+        deadline_s: float,
+    ) -> None:
+        """Copy, and wait for the end. The permit is kept until then, whoever still waits.
+
+        Args:
+            direction: Which way.
+            device_blocks: Device blocks, those of whole chunks.
+            slots: One a chunk.
+            permit: Held by the caller.
+            ended: Called once, with whether it succeeded, when the bytes have stopped moving.
+            deadline_s: When the caller stops waiting.
+
+        Raises:
+            TimeoutError: The deadline passed; the copy goes on.
+            TransportError: It failed, or could not begin.
+        """
+        try:
+            device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
+            copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
+            transfer = self._transport.submit(copies, self._transport.record_compute())
+        except Exception as error:
+            ended(False)
+            raise TransportError(f"the copy could not begin: {error}") from error
+        release = permit.keep()
+
+        def landed(success: bool) -> None:
+            release()
+            ended(success)
+
+        landing = self._running.start(transfer, landed)
+        async with asyncio.timeout_at(deadline_s):
+            outcome = await asyncio.shield(landing)
+        if outcome.error is not None:
+            raise TransportError(str(outcome.error)) from outcome.error
+
+    async def quiesce(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way; False at the deadline."""
+        return await self._running.quiesce(timeout_s)
+
+    def stop(self) -> None:
+        """Let everybody who waits for a permit look: the engine is being closed."""
+        for limiter in self._limiters.values():
+            limiter.open()
+
+    def abandon(self) -> None:
+        """Give up what is still under way: who waits for it gets an error."""
+        self._running.abandon(ClosedError("the engine was closed before the copy had ended"))
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """One copy.
+
+    Attributes:
+        transfer: What moves.
+        ended: Told of the end.
+        landed: Awaited by the caller, while it cares.
+        task: Follows the transfer.
+    """
+
+    transfer: Transfer
+    ended: Ended
+    landed: asyncio.Future[TransferOutcome]
+    task: asyncio.Task[TransferOutcome] = field(init=False)
+
+
+class RunningTransfers:
+    """Follows every copy to its end, whoever still waits for it.
+
+    A running copy is never cancelled: a caller that goes away changes nothing here, and a
+    cancelled task is followed by another one.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: dict[_Running, None] = {}  # ordered: who came first is told first
+
+    def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
+        """Follow a transfer; the future never fails, and cancelling it ends nothing."""
+        running = _Running(transfer, ended, self._loop.create_future())
+        self._running[running] = None
+        self._follow(running)
+        return running.landed
+
+    async def quiesce(self, timeout_s: float) -> bool:
+        """Wait until no copy is under way; False at the deadline."""
+        deadline_s = self._loop.time() + timeout_s
+        while self._running:
+            left_s = deadline_s - self._loop.time()
+            if left_s <= 0:
+                return False
+            await asyncio.wait([f.landed for f in self._running], timeout=left_s)
+        return True
+
+    def abandon(self, error: Exception) -> None:
+        """Stop following: who waits is told `error`, and `ended` is never called."""
+        abandoned, self._running = self._running, {}
+        for running in abandoned:
+            running.landed.set_result(TransferOutcome(0, error=error))
+            running.task.cancel()
+
+    def _follow(self, running: _Running) -> None:
+        running.task = self._loop.create_task(running.transfer.outcome(), name="kvoffload:copy")
+        running.task.add_done_callback(partial(self._followed, running))
+
+    def _followed(self, running: _Running, task: asyncio.Task[TransferOutcome]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if running not in self._running:  # abandoned
+            return
+        if task.cancelled():
+            self._follow(running)
+            return
+        outcome = task.result() if error is None else TransferOutcome(0, error=_as_error(error))
+        del self._running[running]
+        try:
+            running.ended(outcome.error is None)
+        finally:
+            running.landed.set_result(outcome)
+
+
+def _as_error(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))

@@ -1,0 +1,82 @@
+"""The state of a tier that somebody else manages: it has an index and results of its own."""
+
+from __future__ import annotations
+
+from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.core.backpressure import Backpressure
+from kvoffload_async.core.breaker import Breaker
+from kvoffload_async.core.effects import FinishRequest
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import ExactIndex
+from kvoffload_async.core.ledger import JobAbandoned, JobState
+from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.errors import StateError
+from kvoffload_async.types import (
+    JobId,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+)
+
+
+class ForeignTierState(TierState):
+    """A tier whose manager has an index and results of its own: it is asked, and it answers."""
+
+    def __init__(
+        self,
+        name: str,
+        source: TierLookup,
+        *,
+        breaker: Breaker | None = None,
+        medium: Medium = Medium.STORAGE,
+        locality: Locality = Locality.LOCAL,
+        backpressure: Backpressure | None = None,
+    ) -> None:
+        """Start empty; `source` is asked for every key, and its answer is not kept."""
+        super().__init__(
+            name,
+            ExactIndex(),  # stays empty
+            0,
+            EventLog(medium, enabled=False),
+            breaker=breaker,
+            medium=medium,
+            locality=locality,
+            backpressure=backpressure,
+        )
+        self._source = source
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return what the tier says."""
+        return self._source.lookup(key, req_context)
+
+    def finish_request(self, ctx: ReqContext) -> None:
+        """Tell the tier, behind the jobs of the request."""
+        self.effects.append(FinishRequest(ctx))
+
+    def answer(self, result: JobResult) -> None:
+        """Take in a result that the tier has given.
+
+        Raises:
+            StateError: The job is not this tier's, or has a result.
+        """
+        if self.jobs.state_of(result.job_id) is not JobState.FLYING:
+            raise StateError(
+                f"tier {self.name!r} reported job {result.job_id}, which is not its job"
+            )
+        if result.disowned:
+            self.jobs.handle(JobAbandoned(result.job_id, result.error), given=result)
+        else:
+            self.jobs.handle(JobSettled(result.job_id), given=result)
+
+    def release(self, job_id: JobId) -> None:
+        """Take in that the copy of a disowned job has ended.
+
+        Raises:
+            StateError: The job is not this tier's, or was not disowned.
+        """
+        if self.jobs.state_of(job_id) is not JobState.DISOWNED:
+            raise StateError(f"tier {self.name!r} released job {job_id}, which is not its job")
+        self.jobs.handle(JobSettled(job_id))

@@ -1,0 +1,243 @@
+"""The invariants of the planner that hold between any two calls, and their check.
+
+They run in production under `check_invariants`, at the end of every step, and in the tests, which
+have more: see `kvoffload_async.testing.invariants`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Generic, TypeVar
+
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.errors import InvariantError
+from kvoffload_async.types import JobMetadata, OffloadKey
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant(Generic[S]):
+    """Something that always holds of a subject.
+
+    Attributes:
+        name: P1 to P20.
+        statement: What always holds.
+        violations: Returns what does not, in words.
+    """
+
+    name: str
+    statement: str
+    violations: Callable[[S], Iterable[str]]
+
+    def enforce(self, subject: S) -> None:
+        """Raise InvariantError if there are any violations."""
+        found = list(self.violations(subject))
+        if found:
+            raise InvariantError(f"{self.name} ({self.statement}): {'; '.join(found)}")
+
+
+def jobs_are_counted(planner: Planner) -> Iterator[str]:
+    """P1."""
+    counters = planner.counters
+    under_way = counters.jobs_submitted - counters.job_results
+    if under_way != len(planner.jobs):
+        yield (
+            f"{counters.jobs_submitted} jobs were submitted and {counters.job_results} reported, "
+            f"but {len(planner.jobs)} are under way"
+        )
+
+
+def slots_are_partitioned(planner: Planner) -> Iterator[str]:
+    """P3."""
+    primary = planner.primary
+    free, held = primary.pool.free_slots(), primary.pool.held_slots()
+    blocks = list(primary.resident())
+    uses = Counter(chain(free, held, (slot for _, slot, _ in blocks)))
+    for slot in uses.keys() - range(primary.num_slots):
+        yield f"slot {slot} does not exist"
+    for slot in range(primary.num_slots):
+        if uses[slot] != 1:
+            yield f"slot {slot} has {uses[slot]} uses"
+    true_counts = {
+        "free": len(free),
+        "writing": sum(refs < 0 for _, _, refs in blocks),
+        "idle": sum(refs == 0 for _, _, refs in blocks),
+        "pinned": sum(refs > 0 for _, _, refs in blocks),
+        "held": len(held),
+    }
+    if primary.counts != true_counts:
+        yield f"the counts are {primary.counts}, but should be {true_counts}"
+    for key, slot, _ in blocks:
+        if primary.key_of(slot) != key:
+            yield f"block {key.hex()} is in slot {slot}, which has another's key"
+
+
+def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
+    """P4."""
+    blocks = {key: (slot, refs) for key, slot, refs in planner.primary.resident()}
+    yield from _pins(planner, {key: max(refs, 0) for key, (_, refs) in blocks.items()})
+    yield from _writes(planner, {key for key, (_, refs) in blocks.items() if refs < 0})
+    yield from _slots_of_jobs(planner, {key: slot for key, (slot, _) in blocks.items()})
+    for tier in planner.tiers:
+        late = (record.job for record in tier.jobs.disowned())
+        jobs = chain(tier.jobs.unreported(), late)
+        cascading = sum(len(job.keys) for job in jobs if not job.is_promotion)
+        if tier.cascading_blocks != cascading:
+            yield f"tier {tier.name!r} counts {tier.cascading_blocks} blocks, not {cascading}"
+
+
+def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
+    """P7."""
+    under_way = Counter(_promoted_keys(planner))
+    for key, count in under_way.items():
+        if count > 1:
+            yield f"block {key.hex()} has {count} promotions under way"
+    outstanding = under_way.total() + sum(len(r.held) for r in planner.requests.values())
+    counted = planner.promotions.outstanding_slots
+    if counted != outstanding:
+        yield f"{counted} promotion slots are counted, {outstanding} are outstanding"
+    if counted > planner.limits.promotion_slots:
+        yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
+    for req_id, request in planner.requests.items():
+        if request.is_finished and request.held:
+            yield f"blocks are kept for request {req_id!r}, which has finished"
+
+
+def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
+    """P10."""
+    for req_id, request in planner.requests.items():
+        if request.can_end:
+            yield f"the tiers were not told that request {req_id!r} has finished"
+
+
+def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
+    """P13."""
+    primary = planner.primary
+    ranked = list(primary.policy.resident())
+    resident = {slot: key for key, slot, _ in primary.resident()}
+    for slot, count in Counter(ranked).items():
+        if count > 1:
+            yield f"slot {slot} is ranked {count} times"
+    yield from (f"slot {slot} is ranked, but free" for slot in set(ranked) - resident.keys())
+    yield from (
+        f"block {resident[slot].hex()} is resident, but not ranked"
+        for slot in resident.keys() - set(ranked)
+    )
+    yield from primary.policy.violations()
+
+
+def pending_work_is_known(planner: Planner) -> Iterator[str]:
+    """P16."""
+    parked = [req_id for req_id, request in planner.requests.items() if request.parked]
+    if planner.has_pending_work != bool(planner.jobs or parked):
+        yield (
+            f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs "
+            f"and parked keys of {parked}"
+        )
+
+
+# -- reasons ------------------------------------------------------------------------------------
+
+
+def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
+    reasons = planner.primary.loads()
+    for job in _readers(planner):
+        reasons.update(job.keys)
+    for request in planner.requests.values():
+        reasons.update(request.held.keys())
+    for key in pins.keys() | reasons.keys():
+        if pins.get(key, 0) != reasons[key]:
+            yield f"block {key.hex()} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
+
+
+def _writes(planner: Planner, writing: set[OffloadKey]) -> Iterator[str]:
+    reasons = Counter(_promoted_keys(planner))
+    for request in planner.requests.values():
+        reasons.update(request.writing)
+    for key in writing | reasons.keys():
+        if reasons[key] != (key in writing):
+            state = "is" if key in writing else "is not"
+            yield f"block {key.hex()} {state} being written, for {reasons[key]} reasons"
+
+
+def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[str]:
+    """The slots that jobs name, against those that their keys occupy and those that are held."""
+    held = {
+        slot
+        for late in planner.disowned.values()
+        if late.holds_slots
+        for slot in late.job.block_ids.tolist()
+    }
+    if held != set(planner.primary.pool.held_slots()):
+        yield f"slots {planner.primary.pool.held_slots()} are held, but copies touch {sorted(held)}"
+    named = [
+        (f"job {job.job_id}", key, slot)
+        for job in chain(_readers(planner), _writers(planner))
+        for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True)
+    ]
+    named += [("a reservation", key, slot) for key, slot in planner.promotions.unflushed()]
+    for who, key, slot in named:
+        if slots.get(key) != slot:
+            yield f"{who} names slot {slot}, but block {key.hex()} is in {slots.get(key)}"
+
+
+def _readers(planner: Planner) -> Iterator[JobMetadata]:
+    """The cascades whose copies may still run, under a pin each."""
+    yield from (job for _, job in planner.jobs.values() if not job.is_promotion)
+    yield from (late.job for late in planner.disowned.values() if not late.holds_slots)
+
+
+def _writers(planner: Planner) -> Iterator[JobMetadata]:
+    return (job for _, job in planner.jobs.values() if job.is_promotion)
+
+
+def _promoted_keys(planner: Planner) -> Iterator[OffloadKey]:
+    yield from chain.from_iterable(job.keys for job in _writers(planner))
+    yield from (key for key, _ in planner.promotions.unflushed())
+
+
+STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
+    Invariant("P1", "every accepted job gets exactly one result", jobs_are_counted),
+    Invariant(
+        "P3", "free, writing, idle, pinned and held partition the slots", slots_are_partitioned
+    ),
+    Invariant(
+        "P4",
+        "no slot is free while a job may touch it, and every pin and write has its reason",
+        every_use_has_its_reason,
+    ),
+    Invariant(
+        "P7",
+        "at most one promotion a key is under way, and no more slots than the cap",
+        promotions_are_single_and_capped,
+    ),
+    Invariant(
+        "P10",
+        "each tier hears once of a request's begin and end, and of no job outside of them",
+        finished_requests_wait_for_something,
+    ),
+    Invariant(
+        "P13",
+        "the policy ranks exactly the resident keys, and its own invariants hold",
+        policy_ranks_what_is_resident,
+    ),
+    Invariant(
+        "P16",
+        "work is pending if and only if a job has no result or a key is parked",
+        pending_work_is_known,
+    ),
+)
+
+
+def check_state(planner: Planner) -> None:
+    """Check what holds between any two calls; cost grows with the slots of the primary.
+
+    Raises:
+        InvariantError: One does not hold; the message names it.
+    """
+    for invariant in STATE_INVARIANTS:
+        invariant.enforce(planner)

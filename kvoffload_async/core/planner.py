@@ -1,0 +1,361 @@
+"""The planner: the primary tier, the secondary tiers behind it, and what moves between them.
+
+It drives one `TierState` a tier. What it wants done waits there, as effects, until somebody hands
+them over; what has ended is there when `collect` looks. The planner executes nothing and knows no
+clock: time comes in with `begin_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.promotions import Promotions
+from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.errors import StateError
+from kvoffload_async.types import (
+    JobId,
+    JobMetadata,
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    as_block_ids,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """The planner's bounds.
+
+    Attributes:
+        promotion_slots: Primary slots that promotions may occupy until they are loaded.
+        cascade_blocks: Blocks in cascade to one tier; what is over it is dropped and counted.
+        deferral_s: Seconds that a request may be deferred in all; then pending means missing.
+    """
+
+    promotion_slots: int
+    cascade_blocks: int
+    deferral_s: float
+
+
+@dataclass(slots=True)
+class PlannerCounters:
+    """What the planner has done so far."""
+
+    jobs_submitted: int = 0
+    job_results: int = 0
+    job_failures: int = 0
+    promotions_refused: int = 0
+    deferrals_expired: int = 0
+
+
+class Planner:
+    """Decides what is stored, cascaded, promoted and evicted.
+
+    Thread: owner.
+
+    Attributes:
+        sources: Who answers a lookup in each tier: its state, or an observer around that.
+    """
+
+    def __init__(self, primary: Primary, tiers: Sequence[TierState], limits: PlannerLimits) -> None:
+        """Start with an empty primary in front of `tiers`, in the order of their lookup."""
+        self.primary = primary
+        self.tiers = tuple(tiers)
+        self.sources: list[TierLookup] = list(self.tiers)
+        self.limits = limits
+        self.counters = PlannerCounters()
+        self.promotions = Promotions(primary, limits.promotion_slots)
+        self.requests: dict[str, RequestState] = {}
+        self.promotions_held = False
+        self._parking: dict[str, RequestState] = {}
+        self._hits_of_step: set[OffloadKey] = set()
+        self._next_job_id: JobId = 0
+        self._now_s = 0.0
+
+    # -- the scheduler's calls ------------------------------------------------------------------
+
+    def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
+        """Begin a request; raises StateError if its id is live."""
+        if ctx.req_id in self.requests:
+            raise StateError(f"request {ctx.req_id!r} is known already")
+        self.primary.open_request(ctx)
+        self.requests[ctx.req_id] = RequestState(ctx, request_level_tiers)
+
+    def on_request_finished(self, ctx: ReqContext) -> None:
+        """End a request: commit its recency now, tell the tiers as soon as nothing can follow."""
+        request = self._live_request(ctx)
+        self.primary.close_request(ctx)
+        request.is_finished = True
+        self.promotions.let_go(request, list(request.held))
+        self._end_if_done(request)
+
+    def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
+        """Return what is known of a key; may reserve a slot and queue a promotion.
+
+        Raises:
+            StateError: The request is unknown or has finished.
+        """
+        request = self._live_request(ctx)
+        answer = self.primary.lookup(key)
+        if answer is LookupResult.HIT:
+            self._hits_of_step.add(key)
+            return answer
+        if answer is LookupResult.MISS and not request.is_expired:
+            answer = self._search(key, request)
+        if answer is LookupResult.MISS:
+            return answer
+        if request.defer(self._now_s, self.limits.deferral_s):
+            self.counters.deferrals_expired += 1
+        return LookupResult.MISS if request.is_expired else answer
+
+    def prepare_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> list[int]:
+        """Pin keys that were HIT in this step; return their slots, in key order."""
+        request = self._live_request(ctx)
+        slots = self.primary.prepare_load(ctx, keys)
+        self.promotions.let_go(request, keys)
+        request.proceed()
+        return slots
+
+    def complete_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        """Unpin what `prepare_load` pinned."""
+        self.primary.complete_load(ctx, keys)
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Reserve slots for missing keys; None if there is no room, and then nothing changed."""
+        request = self._live_request(ctx)
+        output = self.primary.prepare_store(ctx, keys)
+        if output is None:
+            return None
+        request.proceed()
+        request.writing.update(output.keys_to_store)
+        if request.request_level_tiers:
+            self._cascade_present(request, keys, frozenset(output.keys_to_store))
+        return output
+
+    def complete_store(self, keys: Sequence[OffloadKey], ctx: ReqContext, *, success: bool) -> None:
+        """End the write of keys that `prepare_store` granted; on success they cascade."""
+        written = self.primary.complete_store(ctx, keys, success=success)
+        request = self.requests.get(ctx.req_id)
+        if request is None or not written:
+            return
+        if success:
+            for index in range(len(self.tiers)):
+                self._cascade(index, request, written)
+        request.writing.difference_update(written)
+        self._end_if_done(request)
+
+    def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        """Note a use of keys."""
+        self.primary.touch(ctx, keys)
+
+    # -- steps and jobs -------------------------------------------------------------------------
+
+    def begin_step(self, now_s: float) -> None:
+        """Note the time of the scheduler's step, at its first call."""
+        self._now_s = now_s
+
+    def collect(self) -> None:
+        """Take in the results and the releases that the tiers' states have."""
+        for index, tier in enumerate(self.tiers):
+            if tier.jobs.has_news:
+                self.collect_from(index)
+
+    def collect_from(self, index: int) -> None:
+        """Take in what one tier's state has."""
+        tier = self.tiers[index]
+        for job, result in tier.take_ended(self._now_s):
+            self._job_ended(index, job, result)
+        for record in tier.take_released():
+            self._job_released(record)
+
+    def end_step(self) -> None:
+        """Submit the step's promotions; retry what is parked."""
+        for tier, request, keys, slots in self.promotions.flush():
+            self._submit(tier, request, keys, slots, is_promotion=True)
+            self._end_if_done(request)
+        for request in list(self._parking.values()):
+            self._retry_parked(request)
+        self._hits_of_step.clear()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a job has no result yet, or a key is parked."""
+        return self.counters.jobs_submitted != self.counters.job_results or bool(self._parking)
+
+    @property
+    def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
+        """The jobs without a result, each with its tier, oldest first. For inspection."""
+        jobs = [(i, job) for i, tier in enumerate(self.tiers) for job in tier.jobs.unreported()]
+        jobs.sort(key=lambda at: at[1].job_id)
+        return {job.job_id: (index, job) for index, job in jobs}
+
+    @property
+    def disowned(self) -> dict[JobId, JobRecord]:
+        """The jobs that have a result and whose copies still run. For inspection."""
+        records = (record for tier in self.tiers for record in tier.jobs.disowned())
+        return {record.job.job_id: record for record in records}
+
+    # -- reset ----------------------------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        """Empty the primary; every job has its result. Promotions are held until the flush.
+
+        Raises:
+            StateError: A job has none.
+        """
+        if jobs := self.jobs:
+            raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
+        self.promotions.reset()
+        reading = [record for record in self.disowned.values() if not record.holds_slots]
+        for record in reading:
+            record.holds_slots = True
+        self.primary.reset([slot for r in reading for slot in r.job.block_ids.tolist()])
+        self._parking.clear()
+        for request in list(self.requests.values()):
+            request.forget_blocks()
+            self._end_if_done(request)
+        for tier in self.tiers:
+            if tier.backpressure is not None:
+                tier.backpressure.clear()
+        self._hits_of_step.clear()
+        self.promotions_held = True
+
+    def reset_flushed(self) -> None:
+        """Learn that no copy from before the reset touches the primary any more."""
+        self.promotions_held = False
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _job_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
+        self.counters.job_results += 1
+        self.counters.job_failures += not result.success
+        if job.is_promotion:
+            self._promotion_ended(index, job, result)
+        elif not result.disowned:
+            self.primary.unpin(job.keys)
+
+    def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
+        good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
+        if result.disowned:
+            good = frozenset()  # whatever the tier says: while the copy runs, nothing has landed
+        landed = [key for key in job.keys if key in good]
+        failed = [key for key in job.keys if key not in good]
+        request = self.requests.get(job.req_context.req_id)
+        if request is not None and request.ctx is not job.req_context:
+            request = None  # another request took the id since
+        if result.disowned:
+            self.promotions.disown(failed)
+        else:
+            self.promotions.land(landed, request)
+            self.promotions.fail(failed)
+        if request is not None:
+            request.failed.update((index, key) for key in failed)
+
+    def _job_released(self, record: JobRecord) -> None:
+        if record.holds_slots:
+            self.primary.release_slots(record.job.block_ids.tolist())
+        else:
+            self.primary.unpin(record.job.keys)
+
+    def _live_request(self, ctx: ReqContext) -> RequestState:
+        request = self.requests.get(ctx.req_id)
+        if request is None or request.is_finished:
+            raise StateError(
+                f"request {ctx.req_id!r} is unknown or has finished: call on_new_request first"
+            )
+        return request
+
+    def _search(self, key: OffloadKey, request: RequestState) -> LookupResult:
+        """Ask the tiers in order; the first that has the key promotes it."""
+        if self.promotions_held:
+            return LookupResult.MISS
+        unknown = False
+        for index, tier in enumerate(self.tiers):
+            if (index, key) in request.failed or not tier.may_load(request.ctx, self._now_s):
+                continue
+            answer = self.sources[index].lookup(key, request.ctx)
+            if answer is LookupResult.HIT:
+                if self.promotions.reserve(index, request, key, self._hits_of_step):
+                    return LookupResult.HIT_PENDING
+                self.counters.promotions_refused += 1
+                return LookupResult.MISS
+            # A tier has no pending hits; one that says so does not know yet.
+            unknown = unknown or answer is not LookupResult.MISS
+        return LookupResult.RETRY if unknown else LookupResult.MISS
+
+    def _cascade(self, index: int, request: RequestState, keys: Sequence[OffloadKey]) -> None:
+        """Pin readable keys and send them to a tier: as long a head of them as it takes now."""
+        tier = self.tiers[index]
+        room = max(0, self.limits.cascade_blocks - tier.cascading_blocks)
+        taken = keys[:room] if tier.takes_store(self._now_s) else keys[:0]
+        tier.counters.dropped_blocks += len(keys) - len(taken)
+        if taken:
+            self._submit(index, request, taken, self.primary.pin(taken), is_promotion=False)
+
+    def _cascade_present(
+        self, request: RequestState, keys: Sequence[OffloadKey], new: Collection[OffloadKey]
+    ) -> None:
+        """Send what is readable to the tiers that want whole requests; park what is not yet."""
+        readable = []
+        for key in dict.fromkeys(keys):
+            answer = self.primary.lookup(key)
+            if answer is LookupResult.HIT:
+                readable.append(key)
+            elif answer is LookupResult.HIT_PENDING and key not in new:
+                request.parked[key] = None
+        if request.parked:
+            self._parking[request.ctx.req_id] = request
+        if readable:
+            for index in request.request_level_tiers:
+                self._cascade(index, request, readable)
+
+    def _retry_parked(self, request: RequestState) -> None:
+        readable = []
+        for key in list(request.parked):
+            answer = self.primary.lookup(key)
+            if answer is not LookupResult.HIT_PENDING:
+                del request.parked[key]
+            if answer is LookupResult.HIT:
+                readable.append(key)
+        if readable:
+            for index in request.request_level_tiers:
+                self._cascade(index, request, readable)
+        if not request.parked:
+            del self._parking[request.ctx.req_id]
+            self._end_if_done(request)
+
+    def _submit(
+        self,
+        index: int,
+        request: RequestState,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        *,
+        is_promotion: bool,
+    ) -> None:
+        job = JobMetadata(
+            self._next_job_id,
+            tuple(keys),
+            as_block_ids(slots),
+            is_promotion,
+            request.ctx,
+            self._now_s,
+        )
+        self._next_job_id += 1
+        self.counters.jobs_submitted += 1
+        self.tiers[index].take_on(job)
+
+    def _end_if_done(self, request: RequestState) -> None:
+        if not request.can_end:
+            return
+        del self.requests[request.ctx.req_id]
+        for tier in self.tiers:
+            tier.finish_request(request.ctx)

@@ -1,0 +1,315 @@
+"""One tier on the owner's side: its jobs, its index, its breaker, its counters, its effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvoffload_async.abc.events import (
+    BlocksAppeared,
+    BlocksEvicted,
+    JobOverdue,
+    JobSettled,
+    ProbeAnswered,
+    TierEvent,
+)
+from kvoffload_async.core.backpressure import Backpressure
+from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings
+from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import KeyIndex
+from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
+from kvoffload_async.errors import (
+    BlockMissingError,
+    CorruptBlockError,
+    StateError,
+    TierClosedError,
+    TierFullError,
+)
+from kvoffload_async.types import (
+    JobId,
+    JobMetadata,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+)
+
+_GONE = (BlockMissingError, CorruptBlockError)
+_FAULT_OF_ONE_BLOCK = (BlockMissingError, CorruptBlockError, TierFullError)
+
+
+class TierLookup(Protocol):
+    """What is asked in the middle of a lookup: a question to memory, no I/O."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return HIT, MISS or RETRY at once."""
+        ...
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What a tier has done so far."""
+
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    failed_jobs: int = 0
+    failed_loads: int = 0
+    dropped_blocks: int = 0
+
+
+class TierState:
+    """Everything that the owner knows of one tier; driven by the planner, or by a manager alone.
+
+    Effects pile up until `take_effects`, which also launches the jobs among them: until then a
+    job is certainly untouched by the tier. What happened in the tier comes in through `handle`.
+    Breaker, back-pressure and counters are the planner's: a manager alone does without them.
+
+    Thread: owner.
+
+    Attributes:
+        jobs: From their submission until their result, and their release, have been taken.
+        index: What is known of the tier's contents.
+        cascading_blocks: Blocks of stores whose copies may still run.
+        effects: What waits to be handed over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: KeyIndex,
+        slot_bytes: int,
+        events: EventLog,
+        *,
+        breaker: Breaker | None = None,
+        medium: Medium = Medium.STORAGE,
+        locality: Locality = Locality.LOCAL,
+        backpressure: Backpressure | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            name: For messages and metrics.
+            index: What is known of the tier's contents; owned by this object from now on.
+            slot_bytes: Bytes a row.
+            events: Where changes of the tier's contents are announced.
+            breaker: When the planner leaves a failing tier alone.
+            medium: Where the tier's blocks lie.
+            locality: How far away that is.
+            backpressure: Spares the tier some cascades when it is slow.
+        """
+        self.name = name
+        self.index = index
+        self.jobs = Ledger(slot_bytes)
+        self.breaker = breaker or Breaker(BreakerSettings())
+        self.medium = medium
+        self.locality = locality
+        self.backpressure = backpressure
+        self.cascading_blocks = 0
+        self.counters = TierCounters()
+        self._events = events
+        self.effects: list[TierEffect] = []
+        self._closed = False
+
+    # -- questions ------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return HIT, MISS or RETRY, from memory."""
+        return self.index.lookup(key, req_context.req_id)
+
+    def may_load(self, ctx: ReqContext, now_s: float) -> bool:
+        """Tell whether a request may be promoted from here now."""
+        return self.breaker.permits(now_s) and any(
+            matcher.matches(self.medium, self.locality) for matcher in ctx.load_tier_filter
+        )
+
+    def takes_store(self, now_s: float) -> bool:
+        """Tell whether one more cascade may be submitted now."""
+        if not self.breaker.permits(now_s):
+            return False
+        return self.backpressure is None or not self.backpressure.drops_store(now_s)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a job has no result yet, a result was not taken, or a probe is outstanding.
+
+        Nobody waits for a probe once the tier is closed: it may never have been started.
+        """
+        return bool(
+            self.jobs.unfinished_count
+            or self.jobs.has_ended
+            or (self.index.is_waiting and not self._closed)
+        )
+
+    # -- what the owner wants -------------------------------------------------------------------
+
+    def submit(self, job: JobMetadata) -> None:
+        """Accept a job; its one result will come out of `jobs`.
+
+        A job that comes after `close` is answered at once, with a failure, and so is one whose
+        id is in use.
+
+        Raises:
+            StateError: Lengths differ; the job was not accepted.
+        """
+        # All else is the actor's to find: a look at every key or slot takes longer than the rest.
+        if len(job.block_ids) != len(job.keys):
+            raise StateError(
+                f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
+            )
+        if not self.jobs.accept(job):
+            return
+        if self._closed:
+            error = TierClosedError(f"job {job.job_id} came after the shutdown")
+            self.jobs.handle(JobAbandoned(job.job_id, error))
+        else:
+            self.effects.append(StartJob(job))
+
+    def take_on(self, job: JobMetadata) -> None:
+        """Accept a job of the planner's; it counts, and so does what `take_ended` says of it."""
+        self.breaker.note(BreakerEvent.TRIED, job.submit_time)
+        if not job.is_promotion:
+            self.cascading_blocks += len(job.keys)
+        self.submit(job)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Pass a use of blocks on to the tier."""
+        if keys and not self._closed:
+            self.effects.append(TouchBlocks(tuple(keys)))
+
+    def finish_request(self, ctx: ReqContext) -> None:
+        """Learn that nothing more will be submitted for a request; its jobs may still run."""
+        self.index.forget_request(ctx.req_id)
+
+    def end_step(self) -> None:
+        """Queue the probe for what was asked in this step."""
+        if self._closed:
+            return
+        probe: StartProbe | None = self.index.next_probe()
+        if probe is not None:
+            self.effects.append(probe)
+
+    def take_effects(self) -> list[TierEffect]:
+        """Detach the effects; the jobs among them now belong to the tier until they settle."""
+        effects, self.effects = self.effects, []
+        for effect in effects:
+            if isinstance(effect, StartJob):
+                self.jobs.handle(Launched(effect.job.job_id))
+        return effects
+
+    # -- what the tier did ----------------------------------------------------------------------
+
+    def handle(self, event: TierEvent) -> None:
+        """Apply what happened in the tier.
+
+        Raises:
+            IllegalTransitionError: The tier's actor settled a job twice, or a foreign one.
+        """
+        match event:
+            case JobSettled():
+                self._settle(event)
+            case JobOverdue():
+                job = self.jobs.handle(event)
+                if job.is_promotion:
+                    self.index.vanished(job.keys, surely=False)
+            case ProbeAnswered():
+                self.index.answered(event.generation, event.present)
+            case BlocksAppeared():
+                self.index.appeared(event.keys)
+                self._events.add(event.keys, removed=False)
+            case BlocksEvicted():  # pragma: no branch - no other event exists
+                self.index.vanished(event.keys, surely=True)
+                self._events.add(event.keys, removed=True)
+
+    def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
+        """Detach the planner's jobs that have a result since the last call, and count them."""
+        ended = self.jobs.take_ended()
+        for job, result in ended:
+            self._count(job, result, now_s)
+        return ended
+
+    def take_released(self) -> list[JobRecord]:
+        """Detach the planner's disowned jobs whose memory became free since the last call."""
+        released = self.jobs.take_released()
+        for record in released:
+            if not record.job.is_promotion:
+                self.cascading_blocks -= len(record.job.keys)
+        return released
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Detach what appeared in and disappeared from the tier since the last call."""
+        return self._events.take(lambda _key: False)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the intake; jobs that were not handed over fail now, the others go on."""
+        self._closed = True
+        self.effects.clear()
+        self._abandon(JobState.QUEUED)
+
+    def abandon_rest(self) -> list[JobId]:
+        """Fail everything that has no result yet; return the jobs whose copies still run."""
+        self.effects = [e for e in self.effects if not isinstance(e, StartJob)]
+        self._abandon(JobState.QUEUED, JobState.FLYING)
+        return self.jobs.ids_in(JobState.DISOWNED)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _settle(self, event: JobSettled) -> None:
+        job = self.jobs.handle(event)
+        if event.job_error is not None:
+            if job.is_promotion:
+                self.index.vanished(job.keys, surely=False)
+            return
+        failures = event.failures
+        if not job.is_promotion:
+            stored: Sequence[OffloadKey] = job.keys
+            if failures:
+                stored = [key for i, key in enumerate(job.keys) if i not in failures]
+            self.index.appeared(stored)
+            self._events.add(stored, removed=False)
+            return
+        if not failures:
+            return
+        gone = [job.keys[i] for i, error in failures.items() if isinstance(error, _GONE)]
+        self.index.vanished(gone, surely=True)
+        self._events.add(gone, removed=True)
+        self.index.vanished(
+            [job.keys[i] for i, error in failures.items() if not isinstance(error, _GONE)],
+            surely=False,
+        )
+
+    def _abandon(self, *states: JobState) -> None:
+        for job_id in self.jobs.ids_in(*states):
+            self.jobs.handle(
+                JobAbandoned(job_id, TierClosedError(f"job {job_id} was ended by the shutdown"))
+            )
+
+    def _count(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
+        worked = result.success or isinstance(result.error, _FAULT_OF_ONE_BLOCK)
+        self.breaker.note(BreakerEvent.WORKED if worked else BreakerEvent.FAULTED, now_s)
+        self.counters.failed_jobs += not result.success
+        self.counters.failed_loads += job.is_promotion and not result.success
+        num_bytes = result.transfer_bytes or 0
+        landed = len(job.keys) if result.success else len(result.successful_keys or ())
+        if job.is_promotion:
+            self.counters.loaded_bytes += num_bytes
+            self.counters.loaded_blocks += landed
+            return
+        if not result.disowned:
+            self.cascading_blocks -= len(job.keys)
+        self.counters.stored_bytes += num_bytes
+        self.counters.stored_blocks += landed
+        if self.backpressure is None:
+            return
+        if result.success:
+            self.backpressure.store_ended(result.transfer_time or 0.0, num_bytes, now_s)
+        else:
+            self.backpressure.store_failed(now_s)

@@ -1,0 +1,78 @@
+"""A tier manager that does not leave its jobs to the planner: a third party's, or a subclass's."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvoffload_async.core.breaker import Breaker
+from kvoffload_async.core.effects import FinishRequest, StartJob
+from kvoffload_async.core.foreign_tier import ForeignTierState
+from kvoffload_async.core.ledger import refused
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.types import JobMetadata
+
+_LEFT_TO_THE_PLANNER: Final = (
+    "on_request_finished",
+    "lookup",
+    "submit_store",
+    "submit_load",
+    "get_finished_jobs",
+    "get_released_jobs",
+)
+
+
+def is_foreign(manager: SecondaryTierManager) -> bool:
+    """Tell whether a manager has a say in its jobs, lookups or results: it overrides a method."""
+    return any(
+        getattr(type(manager), name) is not getattr(SecondaryTierManager, name)
+        for name in _LEFT_TO_THE_PLANNER
+    )
+
+
+class ForeignTier:
+    """Carries effects to such a manager, and its results back.
+
+    Thread: owner.
+
+    Attributes:
+        state: What the planner drives.
+    """
+
+    def __init__(self, manager: SecondaryTierManager, breaker: Breaker) -> None:
+        self.state = ForeignTierState(
+            manager.tier_type,
+            manager,
+            breaker=breaker,
+            medium=manager.medium,
+            locality=manager.locality,
+            backpressure=manager.backpressure_detector,
+        )
+        self._manager = manager
+
+    def poll_tier(self) -> None:
+        """Have the state hold what the manager has to report."""
+        for result in self._manager.get_finished_jobs():
+            self.state.answer(result)
+        for job_id in self._manager.get_released_jobs():
+            self.state.release(job_id)
+
+    def hand_over(self) -> None:
+        """Execute what the planner wants done; a job that is refused has its result at once."""
+        for effect in self.state.take_effects():
+            match effect:
+                case StartJob(job):
+                    self._submit(job)
+                case FinishRequest(ctx):  # pragma: no branch - there are no other effects
+                    self._manager.on_request_finished(ctx)
+
+    def _submit(self, job: JobMetadata) -> None:
+        try:
+            if job.is_promotion:
+                self._manager.submit_load(job)
+            else:
+                self._manager.submit_store(job)
+        except Exception as cause:  # noqa: BLE001 - third-party code; it becomes the job's result
+            error = TierUnavailableError(f"{self._manager.tier_type} refused the job: {cause}")
+            error.__cause__ = cause
+            self.state.answer(refused(job, error))

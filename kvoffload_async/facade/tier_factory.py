@@ -1,0 +1,268 @@
+"""Creates secondary tiers from their configuration."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import AsyncTier
+from kvoffload_async.config import OffloadConfig, nearest, reject_unknown
+from kvoffload_async.core.backpressure import (
+    LOCAL_BACKPRESSURE,
+    Backpressure,
+    BackpressureSettings,
+)
+from kvoffload_async.errors import ConfigError, UnknownNameError
+from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
+from kvoffload_async.registry import Registry, load_class
+
+
+class UnknownOptionError(UnknownNameError, TypeError):
+    """A tier does not take an option of this name."""
+
+
+class SecondaryTierFactory:
+    """Creates secondary tiers from their configuration; the registry is class-level.
+
+    A registered class is either a `SecondaryTierManager` or an `AsyncTier`, which is then wrapped
+    into one. Keys of a tier's configuration:
+
+    * `type`: the registered name, or with `module_path` the class's name in that module;
+    * `module_path`: the module of an out-of-tree tier;
+    * `backpressure_cls` (`"ema"`) and `backpressure` (its settings): see `Backpressure`;
+    * everything else goes to the constructor.
+    """
+
+    _registry = Registry("secondary tier", "kvoffload_async.tiers")
+
+    @classmethod
+    def register_tier(cls, name: str, import_path: str, class_name: str) -> None:
+        """Make a tier known under a name; nothing is imported yet.
+
+        Raises:
+            ConfigError: The name is already registered.
+        """
+        cls._registry.register(name, import_path, class_name)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names that `type` may have."""
+        return cls._registry.names()
+
+    @classmethod
+    def get_tier_class(cls, name: str) -> type:
+        """Import and return the class registered under a name; raises what that raises."""
+        return cls._checked(name, cls._registry.load(name))
+
+    @classmethod
+    def get_maintenance(cls, name: str) -> type[StoreMaintenance] | None:
+        """Return what looks after the stores of a registered tier, if anything does.
+
+        Raises what `get_tier_class` raises.
+        """
+        loaded: type[AsyncTier | SecondaryTierManager] = cls.get_tier_class(name)
+        return loaded.maintenance()
+
+    @classmethod
+    def validate(cls) -> None:
+        """Import every registered tier, to find a broken entry before it is used.
+
+        Raises:
+            ConfigError: Some cannot be imported, or are no tiers; names each of them.
+        """
+        broken = []
+        for name in cls._registry.names():
+            try:
+                cls.get_tier_class(name)
+            except (ImportError, AttributeError, ConfigError) as error:
+                broken.append(f"{name}: {error}")
+        if broken:
+            raise ConfigError("secondary tiers that cannot be used: " + "; ".join(broken))
+
+    @classmethod
+    def check_config(
+        cls, tier_config: Mapping[str, Any], config: OffloadConfig | None = None
+    ) -> None:
+        """Check names, keys, and the types of those values whose default tells; creates nothing.
+
+        Args:
+            tier_config: The tier's configuration.
+            config: That of the spec which the tier is for, where there is one: a tier takes
+                `model` and `fingerprint` from it.
+
+        Raises:
+            ConfigError: As `create_secondary_tier`, or an option is missing, or its value is no
+                number, no integer, or not true or false where its default is one.
+            ImportError: As `create_secondary_tier`.
+            AttributeError: As `create_secondary_tier`.
+        """
+        loaded, _, options = cls._resolve(dict(tier_config))
+        _check_values(options, loaded)
+        if issubclass(loaded, SecondaryTierManager):
+            loaded.check_options(options, config)
+
+    @classmethod
+    def create_secondary_tier(
+        cls,
+        tier_config: Mapping[str, Any],
+        primary_kv_view: memoryview,
+        offloading_spec: object,
+    ) -> SecondaryTierManager:
+        """Create and open a tier; the caller's mapping is not changed.
+
+        Raises:
+            ConfigError: `type` is missing or unknown, or an option is unusable.
+            ImportError: The tier's module cannot be imported.
+            AttributeError: Its module has no such class.
+        """
+        loaded, tier_type, options = cls._resolve(dict(tier_config))
+        common: dict[str, Any] = {
+            "offloading_spec": offloading_spec,
+            "primary_kv_view": primary_kv_view,
+            "tier_type": tier_type,
+        }
+        if issubclass(loaded, SecondaryTierManager):
+            return loaded(**common, **options)
+        own = accepted_options(loaded)
+        tier: AsyncTier = loaded(**{key: options[key] for key in options if key in own})
+        shared = {key: value for key, value in options.items() if key not in own}
+        return SecondaryTierManager(**common, tier=tier, **shared)
+
+    @classmethod
+    def _resolve(cls, config: dict[str, Any]) -> tuple[type[Any], str, dict[str, Any]]:
+        tier_type = config.pop("type", None)
+        if not tier_type:
+            raise ConfigError("Secondary tier configuration must include 'type'")
+        module_path = config.pop("module_path", None)
+        for key, name in (("type", tier_type), ("module_path", module_path)):
+            if name is not None and not isinstance(name, str):
+                raise ConfigError(f"{key}: {name!r} is not valid; it must be a name")
+        if tier_type in _RENAMED:
+            warnings.warn(
+                f"the secondary tier {tier_type!r} is called {_RENAMED[tier_type]!r} now",
+                DeprecationWarning,
+                stacklevel=4,
+            )
+            tier_type = _RENAMED[tier_type]
+        if module_path is None:
+            loaded = cls.get_tier_class(tier_type)
+        else:
+            loaded = cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
+        _move_backpressure(config)
+        accepted = accepted_options(loaded) | accepted_options(SecondaryTierManager)
+        for name in config:
+            if name not in accepted:
+                names = sorted(accepted - _HIDDEN | {"backpressure_cls", "backpressure"})
+                raise UnknownOptionError(
+                    f"secondary tier {tier_type!r}: unknown key {name!r}{nearest(name, names)}; "
+                    f"allowed: {', '.join(names)}"
+                )
+        own = accepted_options(loaded) if issubclass(loaded, AsyncTier) else set()
+        check_tier_options({key: config[key] for key in config if key not in own})
+        return loaded, tier_type, config
+
+    @staticmethod
+    def _checked(name: str, loaded: type) -> type:
+        if issubclass(loaded, AsyncTier | SecondaryTierManager):
+            return loaded
+        raise ConfigError(
+            f"secondary tier {name!r}: {loaded.__qualname__} is a subclass of neither "
+            "SecondaryTierManager nor AsyncTier"
+        )
+
+
+SecondaryTierFactory.register_tier(
+    "example", "kvoffload_async.facade.example", "ExampleSecondaryTierManager"
+)
+
+SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.fs", "FileSystemTierManager")
+
+SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.slab", "SlabTierManager")
+
+_GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})
+_HIDDEN = frozenset({"backpressure_detector", "ops"})
+_RENAMED = {"fs_python": "fs"}
+
+
+_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "an integer"),
+    float: ((int, float), "a number"),
+}
+
+
+def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """Return a constructor's parameters, its bases' behind its own."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        init = base.__dict__.get("__init__")
+        if init is not None:
+            found = {**dict(inspect.signature(init).parameters), **found}
+    return found
+
+
+def accepted_options(cls: type) -> set[str]:
+    """Return the names of the options that a constructor takes, its bases' for `**options`."""
+    accepted: set[str] = set()
+    for base in cls.__mro__:
+        init = base.__dict__.get("__init__")
+        if init is None:
+            continue
+        parameters = inspect.signature(init).parameters.values()
+        accepted |= {
+            p.name
+            for p in parameters
+            if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY} and p.name not in _GIVEN
+        }
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return accepted
+
+
+def _check_values(options: Mapping[str, Any], cls: type) -> None:
+    parameters = constructor_parameters(SecondaryTierManager) | constructor_parameters(cls)
+    for key in sorted(accepted_options(cls) - options.keys()):
+        if parameters[key].default is inspect.Parameter.empty:
+            raise ConfigError(f"{key}: missing; this tier does not work without it")
+    for key, value in options.items():
+        allowed = _TYPES.get(type(parameters[key].default))
+        # By type and not isinstance: true and false are integers to that.
+        if allowed is not None and type(value) not in allowed[0]:
+            raise ConfigError(f"{key}: {value!r} is not valid; it must be {allowed[1]}")
+
+
+def _move_backpressure(config: dict[str, Any]) -> None:
+    """Replace the two back-pressure keys of a tier's configuration by a detector."""
+    name = config.pop("backpressure_cls", None)
+    settings = config.pop("backpressure", None)
+    if name is None:
+        if settings is not None:
+            raise ConfigError('backpressure: goes with backpressure_cls; add "ema"')
+        return
+    if name != "ema":
+        raise ConfigError(f'backpressure_cls: {name!r} is unknown; allowed: "ema"')
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(f"backpressure: {settings!r} is not valid; it must be an object")
+    config["backpressure_detector"] = Backpressure(parse_backpressure(settings or {}))
+
+
+def parse_backpressure(raw: Mapping[str, Any]) -> BackpressureSettings:
+    """Return back-pressure settings; what is left out is that of a local tier.
+
+    Raises:
+        ConfigError: A key is unknown, or the water marks are not positive and in order.
+    """
+    names = [option.name for option in fields(BackpressureSettings)]
+    reject_unknown(raw, names, "backpressure")
+    settings = replace(LOCAL_BACKPRESSURE, **raw)
+    low, high = settings.low_water_s_per_mib, settings.high_water_s_per_mib
+    if not all(isinstance(mark, int | float) for mark in (low, high)) or not 0 < low < high:
+        raise ConfigError(
+            f"backpressure: low_water_s_per_mib={low!r} and high_water_s_per_mib={high!r} must be "
+            "numbers with 0 < low < high"
+        )
+    return settings

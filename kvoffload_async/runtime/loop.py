@@ -1,0 +1,258 @@
+"""The event loop as its owner's thread sees it: hand something over, wait with a deadline.
+
+The loop runs on a thread that is owned (`LoopThread`), or it is the caller's own
+(`SameLoopRunner`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from kvoffload_async.errors import ClosedError, StateError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LoopRunner(Protocol):
+    """An event loop as its owner's thread sees it."""
+
+    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        """Have the loop call back; never waits.
+
+        Raises:
+            ClosedError: The loop is gone.
+        """
+        ...
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine to its end and return its result. For opening and closing only.
+
+        Raises:
+            TimeoutError: It did not end in time, and was cancelled.
+            StateError: Called on the loop's own thread, which it would deadlock.
+        """
+        ...
+
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `is_done()`, asked again after every `notify`; False at the deadline."""
+        ...
+
+    def notify(self) -> None:
+        """Wake whoever waits in `wait_until`. Thread: any."""
+        ...
+
+    def now_s(self) -> float:
+        """Return this runner's monotonic time."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the loop. Idempotent."""
+        ...
+
+
+class ThreadsafeRunner:
+    """A `LoopRunner` over an event loop that is run elsewhere."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand things over to `loop`."""
+        self._loop = loop
+        self._progress = threading.Event()
+        self._is_waited_for = False
+        self._closed = False
+
+    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        """See `LoopRunner.call_soon`. Thread: any."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError as error:
+            raise ClosedError("the loop thread is closed") from error
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """See `LoopRunner.run`. Thread: any but the loop's."""
+        if _running_loop() is self._loop:
+            coroutine.close()
+            raise StateError("run() was called on the loop's own thread, which would deadlock it")
+        if self._closed:
+            coroutine.close()
+            raise ClosedError("the loop thread is closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if not future.done():
+                future.cancel()
+            raise
+
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._progress.clear()
+            # Announced before asking: what comes after the answer will set the event.
+            self._is_waited_for = True
+            if is_done():
+                break
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                self._is_waited_for = False
+                return False
+            self._progress.wait(remaining_s)
+        self._is_waited_for = False
+        return True
+
+    def notify(self) -> None:
+        """See `LoopRunner.notify`."""
+        if self._is_waited_for:
+            self._progress.set()
+
+    def now_s(self) -> float:
+        """See `LoopRunner.now_s`."""
+        return time.monotonic()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Hand nothing over any more; the loop itself is its runner's to stop."""
+        self._closed = True
+
+
+class SameLoopRunner(ThreadsafeRunner):
+    """The caller's own loop: owner and loop are one thread, and progress calls back.
+
+    What waits (`run`, `wait_until`) is called from a helper thread while the owner awaits it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_progress: Callable[[], object]) -> None:
+        """Call `on_progress` on the loop's thread whenever a tier has something to report."""
+        super().__init__(loop)
+        self._on_progress = on_progress
+
+    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        """See `LoopRunner.call_soon`: on the loop's own thread, without a system call."""
+        if _running_loop() is self._loop:
+            self._loop.call_soon(callback, *args)
+        else:
+            super().call_soon(callback, *args)
+
+    def now_s(self) -> float:
+        """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
+        return self._loop.time()
+
+    def notify(self) -> None:
+        """See `LoopRunner.notify`."""
+        super().notify()
+        self.call_soon(self._on_progress)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new loop: uvloop's where it is installed, asyncio's elsewhere."""
+    try:
+        import uvloop  # noqa: PLC0415 - optional on platforms that it does not support
+    except ImportError:  # pragma: no cover - uvloop is installed wherever the tests run
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class LoopThread(ThreadsafeRunner):
+    """Runs an event loop for its owner; a `LoopRunner` and a context manager.
+
+    The thread does I/O bookkeeping only and owns no policy state. It is a daemon, so that a loop
+    that cannot be stopped does not keep the process alive.
+    """
+
+    def __init__(
+        self,
+        name: str = "kvoffload-loop",
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
+    ) -> None:
+        """Start the thread."""
+        super().__init__(loop_factory())
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the loop and join the thread; tasks that are left are named in a warning.
+
+        Thread: any but the loop's.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(RuntimeError):  # the loop has died by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("%s did not stop within %s s", self._thread.name, timeout_s)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(self._loop)
+            if left:
+                names = ", ".join(sorted(task.get_name() for task in left))
+                logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
+                self._cancel(left)
+                self._loop.set_exception_handler(_repeat_quietly)
+            self._loop.close()
+
+    def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
+        """Cancel what is left, one turn of the loop: a copy in flight holds on to its task."""
+        for task in tasks:
+            task.cancel()
+        self._loop.call_later(0.05, self._loop.stop)
+        self._loop.run_forever()
+
+
+async def until_done(future: asyncio.Future[T]) -> T:
+    """Await a future to its end; a cancellation is delivered then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()  # retrieved: nobody will ask any more
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # it holds this frame, and what its callers hold
+    return future.result()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop that runs on this thread, or None."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _repeat_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what asyncio says of a task that is still pending when it is destroyed: it was named."""
+    task = context.get("task")
+    if task is None or task.done():
+        loop.default_exception_handler(context)
+    else:
+        logger.debug("%s", context["message"])

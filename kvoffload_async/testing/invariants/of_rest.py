@@ -1,0 +1,62 @@
+"""What holds when everything has come to rest: no job, copy, load, store or request is left."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.primary import BlockState
+from kvoffload_async.types import LookupResult, OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A planner at rest, and what is known about its surroundings.
+
+    Attributes:
+        planner: The planner.
+        kept: Keys that were stored, and met no failure, no drop and no eviction since.
+        tier_contents: What each tier has.
+    """
+
+    planner: Planner
+    kept: Collection[OffloadKey]
+    tier_contents: Sequence[Collection[OffloadKey]]
+
+
+def no_job_is_left(rest: Rest) -> Iterator[str]:
+    """P1."""
+    planner = rest.planner
+    if planner.jobs:
+        yield f"jobs {sorted(planner.jobs)} have no result"
+    if planner.disowned:
+        yield f"the copies of jobs {sorted(planner.disowned)} have not ended"
+
+
+def nothing_is_in_use(rest: Rest) -> Iterator[str]:
+    """P2."""
+    primary = rest.planner.primary
+    for key, _slot, _refs in primary.resident():
+        state = primary.state_of(key)
+        if state is not BlockState.IDLE:
+            yield f"block {key.hex()} is {state.name}"
+    if primary.counts["held"]:
+        yield f"slots {primary.pool.held_slots()} are held"
+    if rest.planner.promotions.outstanding_slots:
+        yield f"{rest.planner.promotions.outstanding_slots} slots count as promotions"
+
+
+def nothing_is_lost(rest: Rest) -> Iterator[str]:
+    """P9."""
+    for key in rest.kept:
+        in_primary = rest.planner.primary.lookup(key) is LookupResult.HIT
+        if not in_primary and not all(key in contents for contents in rest.tier_contents):
+            yield f"block {key.hex()} is lost"
+
+
+def no_request_waits(rest: Rest) -> Iterator[str]:
+    """P10."""
+    for req_id, request in rest.planner.requests.items():
+        if request.is_finished:
+            yield f"the tiers were not told that request {req_id!r} has finished"

@@ -1,0 +1,236 @@
+"""Lookup, load and store: what they wait for, what they return, what they raise."""
+
+import asyncio
+
+import pytest
+import torch
+from async_engine.worlds import (
+    FAR_S,
+    PAGE_BYTES,
+    SCRIPTED,
+    content,
+    hashes,
+    jump,
+    key,
+    on_loop,
+    opened,
+    turns,
+)
+
+from kvoffload_async.async_engine import EngineBounds, OffloadEngine
+from kvoffload_async.config import OffloadConfig
+from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
+
+CONFIG = {"cpu_bytes_to_use": 4096, "block_bytes": 64, "model": "test"}
+
+# -- load ---------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_a_part_of_the_prefix_can_be_loaded():
+    async with opened() as world:
+        await world.put("abcd")
+        async with world.engine.request("r", hashes("abcd")) as request:
+            assert await world.engine.lookup(request) == 4
+            assert await world.during(world.engine.load(request, [30, 31])) == 2
+            assert world.counts == {"free": 4, "idle": 4}
+            assert world.holds(hashes("ab"), [30, 31])
+            with pytest.raises(StateError, match="1 blocks are asked for, 0 are pinned"):
+                await world.engine.load(request, [32])
+
+
+@on_loop
+async def test_loading_nothing_lets_the_prefix_go():
+    async with opened() as world:
+        await world.put("ab")
+        async with world.engine.request("r", hashes("ab")) as request:
+            await world.engine.lookup(request)
+            assert await world.engine.load(request, []) == 0
+            assert world.counts == {"free": 6, "idle": 2}
+
+
+@on_loop
+async def test_chunks_of_several_device_blocks():
+    async with opened(per_chunk=2) as world:
+        world.fill(hashes("abcd"), [4, 5, 6, 7])
+        async with world.engine.request("w", hashes("XY")) as request:
+            assert await world.during(world.engine.store(request, [4, 5, 6, 7])) == 2
+            with pytest.raises(StateError, match="3 blocks: per_chunk=2"):
+                await world.engine.store(request, [4, 5, 6])
+        async with world.engine.request("r", hashes("XYZ")) as request:
+            assert await world.engine.lookup(request) == 2
+            assert await world.during(world.engine.load(request, [40, 41, 42, 43])) == 2
+            assert world.holds(hashes("abcd"), [40, 41, 42, 43])
+
+
+@on_loop
+async def test_a_request_that_ends_in_mid_flight_keeps_its_pins_until_the_copy_has_landed():
+    async with opened(slots=2) as world:
+        await world.put("ab")
+        async with world.engine.request("r", hashes("ab")) as request:
+            await world.engine.lookup(request)
+            task = asyncio.create_task(world.engine.load(request, [8, 9]))
+            await turns()
+        assert world.counts == {"pinned": 2}
+        async with world.engine.request("s", hashes("xy")) as request:
+            with pytest.raises(BusyError):
+                await world.engine.store(request, [0, 1], 0, 0)
+        world.settle_everything()
+        assert await task == 2
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_prefix_that_is_let_go_in_the_line_is_not_loaded():
+    async with opened(bounds=EngineBounds(concurrent_loads=1)) as world:
+        await world.put("ab")
+        async with world.engine.request("first", hashes("ab")) as first:
+            await world.engine.lookup(first)
+            loading = asyncio.create_task(world.engine.load(first, [8, 9]))
+            await turns()
+            async with world.engine.request("second", hashes("ab")) as second:
+                await world.engine.lookup(second)
+                waiting = asyncio.create_task(world.engine.load(second, [10, 11]))
+                await turns()
+            world.settle_everything()
+            assert await loading == 2
+            with pytest.raises(StateError, match="let go"):
+                await waiting
+        assert not world.parked
+        await world.check_rest()
+
+
+# -- store --------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_only_what_is_missing_is_copied():
+    async with opened(tiers=[SCRIPTED]) as world:
+        await world.put("ab")
+        world.fill(hashes("abcd"), [10, 11, 12, 13])
+        async with world.engine.request("r", hashes("abcd")) as request:
+            task = asyncio.create_task(world.engine.store(request, [11, 12, 13], 1))
+            await turns()
+            (copy,) = world.parked
+            assert copy.parts[0].blocks.tolist() == [12, 13]
+            assert await world.during(task) == 2
+            assert await world.engine.store(request, [10, 11, 12, 13]) == 0
+        await world.check_rest()
+        assert {key(t) for t in ("a", "ab", "abc", "abcd")} <= set(world.tiers[0].blocks)
+
+
+@on_loop
+async def test_a_store_is_readable_when_it_returns_and_not_before():
+    async with opened() as world:
+        world.fill(hashes("a"), [0])
+        async with (
+            world.engine.request("w", hashes("a")) as writer,
+            world.engine.request("r", hashes("a")) as reader,
+        ):
+            storing = asyncio.create_task(world.engine.store(writer, [0]))
+            looking = asyncio.create_task(world.engine.lookup(reader))
+            await turns()
+            assert not looking.done(), "it is on the way: worth waiting for"
+            world.transport.settle()
+            assert await storing == 1
+            assert await looking == 1
+
+
+@on_loop
+async def test_a_store_waits_for_room():
+    async with opened(slots=2) as world:
+        await world.put("ab")
+        async with world.engine.request("r", hashes("ab")) as reader:
+            await world.engine.lookup(reader)
+            async with world.engine.request("w", hashes("xy")) as writer:
+                storing = asyncio.create_task(world.engine.store(writer, [4, 5]))
+                await turns()
+                assert not world.parked
+                assert await world.during(world.engine.load(reader, [8, 9])) == 2
+                assert await world.during(storing) == 2
+        await world.check_rest()
+
+
+@on_loop
+async def test_without_room_until_the_deadline_the_store_is_refused():
+    async with opened(slots=2) as world:
+        await world.put("ab")
+        async with (
+            world.engine.request("r", hashes("ab")) as reader,
+            world.engine.request("w", hashes("xy")) as writer,
+        ):
+            await world.engine.lookup(reader)
+            storing = asyncio.create_task(world.engine.store(writer, [4, 5], 0, FAR_S))
+            await turns()
+            await jump()
+            with pytest.raises(BusyError, match="no room"):
+                await storing
+            assert world.counts == {"pinned": 2}
+        await world.check_rest()
+
+
+# -- misuse -------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_misuse_is_an_error_at_the_call():
+    async with opened() as world, world.engine.request("r", hashes("ab")) as request:
+        with pytest.raises(StateError, match="known already"):
+            async with world.engine.request("r", hashes("ab")):
+                pass
+        for blocks, first in (([0, 1, 2], 0), ([0], 2), ([0], -1)):
+            with pytest.raises(StateError, match="the request has no"):
+                await world.engine.store(request, blocks, first)
+        with pytest.raises(StateError, match="asked for"):
+            await world.engine.load(request, [0])
+        with pytest.raises(StateError, match="opened once"):
+            await world.engine.__aenter__()
+
+
+@on_loop
+async def test_a_request_is_of_no_use_when_it_has_ended():
+    async with opened() as world:
+        async with world.engine.request("r", hashes("a")) as request:
+            pass
+        for call in (world.engine.lookup(request), world.engine.store(request, [0])):
+            with pytest.raises(StateError, match="unknown or has finished"):
+                await call
+        async with world.engine.request("r", hashes("a")):
+            pass
+
+
+@on_loop
+async def test_an_engine_that_is_not_open_takes_no_calls():
+    engine = OffloadEngine(CONFIG, lambda _view: None)
+    await engine.close()
+    with pytest.raises(ClosedError):
+        async with engine.request("r", []):
+            pass
+
+
+def test_the_configuration_is_checked_before_anything_starts():
+    with pytest.raises(ConfigError, match="unknown key"):
+        OffloadEngine({**CONFIG, "cpu": 1}, lambda _view: None)
+    with pytest.raises(ConfigError, match="either create_transport or kv_caches"):
+        OffloadEngine(CONFIG)
+    tensors = {"l": torch.zeros(4, 65, dtype=torch.uint8)}
+    with pytest.raises(ConfigError, match="either"):
+        OffloadEngine(CONFIG, lambda _view: None, kv_caches=tensors)
+    with pytest.raises(ConfigError, match="do not hold a chunk"):
+        OffloadEngine(CONFIG, kv_caches=tensors)
+
+
+@on_loop
+async def test_an_engine_over_a_callers_tensors():
+    tensors = {"l": torch.zeros(8, PAGE_BYTES, dtype=torch.uint8)}
+    config = OffloadConfig.parse(
+        {"cpu_bytes_to_use": 8 * 4096, "block_bytes": PAGE_BYTES, "model": "test"}
+    )
+    async with OffloadEngine(config, kv_caches=tensors) as engine:
+        for index, block_hash in enumerate(hashes("abc")):
+            tensors["l"][index] = torch.from_numpy(content(block_hash).copy())
+        async with engine.request("r", hashes("abc")) as request:
+            assert await engine.store(request, [0, 1, 2]) == 3
+            assert await engine.lookup(request) == 3
+            assert await engine.load(request, [5, 6, 7]) == 3
+        assert torch.equal(tensors["l"][5:], tensors["l"][:3])

@@ -1,0 +1,281 @@
+"""Requests come, wait, are cancelled and fail in any order; what they read is always their own.
+
+Hypothesis draws the order in which copies and tier operations end, and how; the loop turns only
+when the machine lets it. A second test plays the same game with real threads.
+"""
+
+import asyncio
+import contextlib
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from async_engine.worlds import (
+    FAR_S,
+    PAGE_BYTES,
+    JumpLoop,
+    content,
+    hashes,
+    jump,
+    on_loop,
+    opened,
+    register,
+    turns,
+)
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvoffload_async.async_engine import EngineBounds, OffloadEngine
+from kvoffload_async.core.invariants import check_state
+from kvoffload_async.errors import BusyError, TierUnavailableError, TransportError
+from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
+from kvoffload_async.testing.invariants import check_quiescent
+from kvoffload_async.tiers.example import ExampleTier
+from kvoffload_async.transport.host import HostTransport
+from kvoffload_async.transport.layout import register_kv_caches
+
+ORDINARY = (BusyError, TransportError, TimeoutError)
+DEVICE_BLOCKS = 4096
+THREADS_END_S = 10.0
+"""On a busy machine a thread that has nothing left to do may be a while about ending."""
+CLOSING_S = 20.0
+"""Real seconds: only opening and closing take any, on threads that everything waits for."""
+texts = st.text("ab", min_size=1, max_size=4)
+
+
+class Serving:
+    """One request's whole life, and what it has read."""
+
+    def __init__(self, world, name, text, blocks, plan):
+        self.world, self.name, self.text = world, name, text
+        self.blocks, self.plan = blocks, plan
+        self.task = asyncio.get_running_loop().create_task(self.run(), name=name)
+
+    async def run(self):
+        engine, chain = self.world.engine, hashes(self.text)
+        async with engine.request(self.name, chain) as request:
+            with contextlib.suppress(*ORDINARY):
+                found = await engine.lookup(request, FAR_S)
+                if "load" in self.plan:
+                    await engine.load(request, self.blocks[:found], FAR_S)
+                    assert self.world.holds(chain[:found], self.blocks[:found]), "not its own bytes"
+            with contextlib.suppress(*ORDINARY):
+                if "store" in self.plan:
+                    self.world.fill(chain, self.blocks)
+                    await engine.store(request, self.blocks, 0, FAR_S)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        register(self.patch)
+        self.runner = asyncio.Runner(loop_factory=JumpLoop)
+        self.serving = []
+        self.next_block = 0
+        bounds = EngineBounds(concurrent_loads=2, concurrent_stores=2, waiting_calls=3)
+        self.opening = opened(
+            slots=5,
+            tiers=[{"type": "scripted"}, {"type": "scripted", "probed": True}],
+            bounds=bounds,
+            device_blocks=DEVICE_BLOCKS,
+            shutdown_timeout_s=CLOSING_S,
+        )
+        self.world = self.run(self.opening.__aenter__())
+
+    def run(self, coroutine):
+        return self.runner.run(coroutine)
+
+    def turn(self, count=8):
+        self.run(turns(count))
+        for serving in self.serving:
+            if serving.task.done() and not serving.task.cancelled():
+                serving.task.result()
+
+    @rule(text=texts, plan=st.sets(st.sampled_from(["load", "store"])), count=st.integers(0, 8))
+    def begin(self, text, plan, count):
+        blocks = list(range(self.next_block, self.next_block + len(text)))
+        self.next_block += len(text)
+
+        async def start():
+            return Serving(self.world, f"r{len(self.serving)}", text, blocks, plan)
+
+        self.serving.append(self.run(start()))
+        self.turn(count)
+
+    @precondition(lambda self: self.world.parked)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_copy(self, data, fails):
+        index = data.draw(st.integers(0, len(self.world.parked) - 1))
+
+        async def end():
+            error = OSError("injected") if fails else None
+            self.world.transport.settle(self.world.parked[index], error)
+
+        self.run(end())
+        self.turn()
+
+    @precondition(lambda self: any(tier.parked for tier in self.world.tiers))
+    @rule(data=st.data(), how=st.sampled_from(["well", "well", "error", "some"]))
+    def end_operation(self, data, how):
+        tier = data.draw(st.sampled_from([t for t in self.world.tiers if t.parked]))
+        parked = data.draw(st.sampled_from(tier.parked))
+
+        async def end():
+            if how == "error":
+                tier.settle(parked, error=OSError("injected"))
+            elif how == "some" and parked.job is not None:
+                tier.settle(parked, {0: TierUnavailableError("injected")})
+            else:
+                tier.settle(parked)
+
+        self.run(end())
+        self.turn()
+
+    @precondition(lambda self: any(not s.task.done() for s in self.serving))
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def cancel(self, data, count):
+        running = [s for s in self.serving if not s.task.done()]
+        data.draw(st.sampled_from(running)).task.cancel()
+        self.turn(count)
+
+    @rule(seconds=st.sampled_from([1.0, 40.0, FAR_S + 1]))
+    def time_passes(self, seconds):
+        self.runner.get_loop().jump(seconds)
+        self.turn()
+
+    @rule(count=st.integers(1, 3))
+    def turns_pass(self, count):
+        self.turn(count)
+
+    @invariant()
+    def the_invariants_hold(self):
+        check_state(self.world.core)
+
+    async def nobody_was_forgotten(self):
+        """Who still waits, waits for good reason: looking again changes nothing."""
+        waiting = [s.name for s in self.serving if not s.task.done()]
+        self.world.engine._steps.note_progress()
+        await turns()
+        assert not self.world.parked
+        assert [s.name for s in self.serving if not s.task.done()] == waiting
+
+    def teardown(self):
+        async def end():
+            await self.world.calm()
+            await self.nobody_was_forgotten()
+            await jump()  # stores may wait for room that requests who wait themselves hold
+            await self.world.until(lambda: all(s.task.done() for s in self.serving))
+            await self.world.check_rest()
+            await self.opening.__aexit__(None, None, None)
+            return asyncio.all_tasks() - {asyncio.current_task()}
+
+        try:
+            assert not self.run(end())
+            for serving in self.serving:
+                if not serving.task.cancelled():
+                    serving.task.result()
+            assert not self.runner.get_loop().unhandled
+        finally:
+            self.runner.close()
+            self.patch.undo()
+        for thread in threading.enumerate():
+            if "kvoffload-io" in thread.name:
+                thread.join(THREADS_END_S)
+                assert not thread.is_alive()
+
+
+TestEngineMachine = pytest.mark.stateful(EngineMachine.TestCase)
+
+
+# -- the same with threads ----------------------------------------------------------------------
+
+
+class Faulty(FaultyTier):
+    """An example tier whose jobs meet a seed's faults."""
+
+    def __init__(self, seed=0):
+        weights = {
+            Fault.NONE: 6.0,
+            Fault.IO_ERROR_BEFORE: 1.0,
+            Fault.IO_ERROR_AFTER: 1.0,
+            Fault.SOME_BLOCKS: 1.0,
+            Fault.SLOW: 1.0,
+            Fault.CANCELLED: 0.5,
+        }
+        super().__init__(ExampleTier(), FaultPlan(seed, weights, slow_s=0.002))
+
+
+class Game:
+    """A device, an engine's transport over it, and requests with a seed's habits."""
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+        self.tensor = torch.zeros(2048, PAGE_BYTES, dtype=torch.uint8)
+        self.device = self.tensor.numpy()
+        self.layout = register_kv_caches({"l": self.tensor})
+        self.transport = None
+        self.read = 0
+
+    def create_transport(self, view):
+        self.transport = HostTransport(self.layout, view, detects_overwrites=True)
+        for faults in self.transport.faults.values():
+            faults.before_copy = self.sometimes_fail
+        return self.transport
+
+    def sometimes_fail(self, _copies):
+        if self.draw.random() < 0.1:
+            raise OSError("injected")
+
+    async def serve(self, engine, number):
+        chain = hashes("".join(self.draw.choices("abc", [6, 2, 1], k=self.draw.randint(1, 6))))
+        blocks = list(range(8 * number, 8 * number + len(chain)))
+        async with engine.request(f"r{number}", chain) as request:
+            with contextlib.suppress(*ORDINARY):
+                found = await engine.lookup(request)
+                await engine.load(request, blocks[:found])
+                self.check(chain[:found], blocks[:found])
+            await engine.quiesce()  # a load that failed may not write under the computing
+            for block, block_hash in zip(blocks, chain, strict=True):
+                self.device[block] = content(block_hash)
+            with contextlib.suppress(*ORDINARY):
+                await engine.store(request, blocks, 0, 1.0)
+
+    def check(self, chain, blocks):
+        for block, block_hash in zip(blocks, chain, strict=True):
+            assert np.array_equal(self.device[block], content(block_hash)), "not its own bytes"
+        self.read += len(blocks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@on_loop
+async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monkeypatch):
+    register(monkeypatch, "faulty", Faulty)
+    game = Game(seed)
+    config = {
+        "cpu_bytes_to_use": 16 * 4096,
+        "block_bytes": PAGE_BYTES,
+        "model": "test",
+        "check_invariants": True,
+        "secondary_tiers": [{"type": "faulty", "seed": seed}],
+    }
+    bounds = EngineBounds(concurrent_loads=2)
+    async with OffloadEngine(config, game.create_transport, bounds) as engine:
+        tasks = []
+        for number in range(150):
+            tasks.append(asyncio.create_task(game.serve(engine, number)))
+            await turns(game.draw.randint(0, 12))
+            if game.draw.random() < 0.2:
+                game.draw.choice(tasks).cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        assert await engine.quiesce()
+        core = engine.manager.planner
+        while core.jobs:
+            await engine._steps.next_progress(engine._loop.time() + 1.0)
+        check_quiescent(core)
+    assert game.read > 20
+    assert not game.transport.violations

@@ -1,0 +1,177 @@
+"""What `lookup` answers, and how long it waits."""
+
+import asyncio
+
+import numpy as np
+from async_engine.worlds import (
+    FAR_S,
+    PROBED,
+    SCRIPTED,
+    content,
+    hashes,
+    jump,
+    key,
+    on_loop,
+    only_in_the_tier,
+    opened,
+    turns,
+)
+
+from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.testing import Operation
+
+
+@on_loop
+async def test_what_was_stored_is_found_and_loaded():
+    async with opened() as world:
+        assert await world.put("abc") == 3
+        async with world.engine.request("r", hashes("abcd")) as request:
+            assert await world.engine.lookup(request) == 3
+            assert request.prefix_blocks == 3
+            assert world.counts == {"free": 5, "pinned": 3}
+            assert await world.during(world.engine.load(request, [10, 11, 12])) == 3
+            assert world.holds(hashes("abc"), [10, 11, 12])
+            assert world.counts == {"free": 5, "idle": 3}
+        await world.check_rest()
+
+
+@on_loop
+async def test_nothing_is_found_at_once():
+    async with opened() as world, world.engine.request("r", hashes("abc")) as request:
+        assert await world.engine.lookup(request) == 0
+        assert await world.engine.load(request, []) == 0
+
+
+@on_loop
+async def test_a_lookup_waits_for_promotions():
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "abc")
+        async with world.engine.request("r", hashes("abc")) as request:
+            task = asyncio.create_task(world.engine.lookup(request))
+            await turns()
+            (load,) = world.tiers[0].parked
+            assert load.kind is Operation.LOAD
+            assert len(load.keys) == 3, "one job for the whole prefix"
+            assert not task.done()
+            world.tiers[0].settle(load)
+            assert await task == 3
+            await world.during(world.engine.load(request, [20, 21, 22]))
+            assert world.holds(hashes("abc"), [20, 21, 22])
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_lookup_waits_for_existence_probes():
+    async with opened(slots=4, tiers=[PROBED]) as world:
+        tier = world.tiers[0]
+        await turns()
+        for text in ("a", "ab"):
+            tier.blocks[key(text)] = np.resize(content(text.encode()), 4096)
+        async with world.engine.request("r", hashes("abc")) as request:
+            task = asyncio.create_task(world.engine.lookup(request))
+            await turns()
+            assert [p.kind for p in tier.parked] == [Operation.CONTAINS]
+            tier.settle_all()
+            await turns()
+            assert [p.kind for p in tier.parked] == [Operation.LOAD]
+            tier.settle_all()
+            assert await task == 2
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_promotion_that_fails_shortens_the_prefix():
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "abcd")
+        async with world.engine.request("r", hashes("abcd")) as request:
+            task = asyncio.create_task(world.engine.lookup(request))
+            await turns()
+            (load,) = world.tiers[0].parked
+            world.tiers[0].settle(load, error=OSError("injected"))
+            assert await task == 0
+        await world.check_rest()
+
+
+@on_loop
+async def test_at_the_deadline_the_readable_prefix_is_taken():
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "abc")
+        await world.put("ab", "again")
+        async with world.engine.request("r", hashes("abc")) as request:
+            task = asyncio.create_task(world.engine.lookup(request, FAR_S))
+            await turns()
+            assert len(world.tiers[0].parked) == 1
+            assert not task.done()
+            await jump()
+            assert await task == 2
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_deadline_of_zero_never_waits():
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "ab")
+        async with world.engine.request("r", hashes("ab")) as request:
+            assert await world.engine.lookup(request, 0) == 0
+        await world.check_rest()
+
+
+@on_loop
+async def test_the_cores_limit_on_deferrals_ends_a_lookup_too():
+    async with opened(slots=4, tiers=[SCRIPTED], deferral_timeout_s=1) as world:
+        await only_in_the_tier(world, "ab")
+        async with world.engine.request("r", hashes("ab")) as request:
+            task = asyncio.create_task(world.engine.lookup(request, FAR_S))
+            await turns()
+            await jump(1.5)
+            assert await task == 0
+            assert world.core.counters.deferrals_expired == 1
+        await world.check_rest()
+
+
+@on_loop
+async def test_who_waits_does_not_spin():
+    async with opened(slots=4, tiers=[SCRIPTED], bounds=EngineBounds(concurrent_stores=2)) as world:
+        await only_in_the_tier(world, "ab")
+        steps = []
+        end_step = world.engine.manager.on_schedule_end
+        world.engine.manager.on_schedule_end = lambda: (steps.append(1), end_step())
+        async with (
+            world.engine.request("r", hashes("ab")) as request,
+            world.engine.request("s", hashes("stuv")) as storing,
+        ):
+            waiting = [
+                asyncio.create_task(world.engine.lookup(request, FAR_S)),
+                asyncio.create_task(world.engine.store(storing, [0, 1, 2, 3], 0, FAR_S)),
+            ]
+            await turns(500)
+            assert not any(task.done() for task in waiting)
+            assert len(steps) < 5
+            world.settle_everything()
+            assert await waiting[0] == 2
+            await world.during(world.engine.load(request, [8, 9]))
+            assert await world.during(waiting[1]) == 4
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_second_lookup_lets_go_of_what_the_first_has_pinned():
+    async with opened() as world:
+        await world.put("abc")
+        async with world.engine.request("r", hashes("abc")) as request:
+            assert await world.engine.lookup(request) == 3
+            assert await world.engine.lookup(request) == 3
+            assert world.counts == {"free": 5, "pinned": 3}
+        await world.check_rest()
+
+
+@on_loop
+async def test_two_lookups_of_one_request_at_once_pin_once():
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "ab")
+        async with world.engine.request("r", hashes("ab")) as request:
+            both = [asyncio.create_task(world.engine.lookup(request)) for _ in range(2)]
+            await turns()
+            world.settle_everything()
+            assert [await task for task in both] == [2, 2]
+        await world.check_rest()

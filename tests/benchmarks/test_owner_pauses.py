@@ -1,0 +1,110 @@
+"""How long the scheduler's thread stands still at most, with few and with many blocks.
+
+Method: a full primary without tiers, whose blocks are only accounted for. A step is one request,
+which stores 64 new blocks, for which 64 others have to go. The processor time of each of 2,000
+steps is taken, three times over; printed is the longest step of the best run, with its time on the
+clock beside it, and how much of it the garbage collector had. What the process had allocated before
+is frozen first: walking it is not the cache's doing. The longest step while the primary was filled,
+in which the tables grow, is printed too. Nothing is asserted about time.
+
+    pytest tests/benchmarks/test_owner_pauses.py
+"""
+
+import gc
+import random
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kvoffload_async import CPUPrimaryTierOffloadingManager
+from kvoffload_async.types import ReqContext, make_offload_key
+
+pytestmark = pytest.mark.bench
+
+KEYS_A_STEP = 64
+STEPS = 2_000
+RUNS = 3
+
+
+@dataclass(order=True)
+class Pause:
+    """One step: seconds of processor time, on the clock, and of the collector."""
+
+    thread_s: float
+    wall_s: float
+    collector_s: float
+
+    def __str__(self):
+        milliseconds = (1e3 * s for s in (self.thread_s, self.wall_s, self.collector_s))
+        return "{:.2f} ms ({:.2f} on the clock, {:.2f} the collector's)".format(*milliseconds)
+
+
+class Owner:
+    """A full primary, and what stores into it."""
+
+    def __init__(self, num_blocks, policy):
+        self.manager = CPUPrimaryTierOffloadingManager(num_blocks, cache_policy=policy)
+        self.source = random.Random(1)
+        self.num_steps = 0
+        self.collector_s = self.collector_total_s = 0.0
+        self.began_s = 0.0
+
+    def on_collection(self, phase, _info):
+        if phase == "start":
+            self.began_s = time.thread_time()
+        else:
+            self.collector_s += time.thread_time() - self.began_s
+            self.collector_total_s += time.thread_time() - self.began_s
+
+    def step(self):
+        hashes = self.source.randbytes(32 * KEYS_A_STEP)
+        keys = [make_offload_key(hashes[i : i + 32]) for i in range(0, len(hashes), 32)]
+        ctx = ReqContext(f"r{self.num_steps}")
+        self.num_steps += 1
+        self.collector_s = 0.0
+        wall_s, thread_s = time.perf_counter(), time.thread_time()
+        self.manager.on_new_request(ctx)
+        self.manager.lookup(keys[0], ctx)
+        granted = self.manager.prepare_store(keys, ctx)
+        self.manager.complete_store(granted.keys_to_store, ctx)
+        self.manager.on_request_finished(ctx)
+        self.manager.on_schedule_end()
+        thread_s, wall_s = time.thread_time() - thread_s, time.perf_counter() - wall_s
+        return Pause(thread_s, wall_s, self.collector_s)
+
+
+def tell(text):
+    print(text)  # noqa: T201 - what a benchmark is for
+
+
+@contextmanager
+def owner_of(num_blocks, policy):
+    gc.collect()
+    gc.freeze()
+    owner = Owner(num_blocks, policy)
+    gc.callbacks.append(owner.on_collection)
+    try:
+        yield owner
+    finally:
+        gc.callbacks.remove(owner.on_collection)
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_longest_step_with_few_and_with_many_blocks(policy, capsys):
+    longest = {}
+    for num_blocks in 20_000, 1_000_000:
+        with owner_of(num_blocks, policy) as owner:
+            filling = max(owner.step() for _ in range(num_blocks // KEYS_A_STEP))
+            longest[num_blocks] = min(max(owner.step() for _ in range(STEPS)) for _ in range(RUNS))
+            collector_s = owner.collector_total_s
+            assert owner.manager.core.counts["idle"] > num_blocks - KEYS_A_STEP
+        with capsys.disabled():
+            tell(f"\n{policy}, {num_blocks} blocks: the longest step {longest[num_blocks]}")
+            tell(f"    while it was filled: {filling}")
+            tell(f"    the collector's in all: {1e3 * collector_s:.1f} ms")
+    few, many = longest.values()
+    with capsys.disabled():
+        tell(f"{policy}: {many.thread_s / few.thread_s:.1f} times as long")

@@ -1,0 +1,278 @@
+"""The planner's requests, jobs and resets."""
+
+import pytest
+from core.terms import HIT, MISS, PENDING, k, ks
+from core.world import NO_LIMITS, World, stored_below
+
+from kvoffload_async.core.effects import FinishRequest, StartJob
+from kvoffload_async.errors import StateError, TierTimeoutError
+from kvoffload_async.types import JobResult, ReqContext
+
+# -- requests -----------------------------------------------------------------------------------
+
+
+def test_the_tiers_hear_of_the_end_after_the_last_store_45823():
+    """45823, 46027: tiers were told the end, and then got one more store."""
+    world = World(tiers=2)
+    ctx = world.begin()
+    world.offer(ctx, "a")
+    world.finish(ctx)
+    assert world.ended == []
+    world.written()
+    assert world.ended == [(0, "r"), (1, "r")]
+    assert len(world.running) == 2
+    world.wind_down()
+
+
+def test_a_request_that_finishes_in_the_step_of_its_lookup_ends_after_the_submit():
+    world, ctx = stored_below(names="a")
+    world.lookup(ctx, "a")
+    world.finish(ctx)
+    assert world.ended == []
+    world.planner.end_step()
+    effects = world.planner.tiers[0].effects
+    assert [type(effect) for effect in effects] == [StartJob, FinishRequest]
+    world._absorb()
+    world.wind_down()
+
+
+def test_a_finish_is_not_missed_on_a_reset_46284():
+    """46284: a request that had finished with a store in flight was never ended after a reset."""
+    world = World()
+    ctx, survivor = world.begin("r"), world.begin("s")
+    world.offer(ctx, "a")
+    world.finish(ctx)
+    world.reset()
+    assert world.ended == [(0, "r")]
+    world.flush_reset()
+    assert world.ended == [(0, "r")]
+    world.store(survivor, "a")
+    world.wind_down()
+
+
+def test_misuse_is_told_at_the_call():
+    world = World()
+    ctx = world.begin()
+    with pytest.raises(StateError, match="known already"):
+        world.planner.on_new_request(ctx)
+    world.finish(ctx)
+    for call in (
+        lambda: world.planner.lookup(k("a"), ctx),
+        lambda: world.planner.prepare_load(ks("a"), ctx),
+        lambda: world.planner.prepare_store(ks("a"), ctx),
+        lambda: world.planner.on_request_finished(ctx),
+    ):
+        with pytest.raises(StateError, match="on_new_request first"):
+            call()
+    world.wind_down()
+
+
+def test_a_request_that_waits_for_its_store_looks_nothing_up():
+    world = World()
+    ctx = world.begin()
+    world.offer(ctx, "a")
+    world.finish(ctx)
+    with pytest.raises(StateError, match="has finished"):
+        world.lookup(ctx, "a")
+    world.wind_down()
+
+
+def test_touching_moves_nothing_but_ranks():
+    world = World()
+    ctx = world.begin()
+    world.store(ctx, "ab")
+    world.planner.touch(ks("a"), ctx)
+    world.planner.touch(ks("a"), ReqContext("unknown"))
+    world.wind_down()
+
+
+# -- jobs ---------------------------------------------------------------------------------------
+
+
+def test_a_job_reported_twice_or_by_the_wrong_tier_is_a_defect():
+    world = World(tiers=2)
+    world.store(world.begin(), "a")
+    with pytest.raises(StateError, match="'tier1' reported job 0"):
+        world.planner.tiers[1].answer(JobResult(0, success=True))
+    world.planner.tiers[0].answer(JobResult(0, success=True))
+    with pytest.raises(StateError, match="'tier0' reported job 0"):
+        world.planner.tiers[0].answer(JobResult(0, success=True))
+
+
+def test_only_a_disowned_job_is_released_and_only_by_its_tier():
+    world = World(tiers=2)
+    world.store(world.begin(), "a")
+    world.disown(0)
+    with pytest.raises(StateError, match="'tier1' released job 0"):
+        world.planner.tiers[1].release(0)
+    world.release(0)
+    with pytest.raises(StateError, match="'tier0' released job 0"):
+        world.planner.tiers[0].release(0)
+    world.wind_down()
+
+
+def test_a_job_that_still_owes_its_result_is_not_released():
+    world = World()
+    world.store(world.begin(), "a")
+    with pytest.raises(StateError, match="'tier0' released job 0"):
+        world.planner.tiers[0].release(0)
+    world.wind_down()
+
+
+def test_a_disowned_cascade_keeps_its_block_until_its_copy_ends():
+    world = World(num_slots=1)
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.disown()
+    assert world.offer(ctx, "b") is None
+    world.release()
+    world.store(ctx, "b")
+    world.wind_down()
+
+
+def test_a_disowned_cascade_counts_against_its_tiers_bound_until_its_copy_ends():
+    world = World(num_slots=4)
+    ctx = world.begin()
+    world.store(ctx, "ab")
+    world.disown()
+    assert world.planner.tiers[0].cascading_blocks == 2
+    world.release()
+    assert world.planner.tiers[0].cascading_blocks == 0
+    world.wind_down()
+
+
+def test_a_disowned_promotion_is_a_miss_and_keeps_its_slot_until_its_copy_ends():
+    world, ctx = stored_below(num_slots=1, names="a")
+    world.lookup(ctx, "a")
+    world.step()
+    world.disown()
+    assert world.lookup(ctx, "a") is MISS
+    assert world.primary.counts["held"] == 1
+    assert world.offer(ctx, "b") is None
+    world.release()
+    world.store(ctx, "b")
+    world.load(ctx, "b")
+    world.wind_down()
+
+
+def test_nothing_has_landed_while_the_copy_still_runs_whatever_the_tier_says():
+    world, ctx = stored_below(names="ab")
+    [world.lookup(ctx, name) for name in "ab"]
+    world.step()
+    error = TierTimeoutError("late")
+    landed = frozenset(ks("a"))
+    world.disown(0, result=JobResult(0, False, landed, error=error, disowned=True))
+    world.check()
+    assert world.primary.counts["held"] == 2
+    world.release()
+    world.wind_down()
+
+
+def test_promotions_flow_though_nobody_takes_events_44206():
+    """44206: draining events drove the life cycle."""
+    world, ctx = stored_below(names="a")
+    world.lookup(ctx, "a")
+    world.end_step()
+    world.settle()
+    assert world.lookup(ctx, "a") is HIT
+    world.load(ctx, "a")
+    world.wind_down()
+
+
+def test_loading_a_missing_block_ends_in_a_miss_42529():
+    """42529: a load of a missing key gave no result, and its request hung."""
+    world, ctx = stored_below(names="a")
+    world.lookup(ctx, "a")
+    world.step()
+    world.lose(0, k("a"))
+    world.settle()
+    assert world.lookup(ctx, "a") is MISS
+    assert not world.planner.has_pending_work
+    world.wind_down()
+
+
+# -- reset --------------------------------------------------------------------------------------
+
+
+def test_a_reset_wants_the_tiers_drained_first():
+    world = World()
+    world.store(world.begin(), "a")
+    with pytest.raises(StateError, match="1 jobs in flight"):
+        world.planner.reset_cache()
+    assert world.primary.counts["pinned"] == 1
+    world.wind_down()
+
+
+def test_slots_of_a_copy_that_outlives_the_reset_are_not_reused_44541():
+    """44541: a reset left tier I/O running over slots that were handed out again."""
+    world, ctx = stored_below(num_slots=2, names="a")
+    world.store(ctx, "b")
+    world.settle()
+    world.store(ctx, "c")
+    world.disown()
+    world.reset()
+    world.flush_reset()
+    assert world.primary.counts["held"] == 1
+    assert world.offer(ctx, "xy") is None
+    world.store(ctx, "x")
+    world.release()
+    world.store(ctx, "y")
+    world.load(ctx, "xy")
+    world.wind_down()
+
+
+def test_a_promotion_mid_copy_outlives_the_reset_44541():
+    world, ctx = stored_below(num_slots=1, names="a")
+    world.lookup(ctx, "a")
+    world.step()
+    world.disown()
+    world.reset()
+    world.flush_reset()
+    assert world.offer(ctx, "x") is None
+    world.release()
+    world.store(ctx, "x")
+    world.load(ctx, "x")
+    world.wind_down()
+
+
+def test_no_promotion_into_a_slot_that_a_late_device_copy_still_writes_033_fence():
+    """0.33's fence: after a reset a late copy from the device may still land in a freed slot."""
+    world, ctx = stored_below(num_slots=1, names="a", limits=NO_LIMITS)
+    world.offer(ctx, "x")
+    world.reset()
+    assert world.lookup(ctx, "a") is MISS
+    world.flush_reset()
+    assert world.lookup(ctx, "a") is PENDING
+    world.step()
+    world.settle()
+    world.load(ctx, "a")
+    world.wind_down()
+
+
+def test_reservations_of_the_step_are_void_after_a_reset():
+    world, ctx = stored_below(names="a", request_level=[0])
+    other = world.begin("other")
+    world.lookup(ctx, "a")
+    world.offer(other, "p")
+    world.offer(ctx, "p")
+    world.reset()
+    assert world.primary.counts["free"] == 4
+    assert world.planner.promotions.outstanding_slots == 0
+    assert not world.planner.has_pending_work
+    world.step()
+    assert world.running == {}
+    world.wind_down()
+
+
+def test_the_tiers_keep_their_blocks_over_a_reset():
+    world = World()
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.settle()
+    world.reset()
+    world.flush_reset()
+    assert world.lookup(ctx, "a") is PENDING
+    world.step()
+    world.settle()
+    world.load(ctx, "a")
+    world.wind_down()

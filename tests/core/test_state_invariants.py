@@ -1,0 +1,273 @@
+"""Every invariant of a state notices its damage."""
+
+from dataclasses import replace
+
+import pytest
+from core.terms import k, ks
+from core.world import World
+
+from kvoffload_async.core.invariants import STATE_INVARIANTS, check_state
+from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.errors import InvariantError
+from kvoffload_async.policies.arc import ArcPolicy
+from kvoffload_async.testing.invariants import (
+    HISTORY_INVARIANTS,
+    REST_INVARIANTS,
+    Rest,
+    check_quiescent,
+)
+
+A, B = k("a"), k("b")
+
+
+def test_the_invariants_are_p1_to_p20():
+    every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 21)}
+    assert all(invariant.statement for invariant in every)
+
+
+# -- state --------------------------------------------------------------------------------------
+
+
+def busy_world():
+    """Everything at once: idle, pinned, writing, held and free slots, jobs of all kinds."""
+    world = World(10, 1, request_level=[0])
+    world.fill(0, ks("xyzu"))
+    ctx, other = world.begin("r"), world.begin("s")
+    world.store(ctx, "ij")
+    world.settle()
+    world.store(ctx, "c")
+    world.store(ctx, "d")
+    world.disown(max(world.running))
+    for name in "xyz":
+        world.lookup(ctx, name)
+        world.step()
+    world.settle(3)
+    world.disown(4)
+    world.load(ctx, "i")
+    world.offer(ctx, "w")
+    world.offer(other, "w")
+    world.lookup(other, "u")
+    return world
+
+
+def slot_of(world, name):
+    return world.primary.slot_of(k(name))
+
+
+def damage_p3_count(world):
+    world.primary._idle += 1
+
+
+def damage_p3_free(world):
+    world.primary.pool._free.give_back([0])
+
+
+def damage_p3_range(world):
+    world.primary.pool._free.give_back([99])
+
+
+def damage_p3_key(world):
+    world.primary._blocks._keys[slot_of(world, "i")] = k("j")
+
+
+def damage_p4_pin(world):
+    world.primary._refs[slot_of(world, "i")] += 1
+
+
+def damage_p4_write(world):
+    world.planner.requests["r"].writing.clear()
+
+
+def damage_p4_not_written(world):
+    world.planner.requests["r"].writing.add(k("i"))
+
+
+def damage_p4_slot(world):
+    _, job = world.planner.jobs[min(world.planner.jobs)]
+    slots = [slot_of(world, "c"), slot_of(world, "i")]
+    world.primary._blocks.add(ks("ic"), slots)
+    assert k("c") in job.keys
+
+
+def damage_p4_held(world):
+    world.planner.disowned[4].holds_slots = False
+
+
+def damage_p4_cascading(world):
+    world.planner.tiers[0].cascading_blocks += 1
+
+
+def damage_p7_twice(world):
+    _, job = world.planner.jobs[5]
+    world.planner.tiers[0].jobs._records[99] = JobRecord(replace(job, job_id=99))
+    world.planner.counters.jobs_submitted += 1
+
+
+def damage_p7_count(world):
+    world.planner.promotions._held += 1
+
+
+def damage_p7_cap(world):
+    world.planner.limits = type(world.planner.limits)(1, 1_000, 1.0)
+
+
+def damage_p7_kept_for_nobody(world):
+    world.planner.requests["r"].is_finished = True
+
+
+def damage_p10(world):
+    request = world.planner.requests["s"]
+    request.is_finished = True
+    request.parked.clear()
+    request.unflushed_promotions = 0
+
+
+def damage_p13_absent(world):
+    world.primary.policy.admit(ks("?"), world.primary.pool.free_slots()[:1])
+
+
+def damage_p13_unranked(world):
+    world.primary.policy.discard([slot_of(world, "i")])
+
+
+def damage_p13_twice(world):
+    world.primary.policy.resident = lambda: [slot_of(world, "i")] * 3
+
+
+def damage_p16(world):
+    world.planner.requests["s"].parked.clear()
+    world.planner.tiers[0].jobs._records.clear()
+    world.planner.counters.job_results = world.planner.counters.jobs_submitted
+
+
+def damage_p1(world):
+    world.planner.counters.job_results += 1
+
+
+DAMAGES = [value for name, value in sorted(globals().items()) if name.startswith("damage_")]
+
+
+def violated(planner):
+    found = []
+    for invariant in STATE_INVARIANTS:
+        try:
+            invariant.enforce(planner)
+        except InvariantError:
+            found.append(invariant.name.lower())
+    return found
+
+
+def test_a_busy_engine_keeps_every_invariant_of_state():
+    world = busy_world()
+    counts = world.primary.counts
+    assert min(counts.values()) > 0, counts
+    check_state(world.planner)
+    world.wind_down()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_violates_its_invariant(damage):
+    world = busy_world()
+    damage(world)
+    assert damage.__name__.split("_")[1] in violated(world.planner)
+    with pytest.raises(InvariantError):
+        check_state(world.planner)
+
+
+def test_a_violation_names_its_invariant_and_says_what_is_wrong():
+    world = busy_world()
+    damage_p1(world)
+    with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 6 jobs were submi"):
+        check_state(world.planner)
+
+
+def test_a_policy_that_knows_its_own_invariants_is_asked():
+    world = World(policy="arc")
+    world.primary.policy.p = -1.0
+    with pytest.raises(InvariantError, match=r"P13 .*p=-1"):
+        check_state(world.planner)
+    assert list(ArcPolicy(2).violations()) == []
+
+
+# -- rest ---------------------------------------------------------------------------------------
+
+
+def at_rest():
+    world = World()
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.settle()
+    world.finish(ctx)
+    return world
+
+
+def test_an_engine_at_rest_keeps_every_invariant_of_rest():
+    world = at_rest()
+    check_quiescent(world.planner, kept=[A], tier_contents=[{A}])
+    check_quiescent(world.planner, kept=[A], tier_contents=[set()])
+    check_quiescent(world.planner, kept=[B], tier_contents=[{B}])
+
+
+@pytest.mark.parametrize(
+    ("disturb", "invariant"),
+    [
+        (lambda world, ctx: world.store(ctx, "b"), "P1"),
+        (lambda world, ctx: (world.store(ctx, "b"), world.disown()), "P1"),
+        (lambda world, ctx: world.load(ctx, "a"), "P2"),
+        (lambda world, ctx: world.offer(ctx, "b"), "P2"),
+    ],
+)
+def test_what_is_left_over_violates_rest(disturb, invariant):
+    world = at_rest()
+    disturb(world, world.begin())
+    with pytest.raises(InvariantError, match=rf"^{invariant} "):
+        check_quiescent(world.planner)
+
+
+def test_a_held_slot_is_no_rest():
+    world = at_rest()
+    world.fill(0, ks("x"))
+    world.lookup(world.begin(), "x")
+    world.step()
+    world.disown()
+    found = []
+    for invariant in REST_INVARIANTS:
+        found += invariant.violations(rest_of(world))
+    assert any("held" in text for text in found)
+
+
+def test_a_promotion_that_nobody_read_is_no_rest():
+    world = at_rest()
+    world.fill(0, ks("x"))
+    world.lookup(world.begin(), "x")
+    world.step()
+    world.settle()
+    assert list(of_rest("P2").violations(rest_of(world))) == [
+        f"block {k('x').hex()} is PINNED",
+        "1 slots count as promotions",
+    ]
+
+
+def of_rest(name):
+    return next(invariant for invariant in REST_INVARIANTS if invariant.name == name)
+
+
+def rest_of(world):
+    return Rest(world.planner, (), ())
+
+
+def test_a_request_that_waits_for_ever_is_no_rest():
+    world = at_rest()
+    ctx = world.begin()
+    world.offer(ctx, "b")
+    world.finish(ctx)
+    world.begin("live")
+    assert list(of_rest("P10").violations(rest_of(world))) == [
+        "the tiers were not told that request 'r' has finished"
+    ]
+
+
+def test_a_lost_block_violates_p9():
+    with pytest.raises(InvariantError, match=f"P9 .*{B.hex()} is lost"):
+        check_quiescent(at_rest().planner, kept=[B], tier_contents=[{B}, set()])

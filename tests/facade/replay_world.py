@@ -1,0 +1,167 @@
+"""The three shipped tiers below one manager, and a consumer that replays its events."""
+
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from facade.worlds import SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, ks
+
+from kvoffload_async.registry import create_policy
+from kvoffload_async.testing.harness import content_of
+from kvoffload_async.tiers.example import ExampleTier
+from kvoffload_async.tiers.fs.space import SpaceSettings
+from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
+from kvoffload_async.types import Medium
+
+KIB = 1024
+FIELDS = {"model_name": "m"}
+# 16 KiB for the namespace, 10 for growth; 4 a block, twice that for its folders.
+FS_BYTES = 26 * KIB + 4 * 12 * KIB
+SLAB_BYTES = 81 * KIB + 8 * 4 * KIB
+"""The manifest, the journal, and 8 blocks, if the journal takes no more than for one."""
+RESCAN_S = 600.0
+
+
+class SwitchedIo(PooledScriptedIo):
+    """Parks calls while `parks`, and runs them at once otherwise."""
+
+    parks = False
+
+    async def run(self, direction, call, *, helpers=0):
+        return await super().run(direction, call, helpers=helpers) if self.parks else call()
+
+
+class Replay:
+    """A consumer: the blocks that are announced, by place. Nothing is announced twice."""
+
+    def __init__(self):
+        self.present = {}
+
+    def read(self, events):
+        for event in events:
+            place = self.present.setdefault((event.medium, event.ownership), set())
+            keys = set(event.keys)
+            if event.metadata_only:
+                assert place.isdisjoint(keys)
+            elif event.removed:
+                assert place >= keys
+                place -= keys
+            else:
+                assert place.isdisjoint(keys)
+                place |= keys
+
+    def at(self, medium, ownership=None):
+        return self.present.get((medium, ownership), set())
+
+
+class ReplayWorld(World):
+    """Every call of a tier's I/O is parked.
+
+    Attributes:
+        copies: Stores from the device that the scheduler waits for.
+        replay: The consumer.
+    """
+
+    def __init__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="kvoffload-replay-"))
+        policy = partial(create_policy, "lru")
+        self.fs = FsTier(
+            FsSettings(
+                root_dir=str(self.folder / "fs"),
+                run_config=FIELDS,
+                space=SpaceSettings(FS_BYTES),
+                rescan_interval_s=RESCAN_S,
+            ),
+            policy,
+        )
+        self.slab = SlabTier(
+            SlabSettings(
+                root_dir=str(self.folder / "slab"),
+                run_config=FIELDS,
+                capacity_bytes=SLAB_BYTES,
+                segment_bytes=4 * KIB,
+            ),
+            policy,
+        )
+        self.example = ExampleTier()
+        super().__init__(
+            self.fs, self.slab, self.example, num_slots=6, pool=SwitchedIo, io_timeout_s=1e4
+        )
+        self.copies = []
+        self.replay = Replay()
+        self.park(True)
+
+    def park(self, parks):
+        for pool in self.host.pools:
+            pool.parks = parks
+
+    def calls(self):
+        return [(pool, call) for pool in self.host.pools for call in pool.parked]
+
+    def settle_all(self):
+        self.runner.run_ready()
+        while self.calls():
+            for pool, call in self.calls():
+                pool.settle(call)
+            self.runner.run_ready()
+
+    def begin_copy(self, numbers, req_id):
+        ctx = self.contexts[req_id]
+        output = self.manager.prepare_store(ks(*numbers), ctx)
+        if output is not None and output.keys_to_store:
+            slots = output.store_spec.block_ids.tolist()
+            self.copies.append(DeviceCopy(ctx, dict(zip(output.keys_to_store, slots, strict=True))))
+
+    def end_copy(self, copy, *, success):
+        self.copies.remove(copy)
+        if success:
+            for key, slot in copy.slots.items():
+                self.rows[slot] = content_of(key, SLOT_BYTES)
+        self.manager.complete_store(list(copy.slots), copy.ctx, success)
+
+    def take(self):
+        """Replay what is told; of the primary, that is the whole truth at any time."""
+        self.replay.read(self.manager.take_events())
+        readable = {key for key, _, refs in self.primary.core.resident() if refs >= 0}
+        assert self.replay.at(Medium.CPU) == readable
+
+    def come_to_rest(self):
+        for copy in list(self.copies):
+            self.end_copy(copy, success=True)
+        while self.manager.has_pending_work():
+            self.manager.on_schedule_end()
+            self.settle_all()
+
+    def check(self):
+        """Compare what was told of each tier with what it has."""
+        self.come_to_rest()
+        self.take()
+        self.park(False)
+        everything = ks(*range(40))
+        on_disk = self.runner.run(self.fs.contains(everything), 1.0)
+        self.park(True)
+        assert self.replay.at(Medium.STORAGE, "tier0") == on_disk
+        assert self.replay.at(Medium.STORAGE, "tier1") == set(self.slab._store.catalog.keys())
+        assert self.replay.at(Medium.CPU, "tier2") == set(self.example._blocks)
+
+    def remove_a_file(self):
+        """Do what another process may do to a shared directory."""
+        files = sorted((self.folder / "fs").rglob("*.bin"))
+        if files:
+            files[0].unlink()
+
+    def rescan(self):
+        self.park(False)
+        self.runner.advance(RESCAN_S + 1.0)
+        self.park(True)
+        self.manager.on_schedule_end()
+
+    def end(self):
+        self.park(False)
+        self.settle_all()
+        for copy in list(self.copies):
+            self.end_copy(copy, success=False)
+        super().end()
+        shutil.rmtree(self.folder)

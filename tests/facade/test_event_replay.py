@@ -1,0 +1,96 @@
+"""Who replays the events of a run knows what is where, whatever happened in it and when."""
+
+import logging
+
+import pytest
+from facade.replay_world import ReplayWorld
+from facade.worlds import HIT
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+NUMBERS = st.integers(0, 19)
+BATCHES = st.lists(NUMBERS, min_size=1, max_size=3)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Files that vanish are warned of, thousands of times."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Events(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.world = ReplayWorld()
+        self.manager = self.world.manager
+        self.world.begin("a")
+        self.world.begin("b")
+
+    requests = st.sampled_from("ab")
+
+    @rule(numbers=BATCHES, req_id=requests)
+    def begin_copy(self, numbers, req_id):
+        self.world.begin_copy(numbers, req_id)
+
+    @rule(numbers=BATCHES, req_id=requests)
+    def store(self, numbers, req_id):
+        self.world.begin_copy(numbers, req_id)
+        while self.world.copies:
+            self.world.end_copy(self.world.copies[-1], success=True)
+
+    @precondition(lambda self: self.world.copies)
+    @rule(data=st.data(), success=st.booleans())
+    def end_copy(self, data, success):
+        self.world.end_copy(data.draw(st.sampled_from(self.world.copies)), success=success)
+
+    @rule(numbers=BATCHES, req_id=requests)
+    def load(self, numbers, req_id):
+        for number in numbers:
+            if self.world.lookup(number, req_id) is HIT:
+                self.world.load(number, req_id=req_id)
+
+    @rule()
+    def step(self):
+        self.manager.on_schedule_end()
+        self.world.runner.run_ready()
+
+    @precondition(lambda self: self.world.calls())
+    @rule(data=st.data(), turns=st.booleans())
+    def settle_call(self, data, turns):
+        pool, call = data.draw(st.sampled_from(self.world.calls()), "call")
+        pool.settle(call)
+        if turns:
+            self.world.runner.run_ready()
+
+    @rule()
+    def take(self):
+        self.world.take()
+
+    @rule(sure=st.integers(0, 2))
+    def reset(self, sure):
+        if sure == 0:
+            self.world.settle_all()
+            self.manager.reset_cache()
+            self.manager.on_reset_flushed()
+            self.world.copies.clear()
+
+    @rule(sure=st.integers(0, 2))
+    def calm(self, sure):
+        if sure == 0:
+            self.world.check()
+
+    def teardown(self):
+        try:
+            self.world.check()
+            self.world.remove_a_file()
+            self.world.rescan()
+            self.world.check()
+        finally:
+            self.world.end()
+
+
+TestEvents = pytest.mark.stateful(Events.TestCase)
+TestEvents.settings = settings(derandomize=True, stateful_step_count=40)

@@ -1,0 +1,121 @@
+"""Tiers that the planner drives itself, and those whose manager keeps its say: no difference."""
+
+import pytest
+from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, scripted
+
+from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.facade.foreign import is_foreign
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.types import LookupResult, Medium, TierMatcher
+
+BOTH = pytest.mark.parametrize(
+    "manager_class", [SecondaryTierManager, Hearing], ids=["driven by the planner", "foreign"]
+)
+
+
+class Elsewhere(SecondaryTierManager):
+    """Says that its blocks lie elsewhere than its tier does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.medium = Medium.CPU
+        self.backpressure_detector = Backpressure(BackpressureSettings(1.0, 0.5))
+
+
+class Knowing(SecondaryTierManager):
+    """Has an index of its own."""
+
+    known = frozenset()
+
+    def lookup(self, key, req_context):
+        return LookupResult.HIT if key in self.known else LookupResult.MISS
+
+
+def test_only_a_manager_that_overrides_what_is_left_to_the_planner_is_foreign(worlds):
+    (elsewhere,) = worlds(manager_class=Elsewhere).secondaries
+    assert not is_foreign(elsewhere)
+    assert is_foreign(worlds(manager_class=Knowing).secondaries[0])
+
+
+def test_the_planner_and_its_tier_share_one_state(worlds):
+    world = worlds()
+    assert world.manager.planner.tiers == (world.secondaries[0].tier_state,)
+
+
+@BOTH
+def test_a_block_goes_to_a_tier_and_comes_back(worlds, manager_class):
+    world = worlds(manager_class=manager_class)
+    filled(world, 1)
+    world.begin("r")
+    assert world.lookup(1) is PENDING
+    world.step()
+    world.settle_all()
+    assert world.lookup(1) is HIT
+    world.load(1)
+
+
+@BOTH
+def test_an_overdue_copy_keeps_its_block_until_it_ends(worlds, manager_class):
+    world = worlds(EXCLUSIVE, manager_class=manager_class, io_timeout_s=5.0, num_slots=1)
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.runner.advance(5.0)
+    world.poll()
+    assert world.prepare_store(2) is None
+    world.settle()
+    world.poll()
+    assert world.prepare_store(2) is not None
+
+
+@BOTH
+def test_a_tier_that_faults_as_often_as_its_breaker_allows_is_left_alone(worlds, manager_class):
+    world = worlds(manager_class=manager_class, breaker=BreakerSettings(1, retry_after_s=60.0))
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle(error=OSError(5, "io"))
+    world.poll()
+    world.store(2)
+    world.step()
+    assert not world.parked()
+    assert world.manager.planner.tiers[0].counters.dropped_blocks == 1
+
+
+@BOTH
+def test_a_tier_that_was_left_alone_is_tried_with_one_job(worlds, manager_class):
+    world = worlds(manager_class=manager_class, breaker=BreakerSettings(1, retry_after_s=60.0))
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle(error=OSError(5, "io"))
+    world.poll()
+    world.runner.advance(60.0)
+    world.store(2)
+    world.store(3)
+    world.step()
+    assert len(world.parked()) == 1
+
+
+def test_where_a_manager_says_that_its_blocks_lie_counts(worlds):
+    world = worlds(manager_class=Elsewhere)
+    filled(world, 1)
+    world.begin("storage", load_tier_filter=frozenset({TierMatcher(medium=Medium.STORAGE)}))
+    assert world.lookup(1, "storage") is MISS
+    world.begin("cpu", load_tier_filter=frozenset({TierMatcher(medium=Medium.CPU)}))
+    assert world.lookup(1, "cpu") is PENDING
+
+
+def test_the_detector_that_a_manager_has_is_used(worlds):
+    world = worlds(manager_class=Elsewhere)
+    assert world.manager.planner.tiers[0].backpressure is world.secondaries[0].backpressure_detector
+
+
+def test_a_foreign_index_is_asked_for_every_key(worlds):
+    world = worlds(scripted(), manager_class=Knowing)
+    filled(world, 1)
+    world.begin("r")
+    assert world.lookup(1) is MISS, "the tier has it, and its manager says no"
+    world.secondaries[0].known = {k(1)}
+    assert world.lookup(1) is PENDING

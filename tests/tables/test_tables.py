@@ -1,0 +1,181 @@
+"""Keys, numbers and lists of numbers, against dictionaries and lists."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvoffload_async.abc.ranking import KeyRanking, nobodies
+from kvoffload_async.errors import StateError
+from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.tables.free import FreeNumbers
+from kvoffload_async.tables.keymap import NUM_PARTS, KeyMap
+from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.types import OffloadKey, make_offload_key
+
+K = [key_of(number) for number in range(40)]
+CAPACITY = 12
+
+some_keys = st.lists(st.sampled_from(K), unique=True, max_size=6)
+
+
+# -- maps ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from(["update", "set", "discard", "take"]), some_keys)))
+def test_a_map_is_a_dictionary(steps):
+    found, model = KeyMap(), {}
+    for number, (what, keys) in enumerate(steps):
+        numbers = range(1000 * number, 1000 * number + len(keys))
+        if what == "take":
+            there = [key for key in keys if key in model]
+            assert found.take(there) == [model.pop(key) for key in there]
+            continue
+        if what == "discard":
+            found.discard(keys)
+            for key in keys:
+                model.pop(key, None)
+            continue
+        model.update(zip(keys, numbers, strict=True))
+        if what == "update":
+            found.update(keys, numbers)
+        else:
+            for key, value in zip(keys, numbers, strict=True):
+                found.set(key, value)
+    assert (len(found), set(found), dict(found.items())) == (len(model), model.keys(), model)
+    assert found.find(K) == [found.get(key) for key in K] == [model.get(key) for key in K]
+    assert [key in found for key in K] == [key in model for key in K]
+    found.clear()
+    assert not found
+
+
+def test_a_copy_is_its_own_and_a_merge_takes_everything_in():
+    one, other = KeyMap(), KeyMap()
+    one.update(K[:3], [0, 1, 2])
+    other.update(K[2:4], [7, 8])
+    copied = one.copy()
+    one.merge(other)
+    assert dict(one.items()) == dict(zip(K[:4], [0, 1, 7, 8], strict=True))
+    assert dict(copied.items()) == dict(zip(K[:3], [0, 1, 2], strict=True))
+
+
+def test_keys_are_spread_evenly_whether_their_hashes_are_random_or_counted():
+    for keys in (
+        [key_of(number) for number in range(64 * NUM_PARTS)],
+        [make_offload_key(number.to_bytes(32, "big")) for number in range(64 * NUM_PARTS)],
+    ):
+        spread = KeyMap()
+        spread.update(keys, range(len(keys)))
+        assert max(map(len, spread.parts)) < 2 * 64
+
+
+@pytest.mark.parametrize("call", ["get", "find", "update"])
+def test_what_is_too_short_to_be_a_key_is_an_error_that_says_so(call):
+    short = OffloadKey(b"abc")
+    arguments = {"get": [short], "find": [[K[0], short]], "update": [[K[0], short], [1, 2]]}
+    with pytest.raises(StateError, match=r"b'abc' is no key: .*make_offload_key"):
+        getattr(KeyMap(), call)(*arguments[call])
+
+
+def test_a_table_finds_keys_and_numbers():
+    table = KeyTable(4)
+    table.add(K[:3], [2, 0, 3])
+    assert table.find(K[:4]) == [2, 0, 3, None]
+    assert table.keys_of([0, 2]) == [K[1], K[0]]
+    assert table.remove([0]) == [K[1]]
+    assert K[1] not in table
+    assert table.items() == [(K[0], 2), (K[2], 3)]
+    table.clear()
+    assert table.items() == []
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def test_numbers_never_taken_come_first_then_the_last_returned():
+    free = FreeNumbers(4, first=10)
+    assert free.take(2) == [10, 11]
+    free.give_back([10, 11])
+    assert (free.count, list(free)) == (4, [12, 13, 10, 11])
+    assert free.take(3) == [12, 13, 11]
+    free.reset([13, 12])
+    assert free.take(2) == [12, 13]
+
+
+class ListsMachine(RuleBasedStateMachine):
+    """Two linked lists beside two plain ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.lists = NumberLists(CAPACITY, 2)
+        self.model: list[list[int]] = [[], []]
+
+    def where(self, number):
+        return next(which for which in (0, 1) if number in self.model[which])
+
+    @rule(data=st.data(), which=st.integers(0, 1))
+    def append(self, data, which):
+        absent = sorted(set(range(CAPACITY)) - {*self.model[0], *self.model[1]})
+        numbers = data.draw(st.lists(st.sampled_from(absent), unique=True)) if absent else []
+        self.lists.append(numbers, which)
+        self.model[which] += numbers
+
+    @precondition(lambda self: any(self.model))
+    @rule(data=st.data(), which=st.integers(0, 1), how=st.sampled_from(["any", "run", "nur"]))
+    def move_or_remove(self, data, which, how):
+        members = [*self.model[0], *self.model[1]]
+        numbers = data.draw(st.lists(st.sampled_from(members), unique=True))
+        if how != "any":
+            numbers = sorted(numbers, key=members.index, reverse=how == "nur")
+        for number in numbers:
+            self.model[self.where(number)].remove(number)
+        if data.draw(st.booleans()):
+            self.lists.remove(numbers)
+        else:
+            self.lists.move_to_end(numbers, which)
+            self.model[which] += numbers
+
+    @rule(really=st.integers(0, 9).map(lambda n: n == 9))
+    def clear(self, really):
+        if really:
+            self.lists.clear()
+            self.model = [[], []]
+
+    @invariant()
+    def both_agree_in_both_directions(self):
+        for which in 0, 1:
+            assert list(self.lists.walk(which)) == self.model[which]
+            back, ring = [], CAPACITY + which
+            while (ring := self.lists._before[ring]) < CAPACITY:
+                back.append(ring)
+            assert back == self.model[which][::-1]
+
+
+TestLists = pytest.mark.stateful(ListsMachine.TestCase)
+
+
+# -- ranking ------------------------------------------------------------------------------------
+
+
+def test_a_ranking_ignores_keys_that_are_absent_or_named_twice():
+    ranking = KeyRanking(LruPolicy(4))
+    ranking.admit(K[:3])
+    ranking.access([K[0], K[9], K[0]], lambda _key: True)
+    assert ranking.resident() == [K[1], K[2], K[0]]
+    ranking.discard([K[1], K[9], K[1]])
+    assert (len(ranking), set(ranking), K[1] in ranking) == (2, {K[2], K[0]}, False)
+    assert list(ranking.violations()) == []
+
+
+def test_a_policy_that_ranks_other_slots_than_it_was_given_is_a_violation():
+    policy = LruPolicy(4)
+    ranking = KeyRanking(policy)
+    ranking.admit(K[:2])
+    policy.discard([0])
+    assert list(ranking.violations()) == ["the policy ranks 1 slots, not those of the 2 keys"]
+
+
+def test_nobody_is_a_key_of_its_own():
+    assert len({*nobodies(1000), *K}) == 1000 + len(K)
