@@ -77,12 +77,15 @@ class Budget:
 
     def cost(self, segments: Collection[int]) -> int:
         """Return the most that segments of so many slots, and all beside them, can allocate."""
-        slots = sum(segments)
+        return self.cost_of(sum(segments), len(segments))
+
+    def cost_of(self, slots: int, num_segments: int) -> int:
+        """Return what `cost` does, of that many slots in that many segments."""
         units = 2 * snapshot_units(slots) + self.tail_units
         return (
             _FIXED_BYTES
             + slots * (self.slot_bytes + _EXTENT_BYTES)
-            + len(segments) * _SEGMENT_BYTES
+            + num_segments * _SEGMENT_BYTES
             + units * RECORD_BYTES
         )
 
@@ -123,7 +126,8 @@ def _filled(budget: Budget) -> Budget:
     while high - low > 1:
         slots = (low + high) // 2
         larger = replace(budget, most_slots=slots)
-        if larger.cost(_split(slots, budget.segment_slots)) <= budget.capacity_bytes:
+        num_segments = -(-slots // budget.segment_slots)
+        if larger.cost_of(slots, num_segments) <= budget.capacity_bytes:
             low = slots
         else:
             high = slots
@@ -133,8 +137,3 @@ def _filled(budget: Budget) -> Budget:
 def slot_bytes_of(block_bytes: int) -> int:
     """Return the bytes of a slot: a block's, rounded up to whole pages."""
     return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _split(slots: int, segment_slots: int) -> list[int]:
-    full, rest = divmod(slots, segment_slots)
-    return [segment_slots] * full + ([rest] if rest else [])
