@@ -86,6 +86,29 @@ def test_touching_moves_nothing_but_ranks():
     world.wind_down()
 
 
+def test_lookups_ask_the_sources_which_may_be_observed():
+    world, ctx = stored_below(tiers=2)
+    heard = []
+
+    class Observed:
+        def __init__(self, source):
+            self.source = source
+
+        def lookup(self, key, req_context):
+            answer = self.source.lookup(key, req_context)
+            heard.append((self.source.name, key, req_context, answer))
+            return answer
+
+    world.planner.sources = [Observed(source) for source in world.planner.sources]
+    assert world.lookup(ctx, "a") is PENDING
+    names = [tier.name for tier in world.planner.tiers]
+    answers = zip(names, [MISS, HIT], strict=True)
+    assert heard == [(name, k("a"), ctx, answer) for name, answer in answers]
+    world.step()
+    world.settle()
+    world.wind_down()
+
+
 # -- jobs ---------------------------------------------------------------------------------------
 
 
