@@ -139,7 +139,7 @@ def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
     assert str(shelves.folder) in message
     assert difference in message
     assert 'on_mismatch="new_namespace"' in message
-    assert '"replace" to discard them' in message
+    assert '"replace" to discard those of the same model and namespace' in message
     for _ in range(2):
         with other.open(fields=fields, on_mismatch="new_namespace") as harness:
             assert not harness.announced() & set(K[:3])
@@ -153,7 +153,6 @@ def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
     ("fields", "block", "difference"),
     [
         ({"model_name": "m/x", "fingerprint": "f"}, BLOCK, "another fingerprint"),
-        ({"model_name": "m_x"}, BLOCK, "another model_name"),
         (None, 2 * BLOCK, "blocks of 4096 bytes instead of 8192"),
     ],
 )
@@ -187,6 +186,15 @@ def test_a_store_of_another_layout_is_emptied_if_that_is_asked_for(
     with pytest.raises(ConfigError, match="has other blocks"):
         shelves.open()
     assert (shelves.folder / "notes").read_bytes() == b"somebody's"
+
+
+def test_a_store_of_another_model_whose_folder_has_the_same_name_is_not_replaced(shelves):
+    with shelves.open() as harness:
+        harness.store(K[:3])
+    with pytest.raises(ConfigError, match="another model_name"):
+        shelves.open(fields={"model_name": "m_x"}, on_mismatch="replace")
+    with shelves.open() as harness:
+        assert harness.announced() == set(K[:3])
 
 
 def test_a_store_that_is_in_use_is_not_replaced(shelves):
