@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
 
 CreateTransport = Callable[[memoryview], Transport]
 _UNDECIDED = frozenset({LookupResult.HIT_PENDING, LookupResult.RETRY})
+_NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks the engine keeps'
 
 
 class OffloadEngine:
@@ -75,10 +76,7 @@ class OffloadEngine:
         """
         self._config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
         if self._config.model is None:
-            raise ConfigError(
-                "model: missing; OffloadEngine needs the name of the model whose KV blocks it "
-                'keeps: add "model": "org/name" to the configuration'
-            )
+            raise ConfigError(_NO_MODEL)
         spec = TieringOffloadingSpec(self._config)
         if create_transport is None and kv_caches is not None:
             create_transport = spec.transport_maker(kv_caches)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -29,16 +29,15 @@ from kvoffload_async.abc.events import (
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.errors import (
     BlockMissingError,
-    JobCancelledError,
     RepeatedKeyError,
     TierBusyError,
     TierClosedError,
     TierError,
     TierTimeoutError,
-    TierUnavailableError,
     UnknownSlotError,
 )
 from kvoffload_async.tables.keymap import KeyMap
+from kvoffload_async.tiers._ending import as_contained, contained, drop_tracebacks, error_of, judged
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class TierActor:
             return
         loop = self._loop
         task = loop.create_task(
-            _contained(self._tier.contains, keys), name=f"{self.name}:probe:{generation}"
+            contained(self._tier.contains, keys), name=f"{self.name}:probe:{generation}"
         )
         self._probes[task] = None
         self._unanswered[generation] = loop.call_later(
@@ -238,7 +237,7 @@ class TierActor:
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
-        task = self._loop.create_task(_contained(self._tier.close), name=f"{self.name}:close")
+        task = self._loop.create_task(contained(self._tier.close), name=f"{self.name}:close")
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
@@ -276,15 +275,15 @@ class TierActor:
         try:
             failures = await operation(run.job) if run.job.keys else {}
         except SystemExit as error:
-            raise _as_contained(error) from error
-        self._settle(run, *_judged(failures, len(run.job.keys)))
+            raise as_contained(error) from error
+        self._settle(run, *judged(failures, len(run.job.keys)))
 
     def _job_ended(self, run: _Run, task: asyncio.Task[None]) -> None:
         del run.side.running[run.job.job_id]
         run.side.running_blocks -= len(run.job.keys)
         run.task = None  # a failed task holds its frames, and they hold the run
         if not run.is_settled:
-            self._settle(run, {}, _error_of(task))
+            self._settle(run, {}, error_of(task))
         if run.side.waiting:
             self._start_ready(run.side)
 
@@ -298,7 +297,7 @@ class TierActor:
             if logger.isEnabledFor(logging.DEBUG) and first.__cause__ is not None:
                 logger.debug("%s", "".join(traceback.format_exception(first)))
             for raised in (error, *failures.values()):
-                _drop_tracebacks(raised)
+                drop_tracebacks(raised)
         self._post(self._settled(run, failures, error))
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
@@ -362,46 +361,3 @@ class TierActor:
         if timer is not None:  # else the deadline has answered already
             timer.cancel()
             self._post(ProbeAnswered(generation, present))
-
-
-async def _contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Await an operation of a tier; one that would end the loop only fails itself."""
-    try:
-        return await operation(*args, **kwargs)
-    except SystemExit as error:
-        raise _as_contained(error) from error
-
-
-def _as_contained(error: SystemExit) -> TierUnavailableError:
-    return TierUnavailableError(f"a tier raised {error!r}")
-
-
-def _drop_tracebacks(error: BaseException | None) -> None:
-    """Let go of an error's frames: who keeps a result must not keep the primary's memory mapped."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
-def _error_of(task: asyncio.Task[None]) -> TierError:
-    """Return why a job's task has failed, in the vocabulary of its owner."""
-    error = None if task.cancelled() else task.exception()
-    if error is None:
-        return JobCancelledError("the job's task was cancelled")
-    if isinstance(error, TierError):
-        return error
-    failure = TierUnavailableError(f"{type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-def _judged(failures: object, num_blocks: int) -> tuple[BlockFailures, TierError | None]:
-    """Return what a tier has returned of a job, or that it has broken its contract."""
-    if isinstance(failures, Mapping) and all(
-        isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)
-        for i, e in failures.items()
-    ):
-        return dict(failures), None
-    return {}, TierUnavailableError(f"the tier broke its contract: it returned {failures!r}")

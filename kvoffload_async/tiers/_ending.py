@@ -1,0 +1,57 @@
+"""How an operation of a tier has ended, in the vocabulary of its owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailableError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Await an operation of a tier; one that would end the loop only fails itself."""
+    try:
+        return await operation(*args, **kwargs)
+    except SystemExit as error:
+        raise as_contained(error) from error
+
+
+def as_contained(error: SystemExit) -> TierUnavailableError:
+    """Return what stands in for an exit that a tier has asked for."""
+    return TierUnavailableError(f"a tier raised {error!r}")
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Let go of an error's frames: who keeps a result must not keep the primary's memory mapped."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def error_of(task: asyncio.Task[None]) -> TierError:
+    """Return why a job's task has failed, in the vocabulary of its owner."""
+    error = None if task.cancelled() else task.exception()
+    if error is None:
+        return JobCancelledError("the job's task was cancelled")
+    if isinstance(error, TierError):
+        return error
+    failure = TierUnavailableError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def judged(failures: object, num_blocks: int) -> tuple[BlockFailures, TierError | None]:
+    """Return what a tier has returned of a job, or that it has broken its contract."""
+    if isinstance(failures, Mapping) and all(
+        isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)
+        for i, e in failures.items()
+    ):
+        return dict(failures), None
+    return {}, TierUnavailableError(f"the tier broke its contract: it returned {failures!r}")
