@@ -27,6 +27,7 @@ from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.slots import SlotPool
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
+from kvoffload_async.tables.keymap import PART_AT, too_short
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -81,6 +82,7 @@ class Primary:
         self._pool = SlotPool(num_slots)
         self._policy = policy
         self._blocks = KeyTable(num_slots)
+        self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._writers: dict[int, str] = {}
@@ -109,13 +111,16 @@ class Primary:
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
         else:
-            self._rank(list(dict.fromkeys(keys)), lambda _key: True)
+            self._rank(dict.fromkeys(keys, True).items())
 
     # -- reading --------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
-        slot = self._blocks.get(key)
+        try:
+            slot = self._parts[key[PART_AT]].get(key)
+        except IndexError:
+            raise too_short([key]) from None
         if slot is None:
             return LookupResult.MISS
         return LookupResult.HIT if self._refs[slot] >= 0 else LookupResult.HIT_PENDING
@@ -160,15 +165,19 @@ class Primary:
             StateError: A key is not readable; nothing has changed.
         """
         refs = self._refs
-        slots = []
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
+        slots: list[int] = []
+        for slot in self._blocks.find(keys):
             if slot is None or refs[slot] < 0:
+                key = keys[len(slots)]
                 raise StateError(f"block {key.hex()} is not readable; look it up in this step")
             slots.append(slot)
+        num_idle = 0
         for slot in slots:
             count = refs[slot]
-            self._idle -= not count
+            if not count:
+                num_idle += 1
             refs[slot] = count + 1
+        self._idle -= num_idle
         return slots
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
@@ -199,28 +208,35 @@ class Primary:
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
-        offered = list(dict.fromkeys(keys))
         refs = self._refs
-        found = self._blocks.find(offered)
-        missing = [key for key, slot in zip(offered, found, strict=True) if slot is None]
-        present = {slot: key for key, slot in zip(offered, found, strict=True) if slot is not None}
-        readable = [key for slot, key in present.items() if refs[slot] >= 0]
-        protected = {slot for slot in present if not refs[slot]}
+        missing: list[OffloadKey] = []
+        readable: list[OffloadKey] = []
+        protected: set[int] = set()
+        offered = list(dict.fromkeys(keys))
+        for key, slot in zip(offered, self._blocks.find(offered), strict=True):
+            if slot is None:
+                missing.append(key)
+            elif refs[slot] >= 0:
+                readable.append(key)
+                if not refs[slot]:
+                    protected.add(slot)
         wanted = missing if self._admission is None else self._admission.admitted(missing)
         room = self._pool.free_count + self._idle - len(protected)
         if len(wanted) > room:
             if not self._accept_prefix or not room:
                 return None
             wanted = wanted[:room]
-        granted = self._reserve(
-            wanted, lambda slot: not refs[slot] and slot not in protected, ctx.req_id
-        )
+        may_go: Callable[[int], bool] = lambda slot: not refs[slot]  # noqa: E731 - one of two
+        if protected:
+            may_go = lambda slot: not refs[slot] and slot not in protected  # noqa: E731
+        granted = self._reserve(wanted, may_go, ctx.req_id)
         if granted is None:
             return None
         slots, evicted = granted
         if self._admission is not None:
             self._admission.offered(missing)
-        self._recency.note(ctx, readable, reused=True)
+        if readable:
+            self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(as_block_ids(slots)), evicted)
 
@@ -251,10 +267,11 @@ class Primary:
 
         Keys that are ready, unknown, or being written by another are ignored.
         """
-        offered = list(dict.fromkeys(keys))
-        writers, req_id = self._writers, ctx.req_id
-        mine, slots = [], []
-        for key, slot in zip(offered, self._blocks.find(offered), strict=True):
+        parts, writers, req_id = self._parts, self._writers, ctx.req_id
+        mine: list[OffloadKey] = []
+        slots: list[int] = []
+        for key in dict.fromkeys(keys):
+            slot = parts[key[PART_AT]].get(key)
             if slot is not None and writers.get(slot) == req_id:
                 mine.append(key)
                 slots.append(slot)
@@ -416,8 +433,7 @@ class Primary:
         refs, writers = self._refs, self._writers
         for slot in slots:
             refs[slot] = 0
-            if slot in writers:
-                del writers[slot]
+            writers.pop(slot, None)
         self._writing -= len(slots)
         self._idle += len(slots)
         self._events.add(keys, removed=False)
@@ -430,10 +446,14 @@ class Primary:
         self._writing -= len(slots)
         self._events.add(keys, removed=True, metadata_only=True)
 
-    def _rank(self, keys: Sequence[OffloadKey], reused: Callable[[OffloadKey], bool]) -> None:
+    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
         """Tell the policy what a request used, head to tail; absent keys are left out."""
-        found = self._blocks.find(keys)
-        if None in found:
-            keys = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
-        slots = [slot for slot in found if slot is not None]
-        self._policy.access(slots, list(map(reused, keys)))
+        parts = self._parts
+        slots: list[int] = []
+        reused: list[bool] = []
+        for key, again in accesses:
+            slot = parts[key[PART_AT]].get(key)
+            if slot is not None:
+                slots.append(slot)
+                reused.append(again)
+        self._policy.access(slots, reused)

@@ -29,7 +29,7 @@ class KeyMap(Collection[OffloadKey]):
 
     def __init__(self) -> None:
         self.parts: list[dict[OffloadKey, int]] = [{} for _ in range(NUM_PARTS)]
-        """For counting and measuring; the key decides which part it is in."""
+        """The list stays the same one, for loops that look keys up without a call each."""
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -49,7 +49,7 @@ class KeyMap(Collection[OffloadKey]):
         try:
             return self.parts[key[PART_AT]].get(key)
         except IndexError:
-            raise _too_short([key]) from None
+            raise too_short([key]) from None
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return each key's integer, None for those that are absent."""
@@ -57,7 +57,7 @@ class KeyMap(Collection[OffloadKey]):
         try:
             return [parts[key[PART_AT]].get(key) for key in keys]
         except IndexError:
-            raise _too_short(keys) from None
+            raise too_short(keys) from None
 
     def update(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Give keys, which may be there, their integers."""
@@ -66,7 +66,7 @@ class KeyMap(Collection[OffloadKey]):
             for key, number in zip(keys, numbers, strict=False):  # the integers may be endless
                 parts[key[PART_AT]][key] = number
         except IndexError:
-            raise _too_short(keys) from None
+            raise too_short(keys) from None
 
     def set(self, key: OffloadKey, number: int) -> None:
         """Give a key, which may be there, an integer."""
@@ -100,10 +100,11 @@ class KeyMap(Collection[OffloadKey]):
 
     def clear(self) -> None:
         """Take every key out."""
-        self.parts = [{} for _ in range(NUM_PARTS)]
+        self.parts[:] = [{} for _ in range(NUM_PARTS)]
 
 
-def _too_short(keys: Sequence[OffloadKey]) -> StateError:
+def too_short(keys: Iterable[OffloadKey]) -> StateError:
+    """Return the error about the shortest of the keys."""
     short = min(keys, key=len)
     return StateError(
         f"{short!r} is no key: it needs a block hash and 4 bytes behind it; see make_offload_key"
