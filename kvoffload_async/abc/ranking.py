@@ -75,10 +75,11 @@ class KeyRanking:
         """
         unique = list(dict.fromkeys(keys))
         found = self._table.find(unique)
-        if None in found:
-            unique = [key for key, slot in zip(unique, found, strict=True) if slot is not None]
         slots = [slot for slot in found if slot is not None]
-        again = [True] * len(slots) if reused is None else list(map(reused, unique))
+        again = [True] * len(slots)
+        if reused is not None:
+            pairs = zip(unique, found, strict=True)
+            again = [reused(key) for key, slot in pairs if slot is not None]
         self.policy.access(slots, again)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:

@@ -56,7 +56,7 @@ class ArcPolicy(CachePolicy):
         self._sizes = [0, 0, 0, 0]
         self._list_of = small_integers(3 * c)
         self._keys = objects(3 * c)
-        self._ghosts = KeyMap()
+        self._ghosts = KeyMap(2 * c)
         self._free_ghosts = FreeNumbers(2 * c, first=c)
 
     @property

@@ -96,5 +96,21 @@ class NumberLists:
 
     def move_to_end(self, numbers: Sequence[int], which: int = 0) -> None:
         """Put numbers, which are in any lists, at the end of one, in their order."""
-        self.remove(numbers)
-        self.append(numbers, which)
+        after, before, ring = self._after, self._before, self._capacity + which
+        following = numbers[0] if numbers else ring
+        for number in numbers:
+            if number != following:
+                self.remove(numbers)
+                self.append(numbers, which)
+                return
+            following = after[number]
+        if following != ring:  # neighbours already: the run moves as it is
+            first, last = numbers[0], numbers[-1]
+            previous = before[first]
+            after[previous] = following
+            before[following] = previous
+            end = before[ring]
+            after[end] = first
+            before[first] = end
+            after[last] = ring
+            before[ring] = last

@@ -123,8 +123,8 @@ class Moves:
 
     def __init__(self, watched: KeyMap) -> None:
         self.watched = watched
-        self.sizes = list(map(sys.getsizeof, watched.parts))
-        self.taken = list(map(len, watched.parts))
+        self.sizes = list(map(sys.getsizeof, watched.distinct))
+        self.taken = list(map(len, watched.distinct))
         self.places = {sys.getsizeof({}): 0}
         for log in range(3, 20):
             slots = 1 << log
@@ -134,9 +134,9 @@ class Moves:
     def after(self, added):
         """Return how many entries were moved since the last call, in which keys were added."""
         for key in added:
-            self.taken[key[-5]] += 1
+            self.taken[key[-5] % len(self.taken)] += 1
         moved = 0
-        for index, part in enumerate(self.watched.parts):
+        for index, part in enumerate(self.watched.distinct):
             size = sys.getsizeof(part)
             if size != self.sizes[index] or self.taken[index] > self.places[size]:
                 moved += len(part)

@@ -9,7 +9,7 @@ from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import NUM_PARTS, KeyMap
+from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.testing.harness import key_of
@@ -63,8 +63,8 @@ def test_a_copy_is_its_own_and_a_merge_takes_everything_in():
 
 def test_keys_are_spread_evenly_whether_their_hashes_are_random_or_counted():
     for keys in (
-        [key_of(number) for number in range(64 * NUM_PARTS)],
-        [make_offload_key(number.to_bytes(32, "big")) for number in range(64 * NUM_PARTS)],
+        [key_of(number) for number in range(64 * MOST_PARTS)],
+        [make_offload_key(number.to_bytes(32, "big")) for number in range(64 * MOST_PARTS)],
     ):
         spread = KeyMap()
         spread.update(keys, range(len(keys)))
