@@ -1,17 +1,6 @@
 """The primary tier: which key lies in which slot, and who may touch it.
 
-A block's state machine, encoded in one counter so that a batch costs one integer a key:
-
-    absent  --reserve--> writing (-1)
-    writing --written--> idle (0)         writing --failed--> absent
-    idle    --pin------> pinned (k > 0)   pinned  --unpin (last)--> idle
-    idle    --evict----> absent
-
-Never evicted: a block that is writing or pinned.
-
-What is known of a block lies in arrays by slot: a million blocks cost no object each that the
-garbage collector walks, and no step moves more than a few small parts of a table. Bytes a block at
-a million, under LRU: 160 with its key of 36, 91 without; 38 more once blocks have come and gone.
+Never evicted: a block that is writing or pinned; see `resident` for the states.
 """
 
 from __future__ import annotations
@@ -24,14 +13,12 @@ from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.recency import RecencyLog
+from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
 from kvoffload_async.errors import StateError
-from kvoffload_async.tables.arrays import integers
-from kvoffload_async.tables.keymap import PART_AT, too_short
-from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.keymap import PART_AT
 from kvoffload_async.types import (
     CPULoadStoreSpec,
-    LookupResult,
     Medium,
     OffloadingEvent,
     OffloadKey,
@@ -39,8 +26,6 @@ from kvoffload_async.types import (
     ReqContext,
     as_block_ids,
 )
-
-_WRITING = -1
 
 
 class BlockState(enum.Enum):
@@ -52,7 +37,7 @@ class BlockState(enum.Enum):
     PINNED = enum.auto()
 
 
-class Primary:
+class Primary(ResidentBlocks):
     """Accounts for `num_slots` slots; moves no bytes.
 
     Every operation checks everything before it changes anything.
@@ -79,12 +64,9 @@ class Primary:
             admission: Filters what `prepare_store` takes.
             enable_events: Whether `take_events` has anything to tell.
         """
+        super().__init__(num_slots)
         self._pool = SlotPool(num_slots)
         self._policy = policy
-        self._blocks = KeyTable(num_slots)
-        self._parts = self._blocks.map.parts
-        self._refs = integers(num_slots)
-        """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._writers: dict[int, str] = {}
         """Slot that a request writes -> that request."""
         self._recency = RecencyLog(self._rank)
@@ -92,7 +74,6 @@ class Primary:
         self._admission = admission
         self._events = EventLog(Medium.CPU, enabled=enable_events)
         self._loads: dict[str, Counter[OffloadKey]] = {}
-        self._idle = 0
         self._writing = 0
         self._epoch = 0
 
@@ -114,16 +95,6 @@ class Primary:
             self._rank(dict.fromkeys(keys, True).items())
 
     # -- reading --------------------------------------------------------------------------------
-
-    def lookup(self, key: OffloadKey) -> LookupResult:
-        """Return HIT, HIT_PENDING or MISS."""
-        try:
-            slot = self._parts[key[PART_AT]].get(key)
-        except IndexError:
-            raise too_short([key]) from None
-        if slot is None:
-            return LookupResult.MISS
-        return LookupResult.HIT if self._refs[slot] >= 0 else LookupResult.HIT_PENDING
 
     def prepare_load(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> list[int]:
         """Pin readable keys for a request and note the use; return their slots, in key order.
@@ -158,39 +129,6 @@ class Primary:
         if not loads:
             self._loads.pop(ctx.req_id, None)
 
-    def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Keep readable keys in place; return their slots, in key order.
-
-        Raises:
-            StateError: A key is not readable; nothing has changed.
-        """
-        refs = self._refs
-        slots: list[int] = []
-        for slot in self._blocks.find(keys):
-            if slot is None or refs[slot] < 0:
-                key = keys[len(slots)]
-                raise StateError(f"block {key.hex()} is not readable; look it up in this step")
-            slots.append(slot)
-        num_idle = 0
-        for slot in slots:
-            count = refs[slot]
-            if not count:
-                num_idle += 1
-            refs[slot] = count + 1
-        self._idle -= num_idle
-        return slots
-
-    def unpin(self, keys: Iterable[OffloadKey]) -> None:
-        """Undo one `pin`."""
-        keys = tuple(keys)
-        refs = self._refs
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-            count = 0 if slot is None else refs[slot]
-            if slot is None or count < 1:
-                raise StateError(f"block {key.hex()} is not pinned")
-            self._idle += count == 1
-            refs[slot] = count - 1
-
     # -- writing --------------------------------------------------------------------------------
 
     def prepare_store(
@@ -209,17 +147,7 @@ class Primary:
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         refs = self._refs
-        missing: list[OffloadKey] = []
-        readable: list[OffloadKey] = []
-        protected: set[int] = set()
-        offered = list(dict.fromkeys(keys))
-        for key, slot in zip(offered, self._blocks.find(offered), strict=True):
-            if slot is None:
-                missing.append(key)
-            elif refs[slot] >= 0:
-                readable.append(key)
-                if not refs[slot]:
-                    protected.add(slot)
+        missing, readable, protected = self._sorted_out(keys)
         wanted = missing if self._admission is None else self._admission.admitted(missing)
         room = self._pool.free_count + self._idle - len(protected)
         if len(wanted) > room:
@@ -239,6 +167,24 @@ class Primary:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(as_block_ids(slots)), evicted)
+
+    def _sorted_out(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
+        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
+        refs = self._refs
+        missing: list[OffloadKey] = []
+        readable: list[OffloadKey] = []
+        idle: set[int] = set()
+        unique = list(dict.fromkeys(keys))
+        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
+            if slot is None:
+                missing.append(key)
+            elif refs[slot] >= 0:
+                readable.append(key)
+                if not refs[slot]:
+                    idle.add(slot)
+        return missing, readable, idle
 
     def reserve(self, key: OffloadKey, protected: Collection[OffloadKey]) -> int | None:
         """Reserve a slot for one absent key, evicting at most one other that is not protected.
@@ -357,21 +303,6 @@ class Primary:
             return BlockState.WRITING
         return BlockState.PINNED if self._refs[slot] else BlockState.IDLE
 
-    def slot_of(self, key: OffloadKey) -> int:
-        """Return a resident key's slot; raises StateError if it is absent."""
-        slot = self._blocks.get(key)
-        if slot is None:
-            raise StateError(f"block {key.hex()} is absent")
-        return slot
-
-    def key_of(self, slot: int) -> OffloadKey:
-        """Return the key of the block in a slot. For laws and inspection."""
-        return self._blocks.key_of(slot)
-
-    def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
-        """Iterate over (key, slot, reference count), -1 for writing. For laws and inspection."""
-        return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
-
     def ranked(self) -> list[OffloadKey]:
         """Return the keys that the policy ranks, the best victim first. For laws and inspection."""
         return self._blocks.keys_of(tuple(self._policy.resident()))
@@ -408,20 +339,12 @@ class Primary:
         self._blocks.add(missing, slots)
         refs = self._refs
         for slot in slots:
-            refs[slot] = _WRITING
+            refs[slot] = WRITING
         if writer is not None:
             self._writers.update(dict.fromkeys(slots, writer))
         self._writing += len(missing)
         self._policy.admit(missing, slots)
         return slots, evicted
-
-    def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
-        slots = []
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-            if slot is None or self._refs[slot] != _WRITING:
-                raise StateError(f"block {key.hex()} is not being written")
-            slots.append(slot)
-        return slots
 
     def _end_write(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], *, success: bool

@@ -86,6 +86,7 @@ class ArcPolicy(CachePolicy):
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
         found = self._ghosts.find(incoming)
+        victims: list[int] | None
         if found.count(None) == len(found):
             victims = self._replace_by_new(len(incoming), count, is_evictable)
         else:
@@ -111,17 +112,16 @@ class ArcPolicy(CachePolicy):
         self, found: Sequence[int | None], count: int, is_evictable: Callable[[int], bool]
     ) -> list[int] | None:
         """Choose victims for keys of which these are the ghosts, and adapt p."""
-        l1 = _Rehearsal(self._sizes, self._lists, _T1, is_evictable)
-        l2 = _Rehearsal(self._sizes, self._lists, _T2, is_evictable)
+        gone: set[int] = set()
+        l1 = _Rehearsal(self._sizes, self._lists, _T1, is_evictable, gone)
+        l2 = _Rehearsal(self._sizes, self._lists, _T2, is_evictable, gone)
         p = self.p
         num_free = len(found) - count
         victims: list[int] = []
         for turn, ghost in enumerate(found):
             side = None
-            if ghost is not None:
+            if ghost is not None and ghost not in gone:
                 side = l1 if self._list_of[ghost] == _B1 else l2
-                if ghost in side.gone:
-                    side = None
             if side is l1:
                 p = min(p + max(1.0, l2.num_ghosts / l1.num_ghosts), self.capacity_blocks)
             elif side is l2:
@@ -262,7 +262,7 @@ class _Rehearsal:
     Each list is walked at most once, whatever the batch's size.
 
     Attributes:
-        gone: Ghosts that the batch takes or drops.
+        gone: Ghosts that the batch takes or drops, of either list.
     """
 
     def __init__(
@@ -271,12 +271,13 @@ class _Rehearsal:
         lists: NumberLists,
         resident: int,
         is_evictable: Callable[[int], bool],
+        gone: set[int],
     ) -> None:
         ghosts = _GHOSTS_OF[resident]
         self.num_resident = sizes[resident]
         self.num_ghosts = sizes[ghosts]
         self._victims: Iterator[int] = filter(is_evictable, lists.walk(resident))
-        self.gone = gone = set[int]()
+        self.gone = gone
         self._droppable = (ghost for ghost in lists.walk(ghosts) if ghost not in gone)
 
     def __len__(self) -> int:

@@ -59,6 +59,11 @@ class Catalog:
         """Return every key, in a map for the caller to keep."""
         return self._ranking.map.copy()
 
+    def items(self) -> Iterator[tuple[OffloadKey, Place]]:
+        """Yield every key with its place."""
+        place_of = self._place_of
+        return ((key, place_of[slot]) for key, slot in self._ranking.map.items())
+
     def find(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each key, None for those that are absent."""
         place_of = self._place_of
@@ -142,16 +147,13 @@ class Catalog:
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
-        victims: list[OffloadKey] = []
-        freed: list[Place] = []
-        if incoming or count:
-            place_of, pins = self._place_of, self._pins
-            may_go = (lambda slot: place_of[slot] not in pins) if pins else _always
-            coming = [*incoming, *nobodies(count - len(incoming))]
-            slots = self._ranking.policy.make_room(coming, count, may_go) or []
-            freed = [place_of[slot] for slot in slots]
-            victims = self._ranking.remove(slots)
-            self._give_back(freed)
+        place_of, pins = self._place_of, self._pins
+        may_go = (lambda slot: place_of[slot] not in pins) if pins else _always
+        coming = [*incoming, *nobodies(count - len(incoming))]
+        slots = self._ranking.policy.make_room(coming, count, may_go) or []
+        freed = [place_of[slot] for slot in slots]
+        victims = self._ranking.remove(slots)
+        self._give_back(freed)
         taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
         return taken, victims, freed
@@ -189,7 +191,7 @@ class Catalog:
     def violations(self) -> Iterable[str]:
         """Return which laws do not hold, in words."""
         yield from self._ranking.violations()
-        places = [self._place_of[slot] for _, slot in self._ranking.map.items()]
+        places = [place for _, place in self.items()]
         free = [place + i for place, count in self._free.runs() for i in range(count)]
         every = [place_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
         if sorted([*places, *free, *self._claimed, *self._doomed]) != sorted(every):
