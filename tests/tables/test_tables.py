@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.tables.arrays import integers, long_integers, objects, small_integers
 from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
 from kvoffload_async.tables.keytable import KeyTable
@@ -77,6 +78,12 @@ def test_what_is_too_short_to_be_a_key_is_an_error_that_says_so(call):
     arguments = {"get": [short], "find": [[K[0], short]], "update": [[K[0], short], [1, 2]]}
     with pytest.raises(StateError, match=r"b'abc' is no key: .*make_offload_key"):
         getattr(KeyMap(), call)(*arguments[call])
+
+
+def test_arrays_start_with_zeros_and_none():
+    for make in integers, small_integers, long_integers:
+        assert list(make(3)) == [0, 0, 0]
+    assert list(objects(2)) == [None, None]
 
 
 def test_a_table_finds_keys_and_numbers():
