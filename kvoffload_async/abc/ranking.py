@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.tables.free import FreeNumbers
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.types import OffloadKey
 
@@ -25,6 +26,13 @@ class KeyRanking:
         self.capacity_blocks = policy.capacity_blocks
         self._table = KeyTable(policy.capacity_blocks)
         self._free = FreeNumbers(policy.capacity_blocks)
+        self.find: Callable[[Sequence[OffloadKey]], list[int | None]] = self._table.find
+        """Returns each key's slot, None for those that are absent."""
+
+    @property
+    def map(self) -> KeyMap:
+        """Key -> slot; to be read only."""
+        return self._table.map
 
     @property
     def name(self) -> str:
@@ -44,35 +52,42 @@ class KeyRanking:
         self,
         incoming: Sequence[OffloadKey],
         count: int,
-        is_evictable: Callable[[OffloadKey], bool] | None,
+        is_evictable: Callable[[OffloadKey], bool],
     ) -> list[OffloadKey] | None:
-        """Choose and remove `count` resident keys so that `incoming` can be admitted.
+        """Choose and remove `count` resident keys so that `incoming` can be admitted."""
+        key_of = self._table.key_of
+        victims = self.policy.make_room(incoming, count, lambda slot: is_evictable(key_of(slot)))
+        return None if victims is None else self.remove(victims)
 
-        None for `is_evictable` means that every key is.
-        """
-        may_go: Callable[[int], bool] = _always
-        if is_evictable is not None:
-            key_of = self._table.key_of
-            may_go = lambda slot: is_evictable(key_of(slot))  # noqa: E731 - shorter than a def
-        victims = self.policy.make_room(incoming, count, may_go)
-        return None if victims is None else self._remove(victims)
-
-    def admit(self, keys: Sequence[OffloadKey]) -> None:
-        """Make absent keys resident, the last one most recent."""
+    def admit(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Make absent keys resident, the last one most recent; return their slots."""
         slots = self._free.take(len(keys))
         self._table.add(keys, slots)
         self.policy.admit(keys, slots)
+        return slots
 
-    def access(self, keys: Sequence[OffloadKey], reused: Callable[[OffloadKey], bool]) -> None:
-        """Commit one request's logical accesses, ordered from the prompt's head to its tail."""
-        keys, slots = self._resident(keys)
-        self.policy.access(slots, list(map(reused, keys)))
+    def access(
+        self, keys: Iterable[OffloadKey], reused: Callable[[OffloadKey], bool] | None = None
+    ) -> None:
+        """Commit one request's logical accesses, ordered from the prompt's head to its tail.
+
+        None for `reused` means that the request found every key.
+        """
+        unique = list(dict.fromkeys(keys))
+        found = self._table.find(unique)
+        slots = [slot for slot in found if slot is not None]
+        again = [True] * len(slots)
+        if reused is not None:
+            pairs = zip(unique, found, strict=True)
+            again = [reused(key) for key, slot in pairs if slot is not None]
+        self.policy.access(slots, again)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Forget keys that vanished."""
-        _, slots = self._resident(keys)
+        found = self._table.find(list(dict.fromkeys(keys)))
+        slots = [slot for slot in found if slot is not None]
         self.policy.discard(slots)
-        self._remove(slots)
+        self.remove(slots)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -91,21 +106,10 @@ class KeyRanking:
         if ranked != sorted(slot for _, slot in self._table.items()):
             yield f"the policy ranks {len(ranked)} slots, not those of the {len(self)} keys"
 
-    def _resident(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[int]]:
-        """Return those of the keys that are resident, each once, and their slots."""
-        keys = list(dict.fromkeys(keys))
-        found = self._table.find(keys)
-        if None in found:
-            keys = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
-        return keys, [slot for slot in found if slot is not None]
-
-    def _remove(self, slots: Sequence[int]) -> list[OffloadKey]:
+    def remove(self, slots: Sequence[int]) -> list[OffloadKey]:
+        """Free slots that the policy ranks no longer; return their keys."""
         self._free.give_back(slots)
         return self._table.remove(slots)
-
-
-def _always(_slot: int) -> bool:
-    return True
 
 
 def nobodies(count: int) -> Iterator[OffloadKey]:

@@ -1,17 +1,6 @@
 """The primary tier: which key lies in which slot, and who may touch it.
 
-A block's state machine, encoded in one counter so that a batch costs one integer a key:
-
-    absent  --reserve--> writing (-1)
-    writing --written--> idle (0)         writing --failed--> absent
-    idle    --pin------> pinned (k > 0)   pinned  --unpin (last)--> idle
-    idle    --evict----> absent
-
-Never evicted: a block that is writing or pinned.
-
-What is known of a block lies in arrays by slot: a million blocks cost no object each that the
-garbage collector walks, and no step moves more than a few small parts of a table. Bytes a block at
-a million, under LRU: 160 with its key of 36, 91 without; 38 more once blocks have come and gone.
+Never evicted: a block that is writing or pinned; see `resident` for the states.
 """
 
 from __future__ import annotations
@@ -24,13 +13,12 @@ from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.recency import RecencyLog
+from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
 from kvoffload_async.errors import StateError
-from kvoffload_async.tables.arrays import integers
-from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.keymap import PART_AT
 from kvoffload_async.types import (
     CPULoadStoreSpec,
-    LookupResult,
     Medium,
     OffloadingEvent,
     OffloadKey,
@@ -38,8 +26,6 @@ from kvoffload_async.types import (
     ReqContext,
     as_block_ids,
 )
-
-_WRITING = -1
 
 
 class BlockState(enum.Enum):
@@ -51,7 +37,7 @@ class BlockState(enum.Enum):
     PINNED = enum.auto()
 
 
-class Primary:
+class Primary(ResidentBlocks):
     """Accounts for `num_slots` slots; moves no bytes.
 
     Every operation checks everything before it changes anything.
@@ -78,11 +64,9 @@ class Primary:
             admission: Filters what `prepare_store` takes.
             enable_events: Whether `take_events` has anything to tell.
         """
+        super().__init__(num_slots)
         self._pool = SlotPool(num_slots)
         self._policy = policy
-        self._blocks = KeyTable(num_slots)
-        self._refs = integers(num_slots)
-        """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._writers: dict[int, str] = {}
         """Slot that a request writes -> that request."""
         self._recency = RecencyLog(self._rank)
@@ -90,7 +74,6 @@ class Primary:
         self._admission = admission
         self._events = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
         self._loads: dict[str, Counter[OffloadKey]] = {}
-        self._idle = 0
         self._writing = 0
         self._epoch = 0
 
@@ -109,16 +92,9 @@ class Primary:
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
         else:
-            self._rank(list(dict.fromkeys(keys)), lambda _key: True)
+            self._rank(dict.fromkeys(keys, True).items())
 
     # -- reading --------------------------------------------------------------------------------
-
-    def lookup(self, key: OffloadKey) -> LookupResult:
-        """Return HIT, HIT_PENDING or MISS."""
-        slot = self._blocks.get(key)
-        if slot is None:
-            return LookupResult.MISS
-        return LookupResult.HIT if self._refs[slot] >= 0 else LookupResult.HIT_PENDING
 
     def prepare_load(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> list[int]:
         """Pin readable keys for a request and note the use; return their slots, in key order.
@@ -153,35 +129,6 @@ class Primary:
         if not loads:
             self._loads.pop(ctx.req_id, None)
 
-    def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Keep readable keys in place; return their slots, in key order.
-
-        Raises:
-            StateError: A key is not readable; nothing has changed.
-        """
-        refs = self._refs
-        slots = []
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-            if slot is None or refs[slot] < 0:
-                raise StateError(f"block {key.hex()} is not readable; look it up in this step")
-            slots.append(slot)
-        for slot in slots:
-            count = refs[slot]
-            self._idle -= not count
-            refs[slot] = count + 1
-        return slots
-
-    def unpin(self, keys: Iterable[OffloadKey]) -> None:
-        """Undo one `pin`."""
-        keys = tuple(keys)
-        refs = self._refs
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-            count = 0 if slot is None else refs[slot]
-            if slot is None or count < 1:
-                raise StateError(f"block {key.hex()} is not pinned")
-            self._idle += count == 1
-            refs[slot] = count - 1
-
     # -- writing --------------------------------------------------------------------------------
 
     def prepare_store(
@@ -199,30 +146,45 @@ class Primary:
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
-        offered = list(dict.fromkeys(keys))
         refs = self._refs
-        found = self._blocks.find(offered)
-        missing = [key for key, slot in zip(offered, found, strict=True) if slot is None]
-        present = {slot: key for key, slot in zip(offered, found, strict=True) if slot is not None}
-        readable = [key for slot, key in present.items() if refs[slot] >= 0]
-        protected = {slot for slot in present if not refs[slot]}
+        missing, readable, protected = self._sorted_out(keys)
         wanted = missing if self._admission is None else self._admission.admitted(missing)
         room = self._pool.free_count + self._idle - len(protected)
         if len(wanted) > room:
             if not self._accept_prefix or not room:
                 return None
             wanted = wanted[:room]
-        granted = self._reserve(
-            wanted, lambda slot: not refs[slot] and slot not in protected, ctx.req_id
-        )
+        may_go: Callable[[int], bool] = lambda slot: not refs[slot]  # noqa: E731 - one of two
+        if protected:
+            may_go = lambda slot: not refs[slot] and slot not in protected  # noqa: E731
+        granted = self._reserve(wanted, may_go, ctx.req_id)
         if granted is None:
             return None
         slots, evicted = granted
         if self._admission is not None:
             self._admission.offered(missing)
-        self._recency.note(ctx, readable, reused=True)
+        if readable:
+            self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(as_block_ids(slots)), evicted)
+
+    def _sorted_out(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
+        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
+        refs = self._refs
+        missing: list[OffloadKey] = []
+        readable: list[OffloadKey] = []
+        idle: set[int] = set()
+        unique = list(dict.fromkeys(keys))
+        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
+            if slot is None:
+                missing.append(key)
+            elif refs[slot] >= 0:
+                readable.append(key)
+                if not refs[slot]:
+                    idle.add(slot)
+        return missing, readable, idle
 
     def reserve(self, key: OffloadKey, protected: Collection[OffloadKey]) -> int | None:
         """Reserve a slot for one absent key, evicting at most one other that is not protected.
@@ -251,10 +213,11 @@ class Primary:
 
         Keys that are ready, unknown, or being written by another are ignored.
         """
-        offered = list(dict.fromkeys(keys))
-        writers, req_id = self._writers, ctx.req_id
-        mine, slots = [], []
-        for key, slot in zip(offered, self._blocks.find(offered), strict=True):
+        parts, writers, req_id = self._parts, self._writers, ctx.req_id
+        mine: list[OffloadKey] = []
+        slots: list[int] = []
+        for key in dict.fromkeys(keys):
+            slot = parts[key[PART_AT]].get(key)
             if slot is not None and writers.get(slot) == req_id:
                 mine.append(key)
                 slots.append(slot)
@@ -340,24 +303,6 @@ class Primary:
             return BlockState.WRITING
         return BlockState.PINNED if self._refs[slot] else BlockState.IDLE
 
-    def slot_of(self, key: OffloadKey) -> int:
-        """Return a resident key's slot; raises StateError if it is absent."""
-        slot = self._blocks.get(key)
-        if slot is None:
-            raise StateError(f"block {key.hex()} is absent")
-        return slot
-
-    def key_of(self, slot: int) -> OffloadKey:
-        """Return the key of the block in a slot. For invariants and inspection."""
-        return self._blocks.key_of(slot)
-
-    def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
-        """Iterate over (key, slot, reference count), -1 for writing.
-
-        For invariants and inspection.
-        """
-        return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
-
     def ranked(self) -> list[OffloadKey]:
         """Return the keys that the policy ranks, the best victim first.
 
@@ -397,20 +342,12 @@ class Primary:
         self._blocks.add(missing, slots)
         refs = self._refs
         for slot in slots:
-            refs[slot] = _WRITING
+            refs[slot] = WRITING
         if writer is not None:
             self._writers.update(dict.fromkeys(slots, writer))
         self._writing += len(missing)
         self._policy.admit(missing, slots)
         return slots, evicted
-
-    def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
-        slots = []
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-            if slot is None or self._refs[slot] != _WRITING:
-                raise StateError(f"block {key.hex()} is not being written")
-            slots.append(slot)
-        return slots
 
     def _end_write(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], *, success: bool
@@ -422,8 +359,7 @@ class Primary:
         refs, writers = self._refs, self._writers
         for slot in slots:
             refs[slot] = 0
-            if slot in writers:
-                del writers[slot]
+            writers.pop(slot, None)
         self._writing -= len(slots)
         self._idle += len(slots)
         self._events.add(keys, removed=False)
@@ -436,10 +372,14 @@ class Primary:
         self._writing -= len(slots)
         self._events.add(keys, removed=True, metadata_only=True)
 
-    def _rank(self, keys: Sequence[OffloadKey], reused: Callable[[OffloadKey], bool]) -> None:
+    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
         """Tell the policy what a request used, head to tail; absent keys are left out."""
-        found = self._blocks.find(keys)
-        if None in found:
-            keys = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
-        slots = [slot for slot in found if slot is not None]
-        self._policy.access(slots, list(map(reused, keys)))
+        parts = self._parts
+        slots: list[int] = []
+        reused: list[bool] = []
+        for key, again in accesses:
+            slot = parts[key[PART_AT]].get(key)
+            if slot is not None:
+                slots.append(slot)
+                reused.append(again)
+        self._policy.access(slots, reused)

@@ -6,7 +6,7 @@ transfers end, and lets the tail of a prompt go before its head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey, ReqContext
@@ -15,9 +15,7 @@ from kvoffload_async.types import OffloadKey, ReqContext
 class RecencyLog:
     """Logical accesses of the live requests."""
 
-    def __init__(
-        self, rank: Callable[[Sequence[OffloadKey], Callable[[OffloadKey], bool]], None]
-    ) -> None:
+    def __init__(self, rank: Callable[[Iterable[tuple[OffloadKey, bool]]], None]) -> None:
         """Start empty.
 
         Args:
@@ -65,11 +63,11 @@ class RecencyLog:
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
         positions = ctx.key_positions
-        ordered = list(accesses)
-        if positions:
-            last = max(positions.values()) + 1
-            ordered.sort(key=lambda key: positions.get(key, last))
-        self._rank(ordered, accesses.__getitem__)
+        if not positions:
+            self._rank(accesses.items())
+            return
+        last = max(positions.values()) + 1
+        self._rank(sorted(accesses.items(), key=lambda access: positions.get(access[0], last)))
 
     def live_requests(self) -> set[str]:
         """Return the ids of the live requests."""

@@ -19,7 +19,6 @@ from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.types import OffloadKey
 
 _T1, _T2, _B1, _B2 = range(4)
-_NONE = -1
 _GHOSTS_OF = {_T1: _B1, _T2: _B2}
 
 
@@ -57,7 +56,7 @@ class ArcPolicy(CachePolicy):
         self._sizes = [0, 0, 0, 0]
         self._list_of = small_integers(3 * c)
         self._keys = objects(3 * c)
-        self._ghosts = KeyMap()
+        self._ghosts = KeyMap(2 * c)
         self._free_ghosts = FreeNumbers(2 * c, first=c)
 
     @property
@@ -86,16 +85,43 @@ class ArcPolicy(CachePolicy):
         count: int,
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
-        l1 = _Rehearsal(self._sizes, self._lists, _T1, is_evictable)
-        l2 = _Rehearsal(self._sizes, self._lists, _T2, is_evictable)
+        found = self._ghosts.find(incoming)
+        victims: list[int] | None
+        if found.count(None) == len(found):
+            victims = self._replace_by_new(len(incoming), count, is_evictable)
+        else:
+            victims = self._replace_by_any(found, count, is_evictable)
+        if victims is not None:
+            self._bury(victims)
+        return victims
+
+    def _replace_by_new(
+        self, num_incoming: int, count: int, is_evictable: Callable[[int], bool]
+    ) -> list[int] | None:
+        """Choose victims where no incoming key has a ghost: p stays, and T1 grows by each."""
+        t1 = filter(is_evictable, self._lists.walk(_T1))
+        t2 = filter(is_evictable, self._lists.walk(_T2))
+        len_t1 = self._sizes[_T1] + num_incoming - count
+        up_to_target = min(count, max(0, int(self.p) + 1 - len_t1))
+        victims = list(islice(t2, up_to_target))
+        victims += islice(t1, count - len(victims))
+        victims += islice(t2, count - len(victims))
+        return victims if len(victims) == count else None
+
+    def _replace_by_any(
+        self, found: Sequence[int | None], count: int, is_evictable: Callable[[int], bool]
+    ) -> list[int] | None:
+        """Choose victims for keys of which these are the ghosts, and adapt p."""
+        gone: set[int] = set()
+        l1 = _Rehearsal(self._sizes, self._lists, _T1, is_evictable, gone)
+        l2 = _Rehearsal(self._sizes, self._lists, _T2, is_evictable, gone)
         p = self.p
-        num_free = len(incoming) - count
+        num_free = len(found) - count
         victims: list[int] = []
-        for turn, found in enumerate(self._ghosts.find(incoming)):
-            ghost = _NONE if found is None else found
-            side = None if found is None else l1 if self._list_of[ghost] == _B1 else l2
-            if side is not None and ghost in side.gone:
-                side = None
+        for turn, ghost in enumerate(found):
+            side = None
+            if ghost is not None and ghost not in gone:
+                side = l1 if self._list_of[ghost] == _B1 else l2
             if side is l1:
                 p = min(p + max(1.0, l2.num_ghosts / l1.num_ghosts), self.capacity_blocks)
             elif side is l2:
@@ -106,7 +132,7 @@ class ArcPolicy(CachePolicy):
                 if victim is None:
                     return None
                 victims.append(victim)
-            if side is not None:
+            if side is not None and ghost is not None:
                 side.take_ghost(ghost)
                 l2.num_resident += 1
             else:
@@ -116,23 +142,27 @@ class ArcPolicy(CachePolicy):
                 elif len(l1) + len(l2) > 2 * self.capacity_blocks:
                     l2.drop_ghost()
         self.p = p
-        self._bury(victims)
         return victims
 
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        key_of = self._keys
+        for key, slot in zip(keys, slots, strict=True):
+            key_of[slot] = key
+        found = self._ghosts.find(keys)
+        if found.count(None) == len(found):
+            self._admit_once(slots)
+            return
         once: list[int] = []
-        for key, slot, ghost in zip(keys, slots, self._ghosts.find(keys), strict=True):
+        for key, slot, ghost in zip(keys, slots, found, strict=True):
             if ghost is not None:
                 self._admit_once(once)
                 once = []
                 if key in self._ghosts:  # those admitted just now may have pushed it out
-                    self._drop([ghost])
+                    self._drop([ghost], self._list_of[ghost])
                     self._join(_T2, [slot])
                     continue
             once.append(slot)
         self._admit_once(once)
-        for key, slot in zip(keys, slots, strict=True):
-            self._keys[slot] = key
 
     def _admit_once(self, slots: Sequence[int]) -> None:
         """Admit to T1, and trim as if after each one."""
@@ -141,18 +171,30 @@ class ArcPolicy(CachePolicy):
         from_b1 = max(0, t1 + b1 - self.capacity_blocks)
         from_b2 = max(0, t1 + b1 + t2 + b2 - from_b1 - 2 * self.capacity_blocks)
         for which, count in ((_B1, from_b1), (_B2, from_b2)):
-            self._drop(list(islice(self._lists.walk(which), count)))
+            if count:
+                self._drop(list(islice(self._lists.walk(which), count)), which)
 
     def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
-        moved: tuple[list[int], list[int]] = ([], [])
-        for slot, again in zip(reversed(slots), reversed(reused), strict=True):
-            moved[_T2 if again else self._list_of[slot]].append(slot)
-        for which in _T1, _T2:
-            self._leave(moved[which])
-            self._join(which, moved[which])
+        list_of = self._list_of
+        once: list[int] = []
+        again: list[int] = []
+        for slot, is_reused in zip(reversed(slots), reversed(reused), strict=True):
+            if list_of[slot] == _T2:
+                again.append(slot)
+            elif is_reused:
+                list_of[slot] = _T2
+                again.append(slot)
+                self._sizes[_T1] -= 1
+                self._sizes[_T2] += 1
+            else:
+                once.append(slot)
+        self._lists.move_to_end(once, _T1)
+        self._lists.move_to_end(again, _T2)
 
     def discard(self, slots: Sequence[int]) -> None:
-        self._leave(slots)
+        self._lists.remove(slots)
+        for slot in slots:
+            self._sizes[self._list_of[slot]] -= 1
 
     def resident(self) -> Iterable[int]:
         num_above_target = max(0, self._sizes[_T1] - int(self.p))
@@ -183,31 +225,34 @@ class ArcPolicy(CachePolicy):
     def _join(self, which: int, numbers: Sequence[int]) -> None:
         self._lists.append(numbers, which)
         self._sizes[which] += len(numbers)
+        list_of = self._list_of
         for number in numbers:
-            self._list_of[number] = which
-
-    def _leave(self, numbers: Sequence[int]) -> None:
-        self._lists.remove(numbers)
-        for number in numbers:
-            self._sizes[self._list_of[number]] -= 1
+            list_of[number] = which
 
     def _bury(self, slots: Sequence[int]) -> None:
         """Make ghosts of blocks, each of that of its list."""
         ghosts = self._free_ghosts.take(len(slots))
-        buried: dict[int, list[int]] = {_B1: [], _B2: []}
+        key_of, list_of = self._keys, self._list_of
+        keys: list[OffloadKey] = []
+        once: list[int] = []
+        again: list[int] = []
         for slot, ghost in zip(slots, ghosts, strict=True):
-            buried[_GHOSTS_OF[self._list_of[slot]]].append(ghost)
-        self._leave(slots)
-        for which, joining in buried.items():
-            self._join(which, joining)
-        keys = [self._keys[slot] for slot in slots]
-        for key, ghost in zip(keys, ghosts, strict=True):
-            self._keys[ghost] = key
+            key_of[ghost] = key = key_of[slot]
+            keys.append(key)
+            (once if list_of[slot] == _T1 else again).append(ghost)
         self._ghosts.update(keys, ghosts)
+        self._lists.remove(slots)
+        self._sizes[_T1] -= len(once)
+        self._sizes[_T2] -= len(again)
+        self._join(_B1, once)
+        self._join(_B2, again)
 
-    def _drop(self, ghosts: Sequence[int]) -> None:
-        self._leave(ghosts)
-        self._ghosts.discard([self._keys[ghost] for ghost in ghosts])
+    def _drop(self, ghosts: Sequence[int], which: int) -> None:
+        """Forget ghosts, which are in this list."""
+        self._lists.remove(ghosts)
+        self._sizes[which] -= len(ghosts)
+        key_of = self._keys
+        self._ghosts.discard([key_of[ghost] for ghost in ghosts])
         self._free_ghosts.give_back(ghosts)
 
 
@@ -217,7 +262,7 @@ class _Rehearsal:
     Each list is walked at most once, whatever the batch's size.
 
     Attributes:
-        gone: Ghosts that the batch takes or drops.
+        gone: Ghosts that the batch takes or drops, of either list.
     """
 
     def __init__(
@@ -226,12 +271,13 @@ class _Rehearsal:
         lists: NumberLists,
         resident: int,
         is_evictable: Callable[[int], bool],
+        gone: set[int],
     ) -> None:
         ghosts = _GHOSTS_OF[resident]
         self.num_resident = sizes[resident]
         self.num_ghosts = sizes[ghosts]
         self._victims: Iterator[int] = filter(is_evictable, lists.walk(resident))
-        self.gone = gone = set[int]()
+        self.gone = gone
         self._droppable = (ghost for ghost in lists.walk(ghosts) if ghost not in gone)
 
     def __len__(self) -> int:

@@ -33,11 +33,7 @@ class LruPolicy(CachePolicy):
         count: int,
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
-        victims = self._oldest_first.find_first(count, is_evictable)
-        if len(victims) < count:
-            return None
-        self._oldest_first.remove(victims)
-        return victims
+        return self._oldest_first.take_first(count, is_evictable)
 
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         self._oldest_first.append(slots)

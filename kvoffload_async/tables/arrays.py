@@ -26,6 +26,13 @@ def integers(count: int) -> memoryview:
     return zeros.data
 
 
+def long_integers(count: int) -> memoryview:
+    """Return zeros, 8 bytes each."""
+    zeros = np.zeros(count, dtype=np.int64)
+    zeros[:_TOUCHED_AT_ONCE] = 0
+    return zeros.data
+
+
 def small_integers(count: int) -> memoryview:
     """Return zeros, 1 byte each."""
     zeros = np.zeros(count, dtype=np.uint8)

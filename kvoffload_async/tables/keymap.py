@@ -9,10 +9,12 @@ from typing import Final
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey
 
-NUM_PARTS: Final = 256
+MOST_PARTS: Final = 256
 
 PART_AT: Final = -5
 """Which byte of a key chooses its part: the last of its block hash, which always varies."""
+
+_KEYS_PER_PART: Final = 4096
 
 
 class KeyMap(Collection[OffloadKey]):
@@ -25,20 +27,26 @@ class KeyMap(Collection[OffloadKey]):
     (28, none up to 256).
     """
 
-    __slots__ = ("parts",)
+    __slots__ = ("distinct", "parts")
 
-    def __init__(self) -> None:
-        self.parts: list[dict[OffloadKey, int]] = [{} for _ in range(NUM_PARTS)]
-        """For counting and measuring; the key decides which part it is in."""
+    def __init__(self, capacity: int = MOST_PARTS * _KEYS_PER_PART) -> None:
+        """Start empty; more keys than the capacity have room, in parts that are larger."""
+        num_parts = 1  # a divisor of the values of a byte; few parts of many keys are the fastest
+        while num_parts < MOST_PARTS and num_parts * _KEYS_PER_PART < capacity:
+            num_parts *= 2
+        self.distinct: list[dict[OffloadKey, int]] = [{} for _ in range(num_parts)]
+        """The parts."""
+        self.parts = self.distinct * (MOST_PARTS // num_parts)
+        """The part for each value of the byte at `PART_AT`; always the same list and parts."""
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self.distinct))
 
     def __contains__(self, key: object) -> bool:
         return self.get(key) is not None  # type: ignore[arg-type]  # a collection takes any object
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        return chain.from_iterable(self.parts)
+        return chain.from_iterable(self.distinct)
 
     def get(self, key: OffloadKey) -> int | None:
         """Return a key's integer, None if it is absent.
@@ -49,7 +57,7 @@ class KeyMap(Collection[OffloadKey]):
         try:
             return self.parts[key[PART_AT]].get(key)
         except IndexError:
-            raise _too_short([key]) from None
+            raise too_short([key]) from None
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return each key's integer, None for those that are absent."""
@@ -57,7 +65,7 @@ class KeyMap(Collection[OffloadKey]):
         try:
             return [parts[key[PART_AT]].get(key) for key in keys]
         except IndexError:
-            raise _too_short(keys) from None
+            raise too_short(keys) from None
 
     def update(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Give keys, which may be there, their integers."""
@@ -66,7 +74,7 @@ class KeyMap(Collection[OffloadKey]):
             for key, number in zip(keys, numbers, strict=False):  # the integers may be endless
                 parts[key[PART_AT]][key] = number
         except IndexError:
-            raise _too_short(keys) from None
+            raise too_short(keys) from None
 
     def set(self, key: OffloadKey, number: int) -> None:
         """Give a key, which may be there, an integer."""
@@ -85,25 +93,28 @@ class KeyMap(Collection[OffloadKey]):
 
     def items(self) -> Iterator[tuple[OffloadKey, int]]:
         """Yield every key with its integer."""
-        return chain.from_iterable(part.items() for part in self.parts if part)
+        return chain.from_iterable(part.items() for part in self.distinct if part)
 
     def copy(self) -> KeyMap:
         """Return a map of its own with the same keys and integers."""
-        copied = KeyMap()
-        copied.parts = [part.copy() for part in self.parts]
+        copied = KeyMap(0)
+        copied.distinct = [part.copy() for part in self.distinct]
+        copied.parts = copied.distinct * (MOST_PARTS // len(copied.distinct))
         return copied
 
     def merge(self, other: KeyMap) -> None:
         """Take in another's keys, with their integers."""
-        for part, others in zip(self.parts, other.parts, strict=True):
-            part.update(others)
+        for key, number in other.items():
+            self.set(key, number)
 
     def clear(self) -> None:
         """Take every key out."""
-        self.parts = [{} for _ in range(NUM_PARTS)]
+        for part in self.distinct:
+            part.clear()
 
 
-def _too_short(keys: Sequence[OffloadKey]) -> StateError:
+def too_short(keys: Iterable[OffloadKey]) -> StateError:
+    """Return the error about the shortest of the keys."""
     short = min(keys, key=len)
     return StateError(
         f"{short!r} is no key: it needs a block hash and 4 bytes behind it; see make_offload_key"

@@ -25,7 +25,7 @@ class KeyTable:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.map = KeyMap()
+        self.map = KeyMap(capacity)
         self.get: Callable[[OffloadKey], int | None] = self.map.get
         self.find: Callable[[Sequence[OffloadKey]], list[int | None]] = self.map.find
         self.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 from kvoffload_async.tables.arrays import integers
 
@@ -37,16 +36,33 @@ class NumberLists:
             yield number
             number = after[number]
 
-    def find_first(self, count: int, is_wanted: Callable[[int], bool], which: int = 0) -> list[int]:
-        """Return the first numbers of a list that are wanted, so many if there are."""
+    def take_first(
+        self, count: int, is_wanted: Callable[[int], bool], which: int = 0
+    ) -> list[int] | None:
+        """Take the first wanted numbers out of a list; None, and no change, if there are fewer."""
+        taken: list[int] = []
+        if not count:
+            return taken
         after, ring = self._after, self._capacity + which
-        found: list[int] = []
+        passed_over = False
         number = after[ring]
-        while len(found) < count and number != ring:
+        while number != ring:
             if is_wanted(number):
-                found.append(number)
+                taken.append(number)
+                count -= 1
+                if not count:
+                    break
+            else:
+                passed_over = True
             number = after[number]
-        return found
+        if count:
+            return None
+        if passed_over:
+            self.remove(taken)
+        else:
+            after[ring] = front = after[number]
+            self._before[front] = ring
+        return taken
 
     def append(self, numbers: Sequence[int], which: int = 0) -> None:
         """Put numbers, which are in no list, at the end of one, in their order."""
@@ -63,24 +79,38 @@ class NumberLists:
         """Take numbers out of the lists in which they are; none is named twice."""
         if not numbers:
             return
-        after = self._after
+        after, before = self._after, self._before
         # What was put in together leaves together, in the same order or in the opposite one.
         if len(numbers) > 1 and after[numbers[1]] == numbers[0]:
             numbers = numbers[::-1]
-        first = last = numbers[0]
-        for number in islice(numbers, 1, None):
-            if after[last] != number:
-                self._remove_run(first, last)
-                first = number
-            last = number
-        self._remove_run(first, last)
+        previous = before[numbers[0]]
+        following = numbers[0]
+        for number in numbers:
+            if following != number:  # a run has ended
+                after[previous] = following
+                before[following] = previous
+                previous = before[number]
+            following = after[number]
+        after[previous] = following
+        before[following] = previous
 
     def move_to_end(self, numbers: Sequence[int], which: int = 0) -> None:
         """Put numbers, which are in any lists, at the end of one, in their order."""
-        self.remove(numbers)
-        self.append(numbers, which)
-
-    def _remove_run(self, first: int, last: int) -> None:
-        previous, following = self._before[first], self._after[last]
-        self._after[previous] = following
-        self._before[following] = previous
+        after, before, ring = self._after, self._before, self._capacity + which
+        following = numbers[0] if numbers else ring
+        for number in numbers:
+            if number != following:
+                self.remove(numbers)
+                self.append(numbers, which)
+                return
+            following = after[number]
+        if following != ring:  # neighbours already: the run moves as it is
+            first, last = numbers[0], numbers[-1]
+            previous = before[first]
+            after[previous] = following
+            before[following] = previous
+            end = before[ring]
+            after[end] = first
+            before[first] = end
+            after[last] = ring
+            before[ring] = last

@@ -6,7 +6,7 @@ from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import OffloadKey, ReqContext
 
 
 class Rig:
@@ -328,3 +328,8 @@ def test_events_are_only_collected_where_somebody_wants_them():
     primary.reserve(k("a"), ())
     primary.complete_write(ks("a"), success=True)
     assert list(primary.take_events()) == []
+
+
+def test_a_look_up_of_what_is_too_short_to_be_a_key_is_an_error_that_says_so():
+    with pytest.raises(StateError, match=r"b'abc' is no key: .*make_offload_key"):
+        Primary(4, LruPolicy(4)).lookup(OffloadKey(b"abc"))

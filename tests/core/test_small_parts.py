@@ -23,10 +23,14 @@ def request(req_id="r"):
 # -- recency ------------------------------------------------------------------------------------
 
 
+def ranks_by(policy):
+    return lambda accesses: policy.access(dict(accesses), dict(accesses).__getitem__)
+
+
 def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():
     policy = KeyRanking(LruPolicy(4))
     policy.admit(ks("abcd"))
-    log = RecencyLog(policy.access)
+    log = RecencyLog(ranks_by(policy))
     ctx = ReqContext("r", key_positions={k("a"): 1, k("b"): 2})
     log.open(ctx)
     log.note(ctx, ks("dcb"), reused=True)
@@ -40,7 +44,7 @@ def test_the_first_use_decides_how_a_key_counts():
     arc = ArcPolicy(4)
     policy = KeyRanking(arc)
     policy.admit(ks("ab"))
-    log = RecencyLog(policy.access)
+    log = RecencyLog(ranks_by(policy))
     ctx = ReqContext("r")
     log.open(ctx)
     log.note(ctx, ks("a"), reused=False)
@@ -50,7 +54,7 @@ def test_the_first_use_decides_how_a_key_counts():
 
 
 def test_a_request_is_live_from_its_opening_to_its_one_end():
-    log = RecencyLog(KeyRanking(LruPolicy(1)).access)
+    log = RecencyLog(ranks_by(KeyRanking(LruPolicy(1))))
     ctx = ReqContext("r")
     with pytest.raises(StateError, match="unknown"):
         log.note(ctx, ks("a"), reused=True)

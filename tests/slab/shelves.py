@@ -131,7 +131,7 @@ def sound(tier: SlabTier) -> None:
     assert not catalog._claimed
     assert not tier._writing
     live = table.live()
-    assert dict(zip(keys_of(live), places_of(live), strict=True)) == dict(catalog._places.items())
+    assert dict(zip(keys_of(live), places_of(live), strict=True)) == dict(catalog.items())
     assert table.slots() == dict(catalog.segments)
 
 

@@ -26,7 +26,7 @@ def test_what_was_used_last_is_evicted_last_also_after_a_restart(shelves):
     with shelves.open(**options) as harness:
         count = 60 - len(harness.store(K[:60]))
         harness.load(K[2:5])
-        order = list(harness.tier._store.catalog._policy.resident())
+        order = list(harness.tier._store.catalog._ranking.resident())
         assert set(order[-3:]) == set(K[2:5])
     assert set(list(shelves.places())[-3:]) == set(K[2:5])
     with shelves.open(**options) as harness:

@@ -115,7 +115,7 @@ def test_every_option_reaches_the_tier(view, tmp_path):
     assert settings.io_threads == 5
     assert settings.piece_bytes == 64 * KIB
     assert tier.locality is Locality.REMOTE
-    assert tier.tier._store.catalog._policy.name == "arc"
+    assert tier.tier._store.catalog._ranking.name == "arc"
     assert (tmp_path / "b" / "org_model_r2").is_dir()
     assert f"{tmp_path}/b" in tier.tier.describe()
     tier.shutdown()

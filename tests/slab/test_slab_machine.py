@@ -186,8 +186,8 @@ class SlabMachine(RuleBasedStateMachine):
                 file.truncate(slots * BLOCK)
             first = number << 32 | slots
             last = (number + 1) << 32
-            places = self.tier._store.catalog._places
-            self._doubt(k for k, p in places.items() if first <= p < last)
+            blocks = self.tier._store.catalog.items()
+            self._doubt(k for k, p in blocks if first <= p < last)
 
     # -- trouble --------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.tables.arrays import integers, long_integers, objects, small_integers
 from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import NUM_PARTS, KeyMap
+from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.testing.harness import key_of
@@ -63,8 +64,8 @@ def test_a_copy_is_its_own_and_a_merge_takes_everything_in():
 
 def test_keys_are_spread_evenly_whether_their_hashes_are_random_or_counted():
     for keys in (
-        [key_of(number) for number in range(64 * NUM_PARTS)],
-        [make_offload_key(number.to_bytes(32, "big")) for number in range(64 * NUM_PARTS)],
+        [key_of(number) for number in range(64 * MOST_PARTS)],
+        [make_offload_key(number.to_bytes(32, "big")) for number in range(64 * MOST_PARTS)],
     ):
         spread = KeyMap()
         spread.update(keys, range(len(keys)))
@@ -77,6 +78,12 @@ def test_what_is_too_short_to_be_a_key_is_an_error_that_says_so(call):
     arguments = {"get": [short], "find": [[K[0], short]], "update": [[K[0], short], [1, 2]]}
     with pytest.raises(StateError, match=r"b'abc' is no key: .*make_offload_key"):
         getattr(KeyMap(), call)(*arguments[call])
+
+
+def test_arrays_start_with_zeros_and_none():
+    for make in integers, small_integers, long_integers:
+        assert list(make(3)) == [0, 0, 0]
+    assert list(objects(2)) == [None, None]
 
 
 def test_a_table_finds_keys_and_numbers():

@@ -143,7 +143,7 @@ class Space:
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of blocks, head to tail."""
-        self._policy.access(keys, lambda _key: True)
+        self._policy.access(keys)
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
         """Keep blocks from being evicted while they are read or written."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
+from kvoffload_async.tables.arrays import long_integers
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tiers.slab.places import Place, place_of, segment_of
 from kvoffload_async.tiers.slab.runs import joined
@@ -25,8 +26,9 @@ class Catalog:
 
     def __init__(self, policy: CachePolicy, piece: int) -> None:
         """Start empty; the policy is owned from now on. See `FreeRuns` for the piece."""
-        self._policy = KeyRanking(policy)
-        self._places = KeyMap()
+        self._ranking = KeyRanking(policy)
+        self._place_of = long_integers(policy.capacity_blocks)
+        """Slot of the ranking -> place of the block."""
         self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
         self._pins: set[Place] = set()
@@ -36,7 +38,7 @@ class Catalog:
         self._claimed: set[Place] = set()
 
     def __len__(self) -> int:
-        return len(self._policy)
+        return len(self._ranking)
 
     @property
     def num_free(self) -> int:
@@ -55,11 +57,18 @@ class Catalog:
 
     def keys(self) -> KeyMap:
         """Return every key, in a map for the caller to keep."""
-        return self._places.copy()
+        return self._ranking.map.copy()
+
+    def items(self) -> Iterator[tuple[OffloadKey, Place]]:
+        """Yield every key with its place."""
+        place_of = self._place_of
+        return ((key, place_of[slot]) for key, slot in self._ranking.map.items())
 
     def find(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each key, None for those that are absent."""
-        return self._places.find(keys)
+        place_of = self._place_of
+        found = self._ranking.find(keys)
+        return [None if slot is None else place_of[slot] for slot in found]
 
     # -- segments -------------------------------------------------------------------------------
 
@@ -74,8 +83,7 @@ class Catalog:
             self._free.drop_segment(segment)
         for first, count in _gaps(self._slots, places):
             self._free.free(first, count)
-        self._places.update(keys, places)
-        self._policy.admit(keys)
+        self._enter(keys, places)
 
     def idle_segments(self) -> list[int]:
         """Return the segments whose blocks may all go, that with the fewest first."""
@@ -88,8 +96,7 @@ class Catalog:
 
     def drop_segment(self, segment: int, keys: Sequence[OffloadKey]) -> None:
         """Forget an idle segment and the blocks in it, which are these."""
-        self._policy.discard(keys)
-        self._places.discard(keys)
+        self._ranking.discard(keys)
         self._free.drop_segment(segment)
         del self._slots[segment]
 
@@ -140,11 +147,12 @@ class Catalog:
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
-        place_of_key, pins = self._places.get, self._pins
-        may_go = (lambda key: place_of_key(key) not in pins) if pins else None
+        place_of, pins = self._place_of, self._pins
+        may_go = (lambda slot: place_of[slot] not in pins) if pins else _always
         coming = [*incoming, *nobodies(count - len(incoming))]
-        victims = self._policy.make_room(coming, count, may_go) or []
-        freed = self._places.take(victims)
+        slots = self._ranking.policy.make_room(coming, count, may_go) or []
+        freed = [place_of[slot] for slot in slots]
+        victims = self._ranking.remove(slots)
         self._give_back(freed)
         taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
@@ -163,27 +171,27 @@ class Catalog:
     def admit(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         """Note blocks that were written to claimed places, head to tail."""
         self._claimed.difference_update(places)
-        self._places.update(keys, places)
-        self._policy.admit(keys[::-1])
+        self._enter(keys[::-1], places[::-1])
+
+    def _enter(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+        place_of = self._place_of
+        for slot, place in zip(self._ranking.admit(keys), places, strict=True):
+            place_of[slot] = place
 
     def drop(self, key: OffloadKey, place: Place) -> None:
         """Forget a pinned block, if it still is at this place."""
-        if self._places.get(key) == place:
-            self._places.discard([key])
-            self._policy.discard([key])
+        if self.find([key]) == [place]:
+            self._ranking.discard([key])
             self._doomed.add(place)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Note that a request used blocks, head to tail; absent ones are ignored."""
-        self._policy.access(keys, _always)
+        self._ranking.access(keys)
 
     def violations(self) -> Iterable[str]:
         """Return which invariants do not hold, in words."""
-        yield from self._policy.violations()
-        resident = set(self._policy.resident())
-        if resident != set(self._places):
-            yield f"the policy ranks {len(resident)} keys, {len(self._places)} are there"
-        places = [place for _, place in self._places.items()]
+        yield from self._ranking.violations()
+        places = [place for _, place in self.items()]
         free = [place + i for place, count in self._free.runs() for i in range(count)]
         every = [place_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
         if sorted([*places, *free, *self._claimed, *self._doomed]) != sorted(every):
@@ -192,7 +200,7 @@ class Catalog:
             yield "a place is pinned that has no block"
 
 
-def _always(_key: OffloadKey) -> bool:
+def _always(_slot: int) -> bool:
     return True
 
 

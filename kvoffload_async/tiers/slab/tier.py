@@ -310,6 +310,12 @@ class SlabTier(AsyncTier):
 
     def _budget(self, block_bytes: int) -> Budget:
         settings = self._settings
+        num_blocks = settings.capacity_bytes // block_bytes
+        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
+            raise ConfigError(
+                f"capacity_bytes: {settings.capacity_bytes} has room for {num_blocks} "
+                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
+            )
         budget = Budget.of(
             settings.capacity_bytes, block_bytes, settings.segment_bytes, settings.stripes
         )
@@ -322,11 +328,6 @@ class SlabTier(AsyncTier):
             raise ConfigError(
                 f"capacity_bytes: {settings.capacity_bytes} has no room for one block of "
                 f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
-            )
-        if budget.most_slots > MAX_NUMBERS:
-            raise ConfigError(
-                f"capacity_bytes: {settings.capacity_bytes} has room for {budget.most_slots} "
-                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
             )
         return budget
 
