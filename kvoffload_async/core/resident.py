@@ -95,7 +95,10 @@ class ResidentBlocks:
         return self._blocks.key_of(slot)
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
-        """Iterate over (key, slot, reference count), -1 for writing. For invariants and inspection."""
+        """Iterate over (key, slot, reference count), -1 for writing.
+
+        For invariants and inspection.
+        """
         return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
