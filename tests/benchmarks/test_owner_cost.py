@@ -35,8 +35,10 @@ DEADLINE_S = 10.0
 
 TIERS = {
     "example": ExampleSecondaryTierManager,
-    "fs": partial(FileSystemTierManager, run_config={"model_name": "bench"}),
-    "slab": partial(SlabTierManager, capacity_bytes="16MiB", segment_bytes="1MiB"),
+    "fs": partial(FileSystemTierManager, model="bench"),
+    "slab": partial(
+        SlabTierManager, model="bench", capacity_bytes="16MiB", segment_bytes="1MiB"
+    ),
 }
 
 
