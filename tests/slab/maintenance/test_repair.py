@@ -6,7 +6,7 @@ import os
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slab.maintenance.slabs import BLOCK, NUM_BLOCKS, Slab, deaf_to
-from slab.shelves import flip
+from slab.stores import flip
 
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
