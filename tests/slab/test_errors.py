@@ -16,7 +16,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import make_job
-from kvoffload_async.tiers.files.sealing import BlockDigester
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 from kvoffload_async.types import LookupResult, ReqContext

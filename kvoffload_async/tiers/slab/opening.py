@@ -20,7 +20,7 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.ops import FileOps, write_all
-from kvoffload_async.tiers.files.sealing import BlockDigester
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.slab.batches import DataPath
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.catalog import Catalog

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload_async.tiers.files.sealing import DIGEST_BYTES
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.types import OffloadKey
 

@@ -10,7 +10,7 @@ from slab.stores import flip
 
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.files.sealing import BlockDigester
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.slab.layout import JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import read_contents
 from kvoffload_async.tiers.slab.places import segment_of, slot_of

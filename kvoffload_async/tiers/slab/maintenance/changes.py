@@ -154,7 +154,7 @@ class Changes:
                 self._findings.append(Problem(f"left by a killed writer: {name}", name))
         if not options.unknown_files:
             return
-        for name in contents.found.strangers:
+        for name in contents.found.unknown_files:
             status = self._ops.stat(f"{self._store.folder}/{name}")
             is_old = time.time() - status.st_mtime >= options.older_than_s
             if is_old and not stat_module.S_ISDIR(status.st_mode):
