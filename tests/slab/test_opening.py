@@ -62,7 +62,7 @@ def test_the_journal_is_written_anew_before_it_is_too_long(slab_store):
         for number in range(200):
             assert harness.store([key_of(5000 + number)]) == {}
             budget = harness.tier._allocator._budget
-            assert slab_store.journal.stat().st_size <= (budget.tail_units + 40) * RECORD_BYTES
+            assert slab_store.journal.stat().st_size <= (budget.log_units + 40) * RECORD_BYTES
         sound(harness.tier)
         kept = harness.contains([key_of(5000 + number) for number in range(200)])
         assert set(slab_store.places()) == kept
@@ -303,10 +303,10 @@ def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(slab_store, cap
     with slab_store.open() as harness:
         for number in range(10, 14):
             harness.store([K[number]])
-        snapshot = (slab_store.journal.stat().st_size // RECORD_BYTES) - 8
+        checkpoint = (slab_store.journal.stat().st_size // RECORD_BYTES) - 8
         content = slab_store.journal.read_bytes()
     slab_store.journal.write_bytes(content)
-    flip(slab_store.journal, (snapshot + 5) * RECORD_BYTES + 40)
+    flip(slab_store.journal, (checkpoint + 5) * RECORD_BYTES + 40)
     slab_store.damage(K[10])
     with slab_store.open(verify=False) as harness:
         assert "journal are damaged; blocks stored before are verified" in caplog.text

@@ -123,7 +123,7 @@ class OpenStore:
                 anchor,
                 table,
                 seed_of(text),
-                tail_units=settings.budget.tail_units,
+                log_units=settings.budget.log_units,
                 fdatasync=settings.fdatasync,
             ),
             digester=BlockDigester(text),
@@ -234,7 +234,7 @@ class OpenStore:
                 scanned.lost_bytes,
             )
         data_path.journal.open(
-            scanned.end_bytes, scanned.generation, anew=bool(scanned.num_before_damage)
+            scanned.end_bytes, scanned.sequence, anew=bool(scanned.num_before_damage)
         )
         data_path.journal.note_gone(lost)
         data_path.journal.note_gone(doubles)
