@@ -46,11 +46,11 @@ class TestSlabTierWithDirectIoAndRowsThatAreNoPages(SlabConformance):
     options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 16 * KIB}
 
 
-class TestSlabTierWithBlocksLargerThanAPiece(SlabConformance):
+class TestSlabTierWithBlocksLargerThanAnExtent(SlabConformance):
     slot_bytes = 13_000
     options: ClassVar[dict] = {"piece_bytes": 4 * KIB}
 
 
-class TestSlabTierWithDirectIoAndBlocksLargerThanAPiece(SlabConformance):
+class TestSlabTierWithDirectIoAndBlocksLargerThanAnExtent(SlabConformance):
     slot_bytes = 12 * KIB
     options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 4 * KIB}
