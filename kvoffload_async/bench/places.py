@@ -1,9 +1,9 @@
 """Where tiers and floors write: new directories in one of this bench's own, removed at the end.
 
 ext4 searches long for an inode where many were freed in the last minutes, which would slow down
-those tiers that make a file a block, each round more than the one before. So what is in a directory
-is emptied when it has been used, and removed only when everything is measured; and the directories
-are spread over the disk, away from what others have removed.
+those tiers that make one file per block, each round more than the one before. So what is in a
+directory is emptied when it has been used, and removed only when everything is measured; and the
+directories are spread over the disk, away from what others have removed.
 """
 
 from __future__ import annotations

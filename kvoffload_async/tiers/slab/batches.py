@@ -14,8 +14,8 @@ from typing import Final, NamedTuple, Self
 
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
 from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.digests import BlockDigester
+from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.slab.journal import Journal, PackedRun
 from kvoffload_async.tiers.slab.places import Place, segment_of
 from kvoffload_async.tiers.slab.records import put_records

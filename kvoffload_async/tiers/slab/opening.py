@@ -18,9 +18,9 @@ import numpy.typing as npt
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.ops import FileOps, write_all
-from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.slab.batches import DataPath
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.catalog import Catalog
@@ -320,7 +320,8 @@ def _take_lock(ops: FileOps, folder: str) -> int:
         ops.close(fd)
         raise
     ops.close(fd)
+    user = "this process" if holder == str(os.getpid()) else f"process {holder or 'unknown'}"
     raise ConfigError(
-        f"root_dir: the store in {folder!r} is in use by process {holder or 'unknown'}; "
-        "end that, or give another directory"
+        f"root_dir: the store in {folder!r} is already opened by {user}; close it there, or give "
+        "another directory"
     )
