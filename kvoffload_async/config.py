@@ -158,7 +158,7 @@ class OffloadConfig:
         store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
         max_tracker_size: Keys whose offers are remembered.
         accept_prefix: Store the longest head of a batch that fits, instead of all or nothing.
-        enable_kv_cache_events: Whether `take_events` tells anything.
+        enable_kv_cache_events: Record events for `take_events`.
         promotion_fraction: Share of the primary that promotions may occupy until loaded.
         cascade_fraction: Share of the primary that may be in cascade to one tier at once.
         deferral_timeout_s: Seconds that a request may be deferred in all.

@@ -1,6 +1,6 @@
 """What the machine itself can do: the same bytes copied, written and read, and nothing else.
 
-The bytes go in few large calls, as a tier would at best: pieces of about `PIECE_BYTES`, written
+The bytes go in few large calls, as a tier would at best: extents of about `EXTENT_BYTES`, written
 into and read from a file that is preallocated anew for every measurement, by several threads.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvoffload_async.bench.contender import UnfitError
 from kvoffload_async.bench.payload import Payload
-from kvoffload_async.bench.places import PIECE_BYTES, Place
+from kvoffload_async.bench.places import EXTENT_BYTES, Place
 from kvoffload_async.bench.plan import Jobs, Plan
 from kvoffload_async.bench.sample import Sample, of_pass
 from kvoffload_async.errors import InputError
@@ -47,23 +47,23 @@ class Floor:
             InputError: The place has no room, or cannot do what is asked.
             UnfitError: It moves fewer bytes than it should, or other ones.
         """
-        pieces = _pieces(payload.bytes, jobs)
+        extents = _extents(payload.bytes, jobs)
         samples: dict[str, Sample] = {}
         with self._new_file(jobs.num_bytes, direct=plan.direct) as file:
 
             def write(start: int) -> None:
-                _check(os.pwritev(file, [pieces[start]], start), pieces[start])
+                _check(os.pwritev(file, [extents[start]], start), extents[start])
 
             def read(start: int) -> None:
-                _check(os.preadv(file, [pieces[start]], start), pieces[start])
+                _check(os.preadv(file, [extents[start]], start), extents[start])
 
             payload.fill()
             if plan.steady:  # what is full writes over what it has written before
-                for start in pieces:
+                for start in extents:
                     write(start)
-            samples["store"] = _timed(write, list(pieces), plan.threads, jobs, plan.in_flight)
+            samples["store"] = _timed(write, list(extents), plan.threads, jobs, plan.in_flight)
             payload.wipe()
-            samples["load"] = _timed(read, list(pieces), plan.threads, jobs, plan.in_flight)
+            samples["load"] = _timed(read, list(extents), plan.threads, jobs, plan.in_flight)
         if payload.wrong_rows(jobs.num_keys):
             raise UnfitError(f"{self.name}: returned other bytes than were written to it")
         return samples
@@ -89,30 +89,30 @@ class Floor:
 
 def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
     """Return a sample of copying the bytes from memory to memory."""
-    pieces = {
+    extents = {
         start: (payload.flat[start : start + size], payload.truth[start : start + size])
         for start, size in _cuts(jobs)
     }
 
     def copy(start: int) -> None:
-        np.copyto(*pieces[start])
+        np.copyto(*extents[start])
 
-    return _timed(copy, list(pieces), plan.threads, jobs, plan.in_flight)
+    return _timed(copy, list(extents), plan.threads, jobs, plan.in_flight)
 
 
 def _cuts(jobs: Jobs) -> list[tuple[int, int]]:
-    """Return start and size of every piece: whole blocks, joined up to `PIECE_BYTES`."""
-    size = max(1, PIECE_BYTES // jobs.block_bytes) * jobs.block_bytes
+    """Return start and size of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
+    size = max(1, EXTENT_BYTES // jobs.block_bytes) * jobs.block_bytes
     return [(start, min(size, jobs.num_bytes - start)) for start in range(0, jobs.num_bytes, size)]
 
 
-def _pieces(flat: memoryview, jobs: Jobs) -> dict[int, memoryview]:
+def _extents(flat: memoryview, jobs: Jobs) -> dict[int, memoryview]:
     return {start: flat[start : start + size] for start, size in _cuts(jobs)}
 
 
-def _check(moved_bytes: int, piece: memoryview) -> None:
-    if moved_bytes != piece.nbytes:
-        raise UnfitError(f"a plain call moved {moved_bytes} of {piece.nbytes} bytes")
+def _check(moved_bytes: int, extent: memoryview) -> None:
+    if moved_bytes != extent.nbytes:
+        raise UnfitError(f"a plain call moved {moved_bytes} of {extent.nbytes} bytes")
 
 
 def _timed(
@@ -146,13 +146,13 @@ def _timed(
 
 
 def _job_ends(jobs: Jobs, ended_s: dict[int, float]) -> list[float]:
-    """Return when each job's last piece ended; a piece may belong to several jobs."""
+    """Return when each job's last extent ended; an extent may belong to several jobs."""
     starts = sorted(ended_s)
     ends = [ended_s[start] for start in starts]
-    piece_bytes = starts[1] - starts[0] if len(starts) > 1 else jobs.num_bytes
+    extent_bytes = starts[1] - starts[0] if len(starts) > 1 else jobs.num_bytes
     job_bytes = jobs.keys_per_job * jobs.block_bytes
     return [
-        max(ends[first // piece_bytes : (first + job_bytes - 1) // piece_bytes + 1])
+        max(ends[first // extent_bytes : (first + job_bytes - 1) // extent_bytes + 1])
         for first in range(0, jobs.num_bytes, job_bytes)
     ]
 

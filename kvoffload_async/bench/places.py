@@ -1,9 +1,9 @@
 """Where tiers and floors write: new directories in one of this bench's own, removed at the end.
 
 ext4 searches long for an inode where many were freed in the last minutes, which would slow down
-those tiers that make a file a block, each round more than the one before. So what is in a directory
-is emptied when it has been used, and removed only when everything is measured; and the directories
-are spread over the disk, away from what others have removed.
+those tiers that make one file per block, each round more than the one before. So what is in a
+directory is emptied when it has been used, and removed only when everything is measured; and the
+directories are spread over the disk, away from what others have removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, Self
 from kvoffload_async.errors import InputError
 
 WARM_UP: Final = 2
-PIECE_BYTES: Final = 1 << 20
+EXTENT_BYTES: Final = 1 << 20
 """What plain writes and reads move in a call: large enough, and a tier can join as much."""
 _SPARE_BYTES: Final = 64 << 20
 
@@ -110,9 +110,9 @@ class Place:
             self._as_unusable("cannot write to"),
             Path(directory, "warm-up").open("wb", buffering=0) as file,
         ):
-            for start in range(0, WARM_UP * num_bytes, PIECE_BYTES):
+            for start in range(0, WARM_UP * num_bytes, EXTENT_BYTES):
                 offset = start % content.nbytes
-                file.write(content[offset : offset + PIECE_BYTES])
+                file.write(content[offset : offset + EXTENT_BYTES])
 
     @contextmanager
     def new_directory(self) -> Iterator[str]:

@@ -17,13 +17,17 @@ def check_writable(option: str, name: str | None) -> None:
     """Find out before a long run, not after it.
 
     Raises:
-        InputError: There is no place for a file of this name.
+        InputError: It is a directory, or its directory does not exist.
     """
     if name is not None and name != STDOUT:
         with as_unwritable(option, name):
             path = Path(name)
-            if path.is_dir() or not path.parent.is_dir():
-                raise InputError(f"{option} {name}: cannot be written: no such place for a file")
+            if path.is_dir():
+                raise InputError(f"{option} {name}: cannot be written: it is a directory")
+            if not path.parent.is_dir():
+                raise InputError(
+                    f"{option} {name}: cannot be written: the directory does not exist"
+                )
 
 
 def write_figures(option: str, name: str, text: str) -> None:

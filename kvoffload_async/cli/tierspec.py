@@ -15,7 +15,7 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     the text itself. A comma always ends a value; what needs one goes into a configuration file.
 
     Raises:
-        InputError: There is no type, or an option is no `key=value`, or comes twice.
+        InputError: There is no type, or an option is not `key=value`, or comes twice.
     """
     tier_type, _, rest = text.partition(":")
     if not tier_type:
@@ -24,7 +24,7 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
         if not key or not equals:
-            raise InputError(f"{flag} {text!r}: {option!r} is no key=value")
+            raise InputError(f"{flag} {text!r}: expected key=value, got {option!r}")
         if key in config:
             raise InputError(f"{flag} {text!r}: {key!r} is given twice")
         config[key] = _scalar(value)

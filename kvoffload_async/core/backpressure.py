@@ -38,7 +38,7 @@ NETWORK_BACKPRESSURE = BackpressureSettings(0.050, 0.010)
 
 
 class Backpressure:
-    """Decides which stores a slow tier is spared.
+    """Decides which stores are not written to a slow tier.
 
     Thread: owner.
     """

@@ -54,7 +54,7 @@ def jobs_are_counted(planner: Planner) -> Iterator[str]:
 def slots_are_partitioned(planner: Planner) -> Iterator[str]:
     """P3."""
     primary = planner.primary
-    free, held = primary.pool.free_slots(), primary.pool.held_slots()
+    free, held = primary.pool.free_slots(), primary.pool.retained_slots()
     blocks = list(primary.resident())
     uses = Counter(chain(free, held, (slot for _, slot, _ in blocks)))
     for slot in uses.keys() - range(primary.num_slots):
@@ -96,14 +96,14 @@ def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     for key, count in under_way.items():
         if count > 1:
             yield f"block {key.hex()} has {count} promotions under way"
-    outstanding = under_way.total() + sum(len(r.held) for r in planner.requests.values())
+    outstanding = under_way.total() + sum(len(r.retained) for r in planner.requests.values())
     counted = planner.promotions.outstanding_slots
     if counted != outstanding:
         yield f"{counted} promotion slots are counted, {outstanding} are outstanding"
     if counted > planner.limits.promotion_slots:
         yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
     for req_id, request in planner.requests.items():
-        if request.is_finished and request.held:
+        if request.is_finished and request.retained:
             yield f"blocks are kept for request {req_id!r}, which has finished"
 
 
@@ -148,7 +148,7 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
     for job in _readers(planner):
         reasons.update(job.keys)
     for request in planner.requests.values():
-        reasons.update(request.held.keys())
+        reasons.update(request.retained.keys())
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"block {key.hex()} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
@@ -172,8 +172,9 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
         if late.holds_slots
         for slot in late.job.block_ids.tolist()
     }
-    if held != set(planner.primary.pool.held_slots()):
-        yield f"slots {planner.primary.pool.held_slots()} are held, but copies touch {sorted(held)}"
+    if held != set(planner.primary.pool.retained_slots()):
+        retained = planner.primary.pool.retained_slots()
+        yield f"slots {retained} are held, but copies touch {sorted(held)}"
     named = [
         (f"job {job.job_id}", key, slot)
         for job in chain(_readers(planner), _writers(planner))

@@ -72,7 +72,7 @@ class Planner:
         self.counters = PlannerCounters()
         self.promotions = Promotions(primary, limits.promotion_slots)
         self.requests: dict[str, RequestState] = {}
-        self.promotions_held = False
+        self.promotions_paused = False
         self._parking: dict[str, RequestState] = {}
         self._hits_of_step: set[OffloadKey] = set()
         self._next_job_id: JobId = 0
@@ -92,7 +92,7 @@ class Planner:
         request = self._live_request(ctx)
         self.primary.close_request(ctx)
         request.is_finished = True
-        self.promotions.let_go(request, list(request.held))
+        self.promotions.release(request, list(request.retained))
         self._end_if_done(request)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
@@ -118,7 +118,7 @@ class Planner:
         """Pin keys that were HIT in this step; return their slots, in key order."""
         request = self._live_request(ctx)
         slots = self.primary.prepare_load(ctx, keys)
-        self.promotions.let_go(request, keys)
+        self.promotions.release(request, keys)
         request.proceed()
         return slots
 
@@ -226,11 +226,11 @@ class Planner:
             if tier.backpressure is not None:
                 tier.backpressure.clear()
         self._hits_of_step.clear()
-        self.promotions_held = True
+        self.promotions_paused = True
 
     def reset_flushed(self) -> None:
         """Learn that no copy from before the reset touches the primary any more."""
-        self.promotions_held = False
+        self.promotions_paused = False
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Planner:
 
     def _search(self, key: OffloadKey, request: RequestState) -> LookupResult:
         """Ask the tiers in order; the first that has the key promotes it."""
-        if self.promotions_held:
+        if self.promotions_paused:
             return LookupResult.MISS
         unknown = False
         for index, tier in enumerate(self.tiers):

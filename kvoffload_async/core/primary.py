@@ -275,7 +275,7 @@ class Primary(ResidentBlocks):
     @property
     def counts(self) -> dict[str, int]:
         """Slots by use: free, writing, idle, pinned and held; they add up to `num_slots`."""
-        free, held = self._pool.free_count, self._pool.held_count
+        free, held = self._pool.free_count, self._pool.retained_count
         return {
             "free": free,
             "writing": self._writing,

@@ -22,13 +22,13 @@ class Promotions:
         self._primary = primary
         self._cap_slots = cap_slots
         self._in_flight = 0
-        self._held = 0
+        self._retained = 0
         self._batches: dict[tuple[int, str], tuple[RequestState, list[OffloadKey], list[int]]] = {}
 
     @property
     def outstanding_slots(self) -> int:
         """Slots that count against the cap."""
-        return self._in_flight + self._held
+        return self._in_flight + self._retained
 
     def unflushed(self) -> Iterator[tuple[OffloadKey, int]]:
         """Iterate over (key, slot) of this step's reservations. For invariants and inspection."""
@@ -65,8 +65,8 @@ class Promotions:
         if request is None or request.is_finished:
             return
         self._primary.pin(keys)
-        request.held.update(dict.fromkeys(keys))
-        self._held += len(keys)
+        request.retained.update(dict.fromkeys(keys))
+        self._retained += len(keys)
 
     def fail(self, keys: Sequence[OffloadKey]) -> None:
         """Free the slots of blocks that did not come; the keys become absent."""
@@ -78,14 +78,14 @@ class Promotions:
         self._in_flight -= len(keys)
         return self._primary.disown_write(keys)
 
-    def let_go(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+    def release(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
         """Stop keeping landed blocks for the request."""
-        unpinned = [key for key in keys if request.held.pop(key, self) is None]
-        self._held -= len(unpinned)
+        unpinned = [key for key in keys if request.retained.pop(key, self) is None]
+        self._retained -= len(unpinned)
         self._primary.unpin(unpinned)
 
     def reset(self) -> None:
         """Forget everything; the primary is about to be emptied."""
         for _ in self.flush():
             pass  # flushing detaches the batches; the jobs are never made
-        self._in_flight = self._held = 0
+        self._in_flight = self._retained = 0

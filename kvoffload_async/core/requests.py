@@ -15,11 +15,11 @@ class RequestState:
         "_deferred_s",
         "ctx",
         "failed",
-        "held",
         "is_expired",
         "is_finished",
         "parked",
         "request_level_tiers",
+        "retained",
         "unflushed_promotions",
         "writing",
     )
@@ -36,7 +36,7 @@ class RequestState:
         """Slots reserved in this step whose job is not submitted yet."""
         self.parked: dict[OffloadKey, None] = {}
         """Keys to cascade to the request-level tiers once another request has written them."""
-        self.held: dict[OffloadKey, None] = {}
+        self.retained: dict[OffloadKey, None] = {}
         """Promoted blocks that landed and wait, pinned, to be loaded."""
         self.failed: set[tuple[int, OffloadKey]] = set()
         """Promotions that failed: not tried again for this request."""
@@ -74,4 +74,4 @@ class RequestState:
         """Forget what a reset of the primary has made void."""
         self.writing.clear()
         self.parked.clear()
-        self.held.clear()
+        self.retained.clear()

@@ -32,7 +32,7 @@ class SlotPool:
         return self._free.count
 
     @property
-    def held_count(self) -> int:
+    def retained_count(self) -> int:
         """Slots that wait for a disowned copy."""
         return len(self._holds)
 
@@ -90,7 +90,7 @@ class SlotPool:
         """Return the free slots. For invariants and inspection."""
         return list(self._free)
 
-    def held_slots(self) -> list[int]:
+    def retained_slots(self) -> list[int]:
         """Return the held slots. For invariants and inspection."""
         return list(self._holds)
 

@@ -81,7 +81,7 @@ class FileSystemTierManager(SecondaryTierManager):
                 is added to it.
             verify: "required", "when_present" or "off": which blocks are served.
             capacity_bytes: Disk bytes, as allocated, that are never exceeded; None: unbounded.
-            eviction_policy: Who goes when there is a capacity.
+            eviction_policy: Eviction policy at capacity.
             high_watermark: Share of the capacity above which room is made in the background.
             low_watermark: Share of the capacity down to which that goes.
             direct_io: Bypass the page cache where the filesystem can.

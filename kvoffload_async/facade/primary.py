@@ -49,7 +49,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             accept_prefix: Store the longest head of a batch that fits, not all or nothing.
             store_threshold: A block is stored at its n-th offer; 0 and 1 mean at once.
             max_tracker_size: Keys whose offers are remembered.
-            enable_events: Whether `take_events` tells anything.
+            enable_events: Record events for `take_events`.
 
         Raises:
             ConfigError: `num_blocks` is below 1, or the policy is unknown.

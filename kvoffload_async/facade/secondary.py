@@ -153,7 +153,7 @@ class SecondaryTierManager:
             close_timeout_s: Seconds for `shutdown`, where the call does not say.
             n_read_threads: I/O threads that prefer loads; None: one less than usable CPUs, 1 to 3.
             n_write_threads: I/O threads that prefer stores.
-            enable_kv_events: Whether `take_events` tells anything.
+            enable_kv_events: Record events for `take_events`.
             backpressure_detector: See the class.
             model: Name of the model whose blocks these are; by default the spec's.
             fingerprint: Content of the model's weights and whatever else KV bytes depend on; by

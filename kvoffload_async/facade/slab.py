@@ -84,11 +84,11 @@ class SlabTierManager(SecondaryTierManager):
                 own, beside them; or "replace", which discards them.
             segment_bytes: Size of the files, at most; as many are allocated at once as there are
                 threads, up to the capacity.
-            eviction_policy: Who goes when the capacity is reached.
+            eviction_policy: Eviction policy at capacity.
             verify: Compute a checksum of every block, and serve none whose bytes do not match.
             direct_io: Bypass the page cache where the filesystem can.
             fdatasync: Wait for the device before blocks count as stored.
-            io_threads: Threads that move blocks; all but one prefer loads. By default one a CPU
+            io_threads: Threads that move blocks; all but one prefer loads. By default one per CPU
                 that this process may use, 2 to 4: what is in the page cache moves fastest so.
                 For `n_read_threads` and `n_write_threads`, which this tier does not take.
             piece_bytes: About what one system call moves, but a quarter of it at least where one

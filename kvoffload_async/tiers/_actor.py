@@ -293,7 +293,7 @@ class TierActor:
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
-            logger.log(level, "Job %s block I/O failed: %s", run.job.job_id, first)
+            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
             if logger.isEnabledFor(logging.DEBUG) and first.__cause__ is not None:
                 logger.debug("%s", "".join(traceback.format_exception(first)))
             for raised in (error, *failures.values()):
@@ -333,12 +333,12 @@ class TierActor:
 
     def _deadline_passed(self, run: _Run) -> None:
         error = TierTimeoutError(
-            f"{self.name}: job {run.job.job_id} did not end within {self._io_timeout_s} s"
+            f"tier {self.name}: {_described(run.job)} timed out after {self._io_timeout_s} s"
         )
         if run.side.waiting.pop(run.job.job_id, None) is not None:
             self._settle_unrun(run, error)
         else:
-            logger.error("Job %s block I/O failed: %s", run.job.job_id, error)
+            logger.error("%s", error)
             self._post(JobOverdue(run.job.job_id, error))
 
     def _probe_ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
@@ -361,3 +361,11 @@ class TierActor:
         if timer is not None:  # else the deadline has answered already
             timer.cancel()
             self._post(ProbeAnswered(generation, present))
+
+
+def _described(job: JobMetadata) -> str:
+    """Return what a job does, for messages."""
+    what = "load" if job.is_promotion else "store"
+    return (
+        f"{what} of {len(job.keys)} blocks for request {job.req_context.req_id} (job {job.job_id})"
+    )

@@ -71,7 +71,7 @@ class CudaTransfer(SettlingTransfer):
 
 
 @dataclass(slots=True)
-class _Lane:
+class _StagedStream:
     """One pooled stream and its staging memory.
 
     Attributes:
@@ -122,8 +122,8 @@ class CudaTransport(Transport):
         self._num_slots = rows.shape[0]
         self._copies = StagedCopies(layout, self._host, cell_offset_bytes)
         try:
-            self._lanes = {
-                direction: [self._create_lane(staging_bytes) for _ in range(_STREAMS)]
+            self._streams = {
+                direction: [self._create_stream(staging_bytes) for _ in range(_STREAMS)]
                 for direction in (Direction.LOAD, Direction.STORE)
             }
         except RuntimeError as error:
@@ -132,14 +132,14 @@ class CudaTransport(Transport):
             ) from error
         self._has_pinned = _pin(self._host)
         self._submitted: dict[Direction, queue.SimpleQueue[CudaTransfer | None]] = {
-            direction: queue.SimpleQueue() for direction in self._lanes
+            direction: queue.SimpleQueue() for direction in self._streams
         }
         self._threads: list[threading.Thread] = []
-        for direction, lanes in self._lanes.items():
+        for direction, streams in self._streams.items():
             name = f"kvoffload-cuda-{direction.name.lower()}"
             self._start(name, self._launch_all, direction)
-            for index, lane in enumerate(lanes):
-                self._start(f"{name}-{index}", self._settle_all, lane)
+            for index, staged in enumerate(streams):
+                self._start(f"{name}-{index}", self._settle_all, staged)
         self._closed = False
 
     def record_compute(self) -> ComputeEvent:
@@ -178,59 +178,61 @@ class CudaTransport(Transport):
             _cudart().cudaHostUnregister(self._host.data_ptr())
         self._host = torch.empty(0)
         self._copies.release()
-        self._lanes.clear()
+        self._streams.clear()
         return True
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _create_lane(self, staging_bytes: int) -> _Lane:
+    def _create_stream(self, staging_bytes: int) -> _StagedStream:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
         # On its own stream, or what used this memory before might still be running.
         with torch.cuda.stream(stream):
-            return _Lane(stream, self._copies.create_staging(staging_bytes, self._device))
+            return _StagedStream(stream, self._copies.create_staging(staging_bytes, self._device))
 
     def _launch_all(self, direction: Direction) -> None:
         """Launch what is submitted, stream after stream in turn. Thread: the direction's."""
         torch.cuda.set_device(self._device)
-        lanes = self._lanes[direction]
+        streams = self._streams[direction]
         previous: CudaTransfer | None = None
         turn = 0
         while (transfer := self._submitted[direction].get()) is not None:
-            lane = lanes[turn % len(lanes)]
+            staged = streams[turn % len(streams)]
             turn += 1
-            lane.room.acquire()
+            staged.room.acquire()
             try:
-                self._launch(transfer, lane, previous)
+                self._launch(transfer, staged, previous)
             except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
                 transfer.failure = error
             previous = transfer
-            lane.launched.put(transfer)
-        for lane in lanes:
-            lane.launched.put(None)
+            staged.launched.put(transfer)
+        for staged in streams:
+            staged.launched.put(None)
 
-    def _launch(self, transfer: CudaTransfer, lane: _Lane, previous: CudaTransfer | None) -> None:
-        with torch.cuda.stream(lane.stream):
+    def _launch(
+        self, transfer: CudaTransfer, staged: _StagedStream, previous: CudaTransfer | None
+    ) -> None:
+        with torch.cuda.stream(staged.stream):
             try:
-                lane.stream.wait_event(transfer.after)
+                staged.stream.wait_event(transfer.after)
                 if previous is not None:
-                    lane.stream.wait_event(previous.copied)
-                transfer.started.record(lane.stream)
-                plan = self._copies.plan(transfer.parts, lane.staging.shape[0])
-                if plan.pieces:
+                    staged.stream.wait_event(previous.copied)
+                transfer.started.record(staged.stream)
+                plan = self._copies.plan(transfer.parts, staged.staging.shape[0])
+                if plan.extents:
                     # Pinned, or the copy would wait for the stream.
                     pinned = torch.from_numpy(plan.index).pin_memory()
                     index = pinned.to(self._device, non_blocking=True)
-                    self._copies.perform(transfer.direction, plan, index, lane.staging)
+                    self._copies.perform(transfer.direction, plan, index, staged.staging)
             finally:
                 # After a failure, too: what was launched before it still moves bytes.
-                transfer.copied.record(lane.stream)
+                transfer.copied.record(staged.stream)
 
-    def _settle_all(self, lane: _Lane) -> None:
+    def _settle_all(self, staged: _StagedStream) -> None:
         """Publish the ends of a stream's transfers, in order. Thread: the stream's."""
         torch.cuda.set_device(self._device)
-        while (transfer := lane.launched.get()) is not None:
+        while (transfer := staged.launched.get()) is not None:
             transfer.settle()
-            lane.room.release()
+            staged.room.release()
 
     def _start(self, name: str, target: Callable[..., None], subject: object) -> None:
         thread = threading.Thread(target=target, args=(subject,), name=name, daemon=True)

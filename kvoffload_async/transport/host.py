@@ -74,7 +74,7 @@ class HostTransfer(SettlingTransfer):
 
 
 @dataclass(slots=True)
-class _Lane:
+class _DirectionQueue:
     """One direction: a FIFO and the thread that serves it."""
 
     queue: queue.SimpleQueue[HostTransfer | None] = field(default_factory=queue.SimpleQueue)
@@ -134,15 +134,15 @@ class HostTransport(Transport):
             ]
             for group in layout.groups
         ]
-        self._lanes = {Direction.LOAD: _Lane(), Direction.STORE: _Lane()}
-        for direction, lane in self._lanes.items():
-            lane.thread = threading.Thread(
+        self._directions = {Direction.LOAD: _DirectionQueue(), Direction.STORE: _DirectionQueue()}
+        for direction, entry in self._directions.items():
+            entry.thread = threading.Thread(
                 target=self._serve,
-                args=(direction, lane.queue),
+                args=(direction, entry.queue),
                 name=f"kvoffload-copy-{direction.name.lower()}",
                 daemon=True,
             )
-            lane.thread.start()
+            entry.thread.start()
         self._closed = False
 
     def record_compute(self) -> HostEvent:
@@ -163,15 +163,15 @@ class HostTransport(Transport):
             return transfer
         if self._detects_overwrites and copies.direction is Direction.STORE and after.wait(0):
             transfer.source_digest = self._digest(transfer.parts)
-        self._lanes[copies.direction].queue.put(transfer)
+        self._directions[copies.direction].queue.put(transfer)
         return transfer
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
         deadline_s = time.monotonic() + timeout_s
-        for lane in self._lanes.values():
-            lane.queue.put(None)
-        threads = [lane.thread for lane in self._lanes.values() if lane.thread is not None]
+        for entry in self._directions.values():
+            entry.queue.put(None)
+        threads = [entry.thread for entry in self._directions.values() if entry.thread is not None]
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in threads):

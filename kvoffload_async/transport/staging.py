@@ -1,7 +1,7 @@
 """Copies between page tables and slots through a staging buffer, in few operations.
 
 Blocks are gathered into staging memory that has the layout of the slots, one operation a page
-table, and neighbouring slots are copied in one piece each; a load goes the other way. Everything
+table, and neighbouring slots are copied in one extent each; a load goes the other way. Everything
 here is queued on whatever stream is current and waits for nothing; on the CPU it runs at once.
 """
 
@@ -33,7 +33,7 @@ class _Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Extent:
     """A part of a transfer that fits in staging memory, of one group.
 
     Attributes:
@@ -53,14 +53,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One transfer, in pieces.
+    """One transfer, in extents.
 
     Attributes:
-        pieces: In the order in which they are copied.
-        index: What the pieces index with, int64, all in one: it goes to the device in one copy.
+        extents: In the order in which they are copied.
+        index: What the extents index with, int64, all in one: it goes to the device in one copy.
     """
 
-    pieces: Sequence[Piece]
+    extents: Sequence[Extent]
     index: npt.NDArray[np.int64]
 
 
@@ -99,8 +99,8 @@ class StagedCopies:
         return torch.empty((rows, self._row_bytes), dtype=torch.uint8, device=device)
 
     def plan(self, parts: Sequence[GroupCopies], staging_rows: int) -> Plan:
-        """Cut a transfer into pieces of at most `staging_rows` slots."""
-        pieces: list[Piece] = []
+        """Cut a transfer into extents of at most `staging_rows` slots."""
+        extents: list[Extent] = []
         index: list[npt.NDArray[np.integer[Any]]] = []
         begin = 0
         for group, part in enumerate(parts):
@@ -110,30 +110,30 @@ class StagedCopies:
                 chosen = (rows >= first) & (rows < first + len(mine))
                 count = int(chosen.sum())
                 is_whole = count == len(mine) * self._blocks_per_chunk
-                pieces.append(Piece(group, mine, begin, count, is_whole))
+                extents.append(Extent(group, mine, begin, count, is_whole))
                 index += [(rows - first)[chosen], part.places[chosen], part.blocks[chosen]]
                 begin += 3 * count
         joined = np.concatenate(index) if index else np.empty(0)
-        return Plan(pieces, joined.astype(np.int64))
+        return Plan(extents, joined.astype(np.int64))
 
     def perform(
         self, direction: Direction, plan: Plan, index: torch.Tensor, staging: torch.Tensor
     ) -> None:
         """Queue a transfer's copies; `index` is the plan's, on the device."""
-        for piece in plan.pieces:
-            where = index[piece.begin : piece.begin + 3 * piece.count].view(3, piece.count)
-            used = staging[: len(piece.slots), : self._group_bytes[piece.group]]
-            if direction is Direction.LOAD or not piece.is_whole:
+        for extent in plan.extents:
+            where = index[extent.begin : extent.begin + 3 * extent.count].view(3, extent.count)
+            used = staging[: len(extent.slots), : self._group_bytes[extent.group]]
+            if direction is Direction.LOAD or not extent.is_whole:
                 # A chunk that is stored in part keeps the rest of its slot's bytes.
-                self._copy_rows(used, piece.slots, to_host=False)
-            for table in self._groups[piece.group]:
-                cells = self._cells_of(staging, table, len(piece.slots))
+                self._copy_rows(used, extent.slots, to_host=False)
+            for table in self._groups[extent.group]:
+                cells = self._cells_of(staging, table, len(extent.slots))
                 if direction is Direction.STORE:
-                    _gather(table.pages, cells, where, is_whole=piece.is_whole)
+                    _gather(table.pages, cells, where, is_whole=extent.is_whole)
                 else:
-                    _scatter(table.pages, cells, where, is_whole=piece.is_whole)
+                    _scatter(table.pages, cells, where, is_whole=extent.is_whole)
             if direction is Direction.STORE:
-                self._copy_rows(used, piece.slots, to_host=True)
+                self._copy_rows(used, extent.slots, to_host=True)
 
     def release(self) -> None:
         """Let go of the slots' memory: who owns it may unmap it now."""

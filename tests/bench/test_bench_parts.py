@@ -100,15 +100,15 @@ def test_only_keys_that_are_found_are_timed_and_answers_are_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("num_jobs", "keys_per_job", "block_bytes", "num_pieces"),
+    ("num_jobs", "keys_per_job", "block_bytes", "num_extents"),
     [(3, 5, BLOCK, 1), (300, 1, BLOCK, 2), (5, 3, 3 * BLOCK * 32, 8), (2, 1, 2 << 20, 2)],
 )
 def test_the_floor_moves_every_byte_in_large_pieces_of_whole_blocks(
-    tmp_path, num_jobs, keys_per_job, block_bytes, num_pieces
+    tmp_path, num_jobs, keys_per_job, block_bytes, num_extents
 ):
     jobs = Jobs(num_jobs, keys_per_job, block_bytes)
     cuts = floor_module._cuts(jobs)
-    assert len(cuts) == num_pieces
+    assert len(cuts) == num_extents
     assert [start for start, _ in cuts] == np.cumsum([0, *(size for _, size in cuts[:-1])]).tolist()
     assert sum(size for _, size in cuts) == jobs.num_bytes
     assert all(size % block_bytes == 0 for _, size in cuts)
@@ -133,7 +133,7 @@ def test_a_floor_that_moves_too_little_is_no_floor(tmp_path, monkeypatch):
 
 
 def test_a_floor_that_returns_other_bytes_is_no_floor(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "preadv", lambda _file, pieces, _start: pieces[0].nbytes)
+    monkeypatch.setattr(os, "preadv", lambda _file, extents, _start: extents[0].nbytes)
     jobs = Jobs(1, 1, BLOCK)
     with (
         Payload(1, BLOCK) as payload,
@@ -151,7 +151,7 @@ def test_a_jobs_latency_begins_when_the_one_that_made_way_for_it_ends():
 
 def test_a_job_ends_with_the_last_of_its_pieces():
     mib = 1 << 20
-    jobs = Jobs(num_jobs=2, keys_per_job=3, block_bytes=mib // 2)  # 1.5 pieces a job
+    jobs = Jobs(num_jobs=2, keys_per_job=3, block_bytes=mib // 2)  # 1.5 extents a job
     ended_s = {0: 5.0, mib: 3.0, 2 * mib: 4.0}
     assert floor_module._job_ends(jobs, ended_s) == [5.0, 4.0]
 

@@ -36,9 +36,7 @@ DEADLINE_S = 10.0
 TIERS = {
     "example": ExampleSecondaryTierManager,
     "fs": partial(FileSystemTierManager, model="bench"),
-    "slab": partial(
-        SlabTierManager, model="bench", capacity_bytes="16MiB", segment_bytes="1MiB"
-    ),
+    "slab": partial(SlabTierManager, model="bench", capacity_bytes="16MiB", segment_bytes="1MiB"),
 }
 
 

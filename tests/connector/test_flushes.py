@@ -274,11 +274,11 @@ def test_finished_requests_are_signalled_after_their_last_store_and_the_step_end
 def test_the_manager_is_told_which_requests_came_and_which_were_preempted():
     told = []
 
-    class Told(Scripted):
+    class Recording(Scripted):
         def on_schedule_end(self, context=None):
             told.append((set(context.new_req_ids), set(context.preempted_req_ids)))
 
-    desk = Desk(manager=Told())
+    desk = Desk(manager=Recording())
     running(desk)
     desk.step(preempted=["r"])
     assert told == [({"r"}, set()), (set(), {"r"})]

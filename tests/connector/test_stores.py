@@ -274,7 +274,7 @@ def test_a_request_aborted_before_it_ran_stores_nothing():
 def test_a_request_nobody_asked_about_is_begun_and_ended():
     recorded = []
 
-    class Told(Scripted):
+    class Recording(Scripted):
         def on_new_request(self, req_context):
             recorded.append(("begin", req_context.req_id))
             return super().on_new_request(req_context)
@@ -283,7 +283,7 @@ def test_a_request_nobody_asked_about_is_begun_and_ended():
             recorded.append(("end", req_context.req_id))
             super().on_request_finished(req_context)
 
-    desk = Desk(manager=Told())
+    desk = Desk(manager=Recording())
     request = Request("r", "abcd")
     assert desk.end(request) == (False, None)
     assert desk.end(request) == (False, None), "ending twice is ending once"

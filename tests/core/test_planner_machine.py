@@ -168,7 +168,7 @@ class PlannerMachine(RuleBasedStateMachine):
         key=st.sampled_from(ALL_KEYS),
     )
     def disturb(self, what, tier, key):
-        if self.world.planner.promotions_held:
+        if self.world.planner.promotions_paused:
             self.world.flush_reset()
         elif what == "reset":
             self.world.reset()

@@ -31,7 +31,7 @@ def test_a_held_slot_is_nobodys_until_it_is_released():
     pool = SlotPool(2)
     pool.allocate(2)
     pool.hold([1])
-    assert (pool.free_count, pool.held_count, pool.held_slots()) == (0, 1, [1])
+    assert (pool.free_count, pool.retained_count, pool.retained_slots()) == (0, 1, [1])
     with pytest.raises(InvariantError):
         pool.free([1])
     pool.release([1])
@@ -54,4 +54,4 @@ def test_a_reset_frees_all_but_the_held_slots_in_increasing_order():
     pool.hold([1])
     pool.reset([])
     assert pool.allocate(3) == [0, 2, 3]
-    assert pool.held_slots() == [1]
+    assert pool.retained_slots() == [1]

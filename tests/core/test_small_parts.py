@@ -214,7 +214,7 @@ def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
     assert not promotions.reserve(0, waiting, k("c"), ())
     promotions.land(ks("a"), waiting)
     assert not promotions.reserve(0, waiting, k("c"), ())
-    promotions.let_go(waiting, ks("ax"))
+    promotions.release(waiting, ks("ax"))
     assert promotions.reserve(0, waiting, k("c"), ())
     promotions.fail(ks("b"))
     assert promotions.disown(ks("c")) == [2]

@@ -90,7 +90,7 @@ def damage_p4_slot(world):
     assert k("c") in job.keys
 
 
-def damage_p4_held(world):
+def damage_p4_retained(world):
     world.planner.disowned[4].holds_slots = False
 
 
@@ -105,7 +105,7 @@ def damage_p7_twice(world):
 
 
 def damage_p7_count(world):
-    world.planner.promotions._held += 1
+    world.planner.promotions._retained += 1
 
 
 def damage_p7_cap(world):

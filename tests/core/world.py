@@ -285,7 +285,7 @@ class World:
     def wind_down(self):
         """Bring everything to rest and check every invariant."""
         self.refusing.clear()
-        if self.planner.promotions_held:
+        if self.planner.promotions_paused:
             self.flush_reset()
         for write in list(self.writes):
             self.written(write)

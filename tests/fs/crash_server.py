@@ -12,7 +12,7 @@ from fs.places import Place
 from kvoffload_async.errors import BlockMissingError, TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 
 K = [key_of(number) for number in range(60)]
 BAD = K[5]
@@ -58,9 +58,9 @@ def traffic(root: str, seed: int, rounds: int, capacity_bytes: int | None) -> di
         answer(done | {"phase": "quiet"})
         sys.stdin.readline()  # all are quiet now
         if capacity_bytes is not None:
-            keeper = harness.tier._keeper
-            harness.run(keeper._rescan(keeper._usage, keeper._space))
-            usage = harness.run(keeper._run(keeper._usage.read))
+            housekeeping = harness.tier._housekeeping
+            harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
+            usage = harness.run(housekeeping._run(housekeeping._usage.read))
             done["counted"] = usage.settled_bytes
             done["reserved"] = usage.all_reserved_bytes
         answer(done | {"phase": "counted"})

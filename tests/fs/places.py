@@ -8,10 +8,10 @@ from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.inventory import Inventory, take_inventory
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, StoreOutcome, Verify
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
@@ -117,18 +117,20 @@ class Place:
     def blocks(self) -> set[OffloadKey]:
         return set(self.inventory().blocks)
 
-    def seal_of(self, key: OffloadKey) -> bytes:
-        return Sealer(self.namespace.layout_of(BLOCK)).seal(
+    def attribute_of(self, key: OffloadKey) -> bytes:
+        return AttributeDigester(self.namespace.layout_of(BLOCK)).attribute_value(
             key, memoryview(content_of(key, BLOCK).tobytes())
         )
 
-    def put(self, key: OffloadKey, content: bytes | None = None, *, sealed: bool = False) -> Path:
+    def put(
+        self, key: OffloadKey, content: bytes | None = None, *, has_digest: bool = False
+    ) -> Path:
         """Write a block as somebody else would, by default as vLLM does: without a checksum."""
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content_of(key, BLOCK).tobytes() if content is None else content)
-        if sealed:
-            os.setxattr(path, ATTRIBUTE, self.seal_of(key))
+        if has_digest:
+            os.setxattr(path, ATTRIBUTE, self.attribute_of(key))
         return path
 
     def every_block_is_whole(self) -> bool:

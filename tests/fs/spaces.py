@@ -17,18 +17,18 @@ def evicted(harness: TierHarness) -> set:
 
 
 def rescan(harness: TierHarness) -> None:
-    keeper = harness.tier._keeper
+    housekeeping = harness.tier._housekeeping
 
     async def walk():
-        async with keeper._walking:
-            await keeper._rescan(keeper._usage, keeper._space)
+        async with housekeeping._walking:
+            await housekeeping._rescan(housekeeping._usage, housekeeping._space)
 
     harness.run(walk())
 
 
 def trim(harness: TierHarness) -> None:
-    keeper = harness.tier._keeper
-    harness.run(keeper._trim(keeper._usage, keeper._space))
+    housekeeping = harness.tier._housekeeping
+    harness.run(housekeeping._trim(housekeeping._usage, housekeeping._space))
 
 
 def check(place: Place, harness: TierHarness, capacity_bytes: int) -> None:

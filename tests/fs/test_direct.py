@@ -41,7 +41,7 @@ def test_direct_io_is_given_up_in_a_reused_file_too(place):
     ops = FaultyFileOps()
     ops.fail(errno.EINVAL, on="pwrite", when=lambda c: bool(c.flags & os.O_DIRECT))
     files = place.files(ops, direct_io=True, reuses_inodes=True)
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     assert store_key(files, A, victim=B).status is StoreStatus.WRITTEN
     assert load_key(files, A) is None
 

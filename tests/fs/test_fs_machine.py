@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from kvoffload_async.errors import BlockMissingError, ConfigError, CorruptBlockError, TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, content_of, key_of
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 
 K = [key_of(number) for number in range(12)]
 SLOTS = 16
@@ -48,7 +48,7 @@ class Instance:
 
 class FsMachine(RuleBasedStateMachine):
     """A bounded namespace that several tiers share, against a dictionary of what each key's file
-    is: right, wrong, or right but unsealed. Rules of strangers and of trouble change both.
+    is: right, wrong, or right without a digest. Rules of other writers and of faults change both.
     """
 
     capacity_bytes = 28 * KIB + 6 * 12 * KIB + 3 * 4 * KIB
@@ -126,8 +126,8 @@ class FsMachine(RuleBasedStateMachine):
         for key in self.place.blocks():
             path = self.place.path(key)
             is_right = path.read_bytes() == content_of(key, BLOCK).tobytes()
-            has_seal = ATTRIBUTE in os.listxattr(path)
-            model[key] = (is_right, os.getxattr(path, ATTRIBUTE) if has_seal else None)
+            has_digest = ATTRIBUTE in os.listxattr(path)
+            model[key] = (is_right, os.getxattr(path, ATTRIBUTE) if has_digest else None)
         return model
 
     # -- work -----------------------------------------------------------------------------------
@@ -150,8 +150,10 @@ class FsMachine(RuleBasedStateMachine):
         requires = instance.options.get("verify") == "required"
         failures = instance.harness.load(keys, range(8, 8 + len(keys)))
         for number, key in enumerate(keys):
-            is_right, seal = model.get(key, (False, None))
-            if is_right and (seal == self.place.seal_of(key) or (seal is None and not requires)):
+            is_right, digest = model.get(key, (False, None))
+            if is_right and (
+                digest == self.place.attribute_of(key) or (digest is None and not requires)
+            ):
                 assert number not in failures, "a good block was refused"
             if number not in failures:
                 assert instance.harness.holds(key, 8 + number), "wrong bytes were served"
@@ -160,7 +162,7 @@ class FsMachine(RuleBasedStateMachine):
                 assert not self.place.path(key).exists(), "a bad block stays"
             else:
                 assert isinstance(failures[number], BlockMissingError)
-                assert key not in model or (requires and seal is None)
+                assert key not in model or (requires and digest is None)
 
     @rule(instance=instances, keys=some_keys)
     def probe(self, instance, keys):
@@ -168,14 +170,14 @@ class FsMachine(RuleBasedStateMachine):
 
     # -- what others do -------------------------------------------------------------------------
 
-    @rule(key=one_key, sealed=st.booleans())
-    def foreign_file(self, key, sealed):
+    @rule(key=one_key, has_digest=st.booleans())
+    def foreign_file(self, key, has_digest):
         self.is_disturbed = True
         if not self.place.path(key).exists():
-            self.place.put(key, sealed=sealed)
+            self.place.put(key, has_digest=has_digest)
 
     @rule(name=st.sampled_from(["stranger", "000/file.txt", "x.bin", "y.tmp.txt"]))
-    def stranger(self, name):
+    def unknown_file(self, name):
         self.is_disturbed = True
         path = self.place.folder / name
         path.parent.mkdir(exist_ok=True)
@@ -206,7 +208,7 @@ class FsMachine(RuleBasedStateMachine):
         """The right bytes, and checksum, of another block."""
         if (path := self._stored(key)) and ATTRIBUTE in os.listxattr(path):
             path.write_bytes(content_of(other, BLOCK).tobytes())
-            os.setxattr(path, ATTRIBUTE, self.place.seal_of(other))
+            os.setxattr(path, ATTRIBUTE, self.place.attribute_of(other))
 
     @rule(key=one_key)
     def delete(self, key):
@@ -276,8 +278,8 @@ class FsMachine(RuleBasedStateMachine):
 
     @rule(instance=instances)
     def rescan(self, instance):
-        keeper = instance.harness.tier._keeper
-        instance.harness.run(keeper._rescan(keeper._usage, keeper._space))
+        housekeeping = instance.harness.tier._housekeeping
+        instance.harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
         instance.harness.tier._files.writer.sweep_litter()
         if len(self.live) == 1:
             assert self.place.counted_bytes() == self.place.disk_bytes()
@@ -285,9 +287,9 @@ class FsMachine(RuleBasedStateMachine):
     @rule()
     def all_keep_house(self):
         for instance in self.live:
-            keeper = instance.harness.tier._keeper
-            instance.harness.run(keeper._rescan(keeper._usage, keeper._space))
-            instance.harness.run(keeper._trim(keeper._usage, keeper._space))
+            housekeeping = instance.harness.tier._housekeeping
+            instance.harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
+            instance.harness.run(housekeeping._trim(housekeeping._usage, housekeeping._space))
         assert self.place.counted_bytes() == self.place.disk_bytes()
         self.is_disturbed = False
 
@@ -301,7 +303,7 @@ class FsMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_set_aside_while_no_job_runs(self):
         for instance in self.live:
-            usage = instance.harness.tier._keeper._usage
+            usage = instance.harness.tier._housekeeping._usage
             assert usage._reserved_bytes == 0
 
     def teardown(self):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.files.naming import safe_name
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 from kvoffload_async.types import make_offload_key
 
 ROOT = "/base/root"
@@ -116,14 +116,14 @@ def test_other_paths_name_no_key(name):
 
 
 def test_a_seal_is_bound_to_bytes_key_and_layout():
-    def seal(number=1, content=b"x" * 100, layout="a:0:100"):
-        return Sealer(layout).seal(key_of(number), memoryview(content))
+    def digest(number=1, content=b"x" * 100, layout="a:0:100"):
+        return AttributeDigester(layout).attribute_value(key_of(number), memoryview(content))
 
-    assert seal() == seal()
-    assert seal() != seal(number=2)
-    assert seal() != seal(content=b"x" * 99 + b"y")
-    assert seal() != seal(layout="a:0:101")
-    assert len(seal()) == 17
+    assert digest() == digest()
+    assert digest() != digest(number=2)
+    assert digest() != digest(content=b"x" * 99 + b"y")
+    assert digest() != digest(layout="a:0:101")
+    assert len(digest()) == 17
 
 
 def test_the_layout_names_digest_rank_and_length():
@@ -143,5 +143,5 @@ def test_a_block_of_another_rank_does_not_verify(tmp_path):
         harness.store([key])
     with other.open() as harness:
         path = other.put(key, content_of(key, BLOCK).tobytes())
-        os.setxattr(path, ATTRIBUTE, mine.seal_of(key))
+        os.setxattr(path, ATTRIBUTE, mine.attribute_of(key))
         assert sorted(harness.load([key])) == [0]

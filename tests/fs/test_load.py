@@ -8,8 +8,8 @@ from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUna
 from kvoffload_async.testing.fileops import FaultyFileOps, is_block, is_direct
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, SealMemory
 
 A, B, C, D = (key_of(number) for number in range(4))
 
@@ -74,7 +74,7 @@ def test_short_reads_are_continued(place, max_bytes):
 def test_any_other_error_fails_the_block_and_leaves_the_file(place, name, code):
     ops = FaultyFileOps()
     files = place.files(ops)
-    place.put(A, sealed=True)
+    place.put(A, has_digest=True)
     ops.fail(code, on=name, when=is_block, times=1)
     assert isinstance(load_key(files, A).error, TierUnavailableError)
     assert not ops.open_fds
@@ -83,7 +83,7 @@ def test_any_other_error_fails_the_block_and_leaves_the_file(place, name, code):
 
 def test_a_length_that_cannot_be_asked_for_fails_a_direct_load_and_leaves_the_file(place):
     ops = FaultyFileOps()
-    place.put(A, sealed=True)
+    place.put(A, has_digest=True)
     ops.fail(errno.EIO, on="fstat", when=is_direct)
     assert isinstance(load_key(place.files(ops, direct_io=True), A).error, TierUnavailableError)
     assert place.path(A).exists()
@@ -104,14 +104,14 @@ def test_a_file_without_checksum_is_served_unless_one_is_required(place, verify)
 @pytest.mark.parametrize("verify", ["required", "when_present"])
 def test_a_file_with_anothers_checksum_is_deleted(place, verify):
     place.put(A)
-    os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(B))
+    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(B))
     assert isinstance(load_key(place.files(verify=verify), A).error, CorruptBlockError)
     assert not place.path(A).exists()
 
 
 def test_checksums_are_not_looked_at_where_verifying_is_off(place):
     place.put(A)
-    os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(B))
+    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(B))
     assert load_key(place.files(verify="off"), A) is None
 
 
@@ -119,7 +119,7 @@ def test_checksums_are_not_looked_at_where_verifying_is_off(place):
 def test_a_bad_file_that_cannot_be_deleted_is_corrupt_all_the_same(place, caplog, name):
     ops = FaultyFileOps()
     place.put(A, FLIPPED)
-    os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(A))
+    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(A))
     ops.fail(errno.EACCES, on=name)
     files = place.files(ops)
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_a_bad_file_that_somebody_has_replaced_is_not_deleted(place):
             if path == str(place.path(A)):
                 place.path(A).unlink()
                 place.put(B)
-                place.put(A, sealed=True)
+                place.put(A, has_digest=True)
             return super().stat(path)
 
     ops.__class__ = Replacing
@@ -160,7 +160,7 @@ def test_a_bad_file_that_somebody_has_deleted_counts_as_gone(place):
 @pytest.mark.parametrize("moment", ["open", "get_xattr", "preadv"])
 def test_a_reader_of_a_reused_inode_never_gets_the_other_blocks_bytes(place, moment, is_remembered):
     """Another process evicts what this one is reading, and overwrites the file."""
-    place.put(A, sealed=True)
+    place.put(A, has_digest=True)
     files = place.files(ops := FaultyFileOps())
     if is_remembered:
         assert load_key(files, A) is None
@@ -173,13 +173,13 @@ def test_a_reader_of_a_reused_inode_never_gets_the_other_blocks_bytes(place, mom
     assert load_key(evictor, B) is None, "a good block was deleted"
 
 
-# -- remembered seals ---------------------------------------------------------------------------
+# -- remembered digests ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def reader(place) -> BlockFiles:
-    """Files that remember the seal of A."""
-    place.put(A, sealed=True)
+    """Files that remember the digest of A."""
+    place.put(A, has_digest=True)
     reader = place.files()
     assert load_key(reader, A) is None
     return reader
@@ -190,7 +190,11 @@ def test_other_bytes_with_a_checksum_of_their_own_are_served_though_others_are_r
 ):
     """Another host has computed the same block, not quite alike."""
     path = place.put(A, FLIPPED)
-    os.setxattr(path, ATTRIBUTE, Sealer(place.namespace.layout_of(BLOCK)).seal(A, FLIPPED))
+    os.setxattr(
+        path,
+        ATTRIBUTE,
+        AttributeDigester(place.namespace.layout_of(BLOCK)).attribute_value(A, FLIPPED),
+    )
     for _ in range(2):
         failures, (row,) = load(reader, A)
         assert not failures
@@ -230,7 +234,7 @@ def test_bytes_that_nobody_has_verified_are_not_remembered_as_right(place):
     files = place.files(ops)
     place.put(A, FLIPPED)
     assert load(files, A)[0] == {}
-    os.setxattr(place.path(A), ATTRIBUTE, place.seal_of(A))
+    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(A))
     assert isinstance(load(files, A)[0][0].error, CorruptBlockError)
 
 
@@ -245,14 +249,14 @@ def test_a_remembered_block_is_read_directly_too(place):
             return super().preadv(fd, buffers, offset)
 
     files = place.files(Aligned(), direct_io=True)
-    place.put(A, sealed=True)
+    place.put(A, has_digest=True)
     for _ in range(2):
         assert load_key(files, A) is None
     assert files._direct.flag
 
 
 def test_the_memory_of_seals_is_bounded_and_keeps_the_latest():
-    memory = SealMemory(4)
+    memory = DigestCache(4)
     keys = [key_of(number) for number in range(100)]
     for number, key in enumerate(keys):
         memory.remember(key, key)

@@ -174,28 +174,28 @@ def test_a_tier_that_finds_no_room_looks_for_blocks_of_others(place):
 def test_it_does_not_look_again_at_once(place, caplog):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
-        keeper = harness.tier._keeper
-        assert harness.run(keeper.look_for_blocks())
-        keeper._next_walk_s = float("inf")
-        assert not harness.run(keeper.look_for_blocks())
-        keeper._next_walk_s = 0.0
+        housekeeping = harness.tier._housekeeping
+        assert harness.run(housekeeping.look_for_blocks())
+        housekeeping._next_walk_s = float("inf")
+        assert not harness.run(housekeeping.look_for_blocks())
+        housekeeping._next_walk_s = 0.0
         ops.fail(errno.EIO, on="walk", times=1)
-        assert not harness.run(keeper.look_for_blocks())
+        assert not harness.run(housekeeping.look_for_blocks())
         assert "looking for room failed" in caplog.text
 
         async def together():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(keeper.look_for_blocks()) for _ in range(4)]
+                tasks = [group.create_task(housekeeping.look_for_blocks()) for _ in range(4)]
             return [task.result() for task in tasks]
 
-        before = keeper._walks
+        before = housekeeping._walks
         assert harness.run(together()) == [True] * 4
-        assert keeper._walks == before + 1
+        assert housekeeping._walks == before + 1
 
 
 def test_without_a_capacity_there_is_nothing_to_look_for(place):
     with place.open() as harness:
-        assert not harness.run(harness.tier._keeper.look_for_blocks())
+        assert not harness.run(harness.tier._housekeeping.look_for_blocks())
 
 
 def test_the_growth_of_a_crowded_folder_is_within_the_capacity(place):

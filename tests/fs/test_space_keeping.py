@@ -78,10 +78,10 @@ def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_lea
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:4])
-        keeper = harness.tier._keeper
+        housekeeping = harness.tier._housekeeping
         space = harness.tier._space
         before = space.known()
-        inventory = keeper._take_stock()
+        inventory = housekeeping._take_stock()
         harness.store(K[4:10])
         assert not set(K[:4]) & place.blocks()
         assert space.learn(inventory, before) == []
@@ -149,7 +149,7 @@ def test_keeping_house_survives_errors(place, caplog):
         assert seen.entered.wait(10)
         seen.release()
         assert harness.store(K[:4]) == {}
-    assert "keeping house failed" in caplog.text
+    assert "housekeeping failed" in caplog.text
 
 
 def test_without_a_capacity_the_heartbeat_goes_on(place):

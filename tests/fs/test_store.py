@@ -11,8 +11,8 @@ from fs.places import BLOCK, Place, item, load_key, store, store_key
 from kvoffload_async.errors import TierFullError, TierUnavailableError
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import content_of, key_of
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.outcome import StoreStatus
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE
 
 A, B, C, D = (key_of(number) for number in range(4))
 
@@ -21,7 +21,7 @@ def test_a_stored_block_is_a_file_of_its_bytes_with_its_checksum(place):
     outcome = store_key(place.files(), A)
     assert outcome.status is StoreStatus.WRITTEN
     assert place.path(A).read_bytes() == content_of(A, BLOCK).tobytes()
-    assert os.getxattr(place.path(A), ATTRIBUTE) == place.seal_of(A)
+    assert os.getxattr(place.path(A), ATTRIBUTE) == place.attribute_of(A)
     assert not place.temps()
 
 
@@ -58,7 +58,7 @@ def test_a_lost_race_for_publishing_is_success_and_leaves_no_temp(place):
 
     class Racing(type(ops)):
         def publish(self, source, target):
-            place.put(A, sealed=True)
+            place.put(A, has_digest=True)
             super().publish(source, target)
 
     ops.__class__ = Racing
@@ -168,7 +168,7 @@ SCENARIOS = {
 
 
 def prepared(place: Place, ops: FaultyFileOps, scenario: str):
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     options = dict(SCENARIOS[scenario])
     files = place.files(ops, reuses_inodes=options.pop("reuses_inodes", False), fsync=True)
     return files, item(A, **options)

@@ -8,8 +8,8 @@ from fs.places import BLOCK, Place, item, load_key, store, store_key
 
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import content_of, key_of
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.outcome import StoreStatus
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE
 
 A, B, C, D = (key_of(number) for number in range(4))
 
@@ -54,7 +54,7 @@ def test_an_inode_without_a_checksum_is_not_reused(place):
 
 
 def test_an_inode_with_another_name_is_not_reused(place):
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     kept = place.root / "kept"
     os.link(place.path(B), kept)
     assert has_new_inode(place, place.files(reuses_inodes=True))
@@ -62,7 +62,7 @@ def test_an_inode_with_another_name_is_not_reused(place):
 
 
 def test_what_a_symbolic_link_points_to_is_not_overwritten(place):
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     kept = place.root / "kept"
     place.path(B).rename(kept)
     place.path(B).symlink_to(kept)
@@ -74,13 +74,13 @@ def test_what_a_symbolic_link_points_to_is_not_overwritten(place):
 
 def test_an_inode_that_may_not_be_written_is_not_reused(place):
     ops = FaultyFileOps()
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     ops.fail(errno.EACCES, on="open", times=1)
     assert has_new_inode(place, place.files(ops, reuses_inodes=True))
 
 
 def test_an_inode_is_not_reused_unless_allowed(place):
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     assert has_new_inode(place, place.files())
 
 
@@ -99,7 +99,7 @@ def test_a_victim_of_another_length_becomes_a_whole_block(place):
 
 def test_a_victims_old_checksum_never_stays(place):
     ops = FaultyFileOps()
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     ops.fail(errno.EOPNOTSUPP, on="set_xattr")
     outcome = store_key(place.files(ops, reuses_inodes=True), A, victim=B)
     assert outcome.status is StoreStatus.FAILED
@@ -118,7 +118,7 @@ def test_a_victim_that_is_gone_already_is_reported(place):
 
 def test_a_victim_that_goes_in_the_last_moment_is_reported(place):
     ops = FaultyFileOps()
-    place.put(B, sealed=True)
+    place.put(B, has_digest=True)
     ops.fail(errno.ENOENT, on="rename")
     outcome = store_key(place.files(ops, reuses_inodes=True), A, victim=B)
     assert outcome.status is StoreStatus.VICTIM_GONE

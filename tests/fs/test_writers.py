@@ -209,7 +209,7 @@ def test_a_start_removes_temps_of_dead_writers_and_never_those_of_living_ones(
     place, capacity_bytes
 ):
     with place.open(capacity_bytes=capacity_bytes) as first:
-        living = temp_of(place, first.tier._keeper._writers.writer_id)
+        living = temp_of(place, first.tier._housekeeping._writers.writer_id)
         entry(place.folder, "9-dead", boot_id())
         dead = temp_of(place, "9-dead", B)
         entry(place.folder, "9-far", "another boot")

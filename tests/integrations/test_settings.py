@@ -73,7 +73,7 @@ def function():
 
 
 def test_every_row_says_what_holds_the_field_and_why():
-    for fields in settings.held_settings().values():
+    for fields in settings.classified_settings().values():
         for where, why in fields.values():
             assert where in HELD_BY
             assert bool(why) == (where != "neutral")

@@ -57,8 +57,8 @@ class User:
         except Exception as error:  # noqa: BLE001 - the test judges it
             pipe.send(error)
 
-    def told(self):
-        """Return the next thing that it has told; at the end what the function returned."""
+    def reported(self):
+        """Return the next thing that it has reported; at the end what the function returned."""
         assert self._pipe.poll(DEADLINE_S), "it hangs"
         return self._pipe.recv()
 
@@ -155,9 +155,9 @@ def test_another_users_file_with_our_prefix_stops_nobody_and_stays(shared, run_a
         shared / f"kvoffload-{ATTACKER}-x",
     ]
     for path in planted:
-        assert run_as(ATTACKER, plant, path, kind).told() is None
+        assert run_as(ATTACKER, plant, path, kind).reported() is None
     before = [state_of(path) for path in planted]
-    assert run_as(victim, start, shared).told() is True
+    assert run_as(victim, start, shared).reported() is True
     assert [state_of(path) for path in planted] == before
     assert sorted(shared.iterdir()) == sorted(planted)
 
@@ -165,25 +165,25 @@ def test_another_users_file_with_our_prefix_stops_nobody_and_stays(shared, run_a
 @needs_root
 def test_another_users_file_is_not_even_opened(shared, run_as):
     path = shared / f"kvoffload-{VICTIM}-x"
-    assert run_as(ATTACKER, plant, path, "public").told() is None
+    assert run_as(ATTACKER, plant, path, "public").reported() is None
     victim = run_as(VICTIM, start_stopping, shared, os, "open")
-    assert victim.told() == named(shared, VICTIM)  # and not that path
+    assert victim.reported() == named(shared, VICTIM)  # and not that path
     victim.go_on()
-    assert victim.told() is True
+    assert victim.reported() is True
 
 
 @needs_root
 @pytest.mark.parametrize("kind", PLANTS)
 def test_what_takes_the_place_of_an_orphan_is_not_touched(shared, run_as, kind):
     path = shared / f"kvoffload-{VICTIM}-x"
-    assert run_as(VICTIM, plant, path, "private").told() is None
+    assert run_as(VICTIM, plant, path, "private").reported() is None
     victim = run_as(VICTIM, start_stopping, shared, os, "open")
-    assert victim.told() == path
+    assert victim.reported() == path
     path.unlink()  # another participant was faster
-    assert run_as(ATTACKER, plant, path, kind).told() is None
+    assert run_as(ATTACKER, plant, path, kind).reported() is None
     before = state_of(path)
     victim.go_on()
-    assert victim.told() is True
+    assert victim.reported() is True
     assert state_of(path) == before
 
 
@@ -196,14 +196,14 @@ def test_what_takes_an_orphans_name_before_it_is_removed_stays(
     shared, run_as, victim, module, name
 ):
     path = shared / f"kvoffload-{victim}-x"
-    assert run_as(victim, plant, path, "private").told() is None
+    assert run_as(victim, plant, path, "private").reported() is None
     starting = run_as(victim, start_stopping, shared, module, name)
-    starting.told()
+    starting.reported()
     path.unlink()
-    assert run_as(ATTACKER, plant, path, "public").told() is None
+    assert run_as(ATTACKER, plant, path, "public").reported() is None
     before = state_of(path)
     starting.go_on()
-    assert starting.told() is True
+    assert starting.reported() is True
     assert state_of(path) == before
 
 
@@ -211,9 +211,9 @@ def test_what_takes_an_orphans_name_before_it_is_removed_stays(
 def test_a_users_own_orphan_goes_and_what_only_looks_like_one_stays(shared, run_as):
     orphan, public, linked = (shared / f"kvoffload-{VICTIM}-{name}" for name in "abc")
     for path, kind in ((orphan, "private"), (public, "public"), (linked, "private")):
-        assert run_as(VICTIM, plant, path, kind).told() is None
+        assert run_as(VICTIM, plant, path, kind).reported() is None
     os.link(linked, shared / "somewhere else")
-    assert run_as(VICTIM, start, shared).told() is True
+    assert run_as(VICTIM, start, shared).reported() is True
     assert sorted(shared.iterdir()) == sorted([public, linked, shared / "somewhere else"])
 
 
@@ -230,9 +230,9 @@ def named(shared, uid):
 @pytest.mark.parametrize("victim", [0, VICTIM])
 def test_a_planted_primary_is_refused_and_stays(shared, run_as, kind, victim):
     path = named(shared, victim)
-    assert run_as(ATTACKER, plant, path, kind).told() is None
+    assert run_as(ATTACKER, plant, path, kind).reported() is None
     before = state_of(path)
-    refused = run_as(victim, start, shared).told()
+    refused = run_as(victim, start, shared).reported()
     assert isinstance(refused, ConfigError)
     assert str(path) in str(refused)
     assert "have it removed, or choose another engine_id" in str(refused)
@@ -252,8 +252,8 @@ def test_a_planted_file_under_a_lease_keeps_nobody_waiting(shared, run_as):
             pipe.recv()
 
     attacker = run_as(ATTACKER, lease)
-    assert attacker.told() == "has it"
-    refused = run_as(VICTIM, start, shared).told()
+    assert attacker.reported() == "has it"
+    refused = run_as(VICTIM, start, shared).reported()
     assert isinstance(refused, ConfigError)
     attacker.go_on()
 
@@ -261,16 +261,16 @@ def test_a_planted_file_under_a_lease_keeps_nobody_waiting(shared, run_as):
 @needs_root
 def test_a_primary_that_is_planted_at_the_last_moment_is_refused(shared, run_as):
     path = named(shared, VICTIM)
-    assert run_as(VICTIM, plant, path, "private").told() is None
+    assert run_as(VICTIM, plant, path, "private").reported() is None
     with path.open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # no orphan
         # Opened as an orphan, opened to make it, opened to join it.
         victim = run_as(VICTIM, start_stopping, shared, os, "open", 3)
-        assert victim.told() == path
+        assert victim.reported() == path
     path.unlink()
-    assert run_as(ATTACKER, plant, path, "public").told() is None
+    assert run_as(ATTACKER, plant, path, "public").reported() is None
     victim.go_on()
-    refused = victim.told()
+    refused = victim.reported()
     assert isinstance(refused, ConfigError)
     assert f"it belongs to user {ATTACKER}" in str(refused)
 
@@ -311,10 +311,10 @@ def test_engines_of_two_users_under_one_id_do_not_meet(shared, run_as):
         return second.view[0, 0] == os.geteuid() % 251 and not second.is_creator
 
     users = [run_as(uid, both, shared) for uid in (0, VICTIM, ATTACKER)]
-    assert [user.told() for user in users] == [True] * 3
+    assert [user.reported() for user in users] == [True] * 3
     modes = {path.stat().st_uid: stat.S_IMODE(path.stat().st_mode) for path in shared.iterdir()}
     assert modes == {0: 0o600, VICTIM: 0o600, ATTACKER: 0o600}
     for user in users:
         user.go_on()
-    assert [user.told() for user in users] == [True] * 3
+    assert [user.reported() for user in users] == [True] * 3
     assert list(shared.iterdir()) == []

@@ -1,7 +1,7 @@
 import pytest
-from slab.shelves import Shelves
+from slab.stores import SlabStore
 
 
 @pytest.fixture
-def shelves(tmp_path) -> Shelves:
-    return Shelves(tmp_path / "root")
+def slab_store(tmp_path) -> SlabStore:
+    return SlabStore(tmp_path / "root")

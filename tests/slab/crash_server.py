@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from crashes import load, serve
-from slab.shelves import BLOCK, FIXED, KIB, Shelves
+from slab.stores import BLOCK, FIXED, KIB, SlabStore
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
@@ -30,17 +30,17 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False, verify: bool
     ops = UnsyncedFileOps()
     if kill_at is not None:
         ops.kill(kill_at, torn=torn)
-    shelves = Shelves(Path(root))
-    with shelves.open(ops, verify=verify, **OPTIONS) as harness:
+    slab_store = SlabStore(Path(root))
+    with slab_store.open(ops, verify=verify, **OPTIONS) as harness:
         for first in range(0, 12, 3):
             harness.store(K[first : first + 3])
         load_or_miss(harness, K[:3])
         if verify:
-            shelves.damage(BAD)
+            slab_store.damage(BAD)
         load_or_miss(harness, [K[0], BAD])
         for first in range(12, 36, 4):
             harness.store(K[first : first + 4])
-    with shelves.open(ops, verify=verify, **OPTIONS) as harness:
+    with slab_store.open(ops, verify=verify, **OPTIONS) as harness:
         harness.store(K[36:38])
         load_or_miss(harness, K[30:38])
     return {"calls": [call.name for call in ops.calls]}
@@ -48,14 +48,14 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False, verify: bool
 
 def replacing(root: str, kill_at: int | None, *, torn: bool = False, verify: bool = True) -> dict:
     """Replace the store of another identity, which has blocks of the same keys."""
-    shelves = Shelves(Path(root))
-    with shelves.open_other(UnsyncedFileOps(), verify=verify, **OPTIONS) as harness:
+    slab_store = SlabStore(Path(root))
+    with slab_store.open_other(UnsyncedFileOps(), verify=verify, **OPTIONS) as harness:
         for first in range(0, 15, 3):
             harness.store(K[first : first + 3])
     ops = UnsyncedFileOps()
     if kill_at is not None:
         ops.kill(kill_at, torn=torn)
-    with shelves.open(ops, on_mismatch="replace", verify=verify, **OPTIONS) as harness:
+    with slab_store.open(ops, on_mismatch="replace", verify=verify, **OPTIONS) as harness:
         load_or_miss(harness, K[:15])
         for first in (3, 12):
             harness.store(K[first : first + 6])
@@ -72,13 +72,13 @@ def load_or_miss(harness: TierHarness, keys) -> None:
 
 def traffic(root: str, seed: int, *, verify: bool = True) -> dict:
     """Random stores and loads until the process is killed."""
-    return work(Shelves(Path(root)).open, seed, verify=verify)
+    return work(SlabStore(Path(root)).open, seed, verify=verify)
 
 
 def contested(root: str, seed: int, *, other: bool, verify: bool = True) -> dict:
     """The same, on a store that may be another identity's until then."""
-    shelves = Shelves(Path(root))
-    open_store = shelves.open_other if other else shelves.open
+    slab_store = SlabStore(Path(root))
+    open_store = slab_store.open_other if other else slab_store.open
     return work(open_store, seed, verify=verify, on_mismatch="replace")
 
 

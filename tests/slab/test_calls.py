@@ -3,18 +3,18 @@
 import asyncio
 from collections import Counter
 
-from slab.shelves import BLOCK, KIB, K, Shelves, entered, sound
+from slab.stores import BLOCK, KIB, K, SlabStore, entered, sound
 
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.tiers.slab import lane
+from kvoffload_async.tiers.slab import transfer_queue
 from kvoffload_async.tiers.slab.places import segment_of
 
 
-def test_a_job_is_one_write_of_its_blocks_and_one_append(shelves):
+def test_a_job_is_one_write_of_its_blocks_and_one_append(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, segment_bytes=512 * KIB) as harness:
+    with slab_store.open(ops, segment_bytes=512 * KIB) as harness:
         harness.store(K[:1])
         before = len(ops.calls)
         assert harness.store(K[1:9]) == {}
@@ -25,9 +25,9 @@ def test_a_job_is_one_write_of_its_blocks_and_one_append(shelves):
         assert ops.counts(before) == {"preadv": 1, "stat": 1, "fstat": 2}
 
 
-def test_rows_and_slots_in_any_order_are_joined_where_they_are_neighbours(shelves):
+def test_rows_and_slots_in_any_order_are_joined_where_they_are_neighbours(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:8], [9, 8, 3, 4, 5, 30, 20, 21])
         before = len(ops.calls)
         slot_of = {7: 40, 0: 3, 3: 7, 2: 6, 1: 5}
@@ -36,18 +36,18 @@ def test_rows_and_slots_in_any_order_are_joined_where_they_are_neighbours(shelve
         assert all(harness.holds(K[i], slot) for i, slot in slot_of.items())
 
 
-def test_present_blocks_cost_no_call(shelves):
+def test_present_blocks_cost_no_call(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:5])
         before = len(ops.calls)
         assert harness.store(K[:5]) == {}
         assert not ops.calls[before:]
 
 
-def test_a_large_job_is_cut_into_pieces_for_several_threads(shelves):
+def test_a_large_job_is_cut_into_pieces_for_several_threads(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, piece_bytes=2 * BLOCK, segment_bytes=512 * KIB) as harness:
+    with slab_store.open(ops, piece_bytes=2 * BLOCK, segment_bytes=512 * KIB) as harness:
         harness.store(K[:20])
         assert ops.counts()["pwritev"] == 10
         hang = ops.hang(on="preadv", times=1)
@@ -66,9 +66,9 @@ def test_a_large_job_is_cut_into_pieces_for_several_threads(shelves):
         assert all(harness.holds(K[i], 20 + i) for i in range(20))
 
 
-def test_jobs_go_to_different_files_so_that_they_can_be_written_at_once(shelves):
+def test_jobs_go_to_different_files_so_that_they_can_be_written_at_once(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, stripes=2) as harness:
+    with slab_store.open(ops, stripes=2) as harness:
         for start in range(0, 8, 2):
             harness.store(K[start : start + 2])
         assert len(harness.tier._store.catalog.segments) == 2, "made at once"
@@ -76,13 +76,13 @@ def test_jobs_go_to_different_files_so_that_they_can_be_written_at_once(shelves)
         assert written[:2] == written[2:]
         assert len(set(written)) == 2
         assert harness.load(K[:8]) == {}
-    with shelves.open(stripes=2) as harness:
+    with slab_store.open(stripes=2) as harness:
         assert harness.announced() == set(K[:8])
 
 
-def test_a_large_job_is_written_to_several_files(shelves):
+def test_a_large_job_is_written_to_several_files(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, stripes=2, piece_bytes=2 * BLOCK) as harness:
+    with slab_store.open(ops, stripes=2, piece_bytes=2 * BLOCK) as harness:
         assert harness.store(K[:16]) == {}
         written = [call.path for call in ops.calls if call.name == "pwritev"]
         assert sorted(Counter(written).values()) == [4, 4]
@@ -92,12 +92,12 @@ def test_a_large_job_is_written_to_several_files(shelves):
         sound(harness.tier)
 
 
-def test_a_load_does_not_wait_until_all_that_is_stored_has_been(shelves, monkeypatch):
-    monkeypatch.setattr(lane, "_TURN_BYTES", BLOCK)
+def test_a_load_does_not_wait_until_all_that_is_stored_has_been(slab_store, monkeypatch):
+    monkeypatch.setattr(transfer_queue, "_QUANTUM_BYTES", BLOCK)
     ops = FaultyFileOps()
     threads = TierBounds().concurrent_loads + TierBounds().concurrent_stores
     options = {"io_threads": threads, "piece_bytes": BLOCK, "segment_bytes": 512 * KIB}
-    with shelves.open(ops, **options) as harness:
+    with slab_store.open(ops, **options) as harness:
         harness.store(K[:1])
 
         async def scenario():
@@ -121,9 +121,9 @@ def test_a_load_does_not_wait_until_all_that_is_stored_has_been(shelves, monkeyp
         harness.run(scenario())
 
 
-def test_a_thread_writes_to_another_file_than_one_that_is_slow(shelves):
+def test_a_thread_writes_to_another_file_than_one_that_is_slow(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, stripes=2, io_threads=2) as harness:
+    with slab_store.open(ops, stripes=2, io_threads=2) as harness:
 
         def store(number):
             job = make_job(number, [K[number]], [number], is_promotion=False)
@@ -151,10 +151,10 @@ def test_a_thread_writes_to_another_file_than_one_that_is_slow(shelves):
 
 
 def test_more_buffers_than_one_call_takes_are_several_calls(tmp_path):
-    shelves = Shelves(tmp_path, block_bytes=512)
+    slab_store = SlabStore(tmp_path, block_bytes=512)
     ops = FaultyFileOps()
     options = {"capacity_bytes": 8192 * KIB, "segment_bytes": 8192 * KIB, "piece_bytes": 8192 * KIB}
-    with shelves.open(ops, num_slots=700, **options) as harness:
+    with slab_store.open(ops, num_slots=700, **options) as harness:
         keys = [key_of(number) for number in range(700)]
         assert harness.store(keys) == {}
         assert ops.counts()["pwritev"] == 2
@@ -162,14 +162,14 @@ def test_more_buffers_than_one_call_takes_are_several_calls(tmp_path):
         assert all(harness.holds(key, slot) for slot, key in enumerate(keys))
 
 
-def test_calls_that_move_less_than_asked_are_continued(shelves):
+def test_calls_that_move_less_than_asked_are_continued(slab_store):
     ops = FaultyFileOps()
     ops.shorten(1000, on="pwritev")
     ops.shorten(1500, on="preadv")
     ops.shorten(100, on="pwrite")
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         assert harness.store(K[:6], [4, 5, 9, 1, 2, 3]) == {}
         assert harness.load(K[:6], range(20, 26)) == {}
         assert all(harness.holds(K[i], 20 + i) for i in range(6))
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:6])

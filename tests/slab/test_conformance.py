@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 import pytest
-from slab.shelves import KIB, Shelves, flip
+from slab.stores import KIB, SlabStore, flip
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.tiers.slab.layout import segment_name
@@ -13,14 +13,14 @@ class SlabConformance(TierConformance):
 
     @pytest.fixture
     def tier(self, tmp_path):
-        self.shelves = Shelves(tmp_path / "root", block_bytes=self.slot_bytes)
-        return lambda: self.shelves.tier(**self.options)
+        self.slab_store = SlabStore(tmp_path / "root", block_bytes=self.slot_bytes)
+        return lambda: self.slab_store.tier(**self.options)
 
     def damage(self, tier, key):
         store = tier._store
         (place,) = store.catalog.find([key])
-        path = self.shelves.folder / segment_name(segment_of(place))
-        flip(path, slot_of(place) * store.shelf.rows.slot_bytes + 7)
+        path = self.slab_store.folder / segment_name(segment_of(place))
+        flip(path, slot_of(place) * store.data_path.rows.slot_bytes + 7)
         return True
 
 
@@ -46,11 +46,11 @@ class TestSlabTierWithDirectIoAndRowsThatAreNoPages(SlabConformance):
     options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 16 * KIB}
 
 
-class TestSlabTierWithBlocksLargerThanAPiece(SlabConformance):
+class TestSlabTierWithBlocksLargerThanAnExtent(SlabConformance):
     slot_bytes = 13_000
     options: ClassVar[dict] = {"piece_bytes": 4 * KIB}
 
 
-class TestSlabTierWithDirectIoAndBlocksLargerThanAPiece(SlabConformance):
+class TestSlabTierWithDirectIoAndBlocksLargerThanAnExtent(SlabConformance):
     slot_bytes = 12 * KIB
     options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 4 * KIB}

@@ -5,7 +5,7 @@ import errno
 import os
 
 import pytest
-from slab.shelves import BLOCK, FIXED, KIB, K, Shelves, entered, flip, is_journal, sound
+from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, entered, flip, is_journal, sound
 
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -16,7 +16,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import make_job
-from kvoffload_async.tiers.files.sealing import BlockDigester
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 from kvoffload_async.types import LookupResult, ReqContext
@@ -24,58 +24,58 @@ from kvoffload_async.types import LookupResult, ReqContext
 # -- verifying ------------------------------------------------------------------------------------
 
 
-def test_a_damaged_block_is_gone_for_good_and_can_be_stored_again(shelves):
-    with shelves.open() as harness:
+def test_a_damaged_block_is_gone_for_good_and_can_be_stored_again(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:4])
-        shelves.damage(K[2])
+        slab_store.damage(K[2])
         failures = harness.load(K[:4])
         assert list(failures) == [2]
         assert isinstance(failures[2], CorruptBlockError)
-        assert set(shelves.places()) == {K[0], K[1], K[3]}, "its removal is journalled"
+        assert set(slab_store.places()) == {K[0], K[1], K[3]}, "its removal is journalled"
         assert isinstance(harness.load([K[2]])[0], BlockMissingError)
         assert harness.store([K[2]]) == {}
         assert harness.load(K[:4], range(30, 34)) == {}
         sound(harness.tier)
 
 
-def test_a_removal_that_cannot_be_journalled_now_is_journalled_later(shelves, caplog):
+def test_a_removal_that_cannot_be_journalled_now_is_journalled_later(slab_store, caplog):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:3])
-        shelves.damage(K[1])
+        slab_store.damage(K[1])
         ops.fail(errno.EIO, on="pwrite", when=is_journal)
         assert isinstance(harness.load(K[1:2])[0], CorruptBlockError)
         assert "removal is not journalled yet" in caplog.text
-        assert set(shelves.places()) == set(K[:3])
+        assert set(slab_store.places()) == set(K[:3])
         ops.heal()
         assert harness.store(K[5:6]) == {}
-        assert set(shelves.places()) == {K[0], K[2], K[5]}
+        assert set(slab_store.places()) == {K[0], K[2], K[5]}
         sound(harness.tier)
 
 
-def test_a_damaged_journal_that_cannot_be_written_anew_is_worked_with(shelves, caplog):
-    with shelves.open() as harness:
+def test_a_damaged_journal_that_cannot_be_written_anew_is_worked_with(slab_store, caplog):
+    with slab_store.open() as harness:
         for number in range(6):
             harness.store([K[number]])
-        content = shelves.journal.read_bytes()
-    shelves.journal.write_bytes(content)
-    flip(shelves.journal, len(content) - 3 * RECORD_BYTES)
+        content = slab_store.journal.read_bytes()
+    slab_store.journal.write_bytes(content)
+    flip(slab_store.journal, len(content) - 3 * RECORD_BYTES)
     ops = FaultyFileOps()
     ops.fail(errno.ENOSPC, on="open", when=lambda call: call.path.endswith("journal.tmp"))
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         assert "cannot be written anew yet" in caplog.text
         assert harness.announced() == {K[i] for i in (0, 1, 2, 3, 5)}
         assert harness.store(K[10:14]) == {}
         sound(harness.tier)
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == {K[i] for i in (0, 1, 2, 3, 5, 10, 11, 12, 13)}
 
 
-def test_the_owner_learns_that_a_block_is_damaged(shelves):
-    with shelves.manage() as harness:
+def test_the_owner_learns_that_a_block_is_damaged(slab_store):
+    with slab_store.manage() as harness:
         harness.submit_store(K[:2], [0, 1])
         harness.wait()
-        shelves.damage(K[1])
+        slab_store.damage(K[1])
         job = harness.submit_load(K[:2], [5, 6])
         harness.wait()
         assert harness.result_of(job).successful_keys == {K[0]}
@@ -84,21 +84,21 @@ def test_the_owner_learns_that_a_block_is_damaged(shelves):
         assert harness.manager.lookup(K[1], context) is LookupResult.MISS
 
 
-def test_the_right_bytes_in_anothers_slot_do_not_verify(shelves):
-    with shelves.open() as harness:
+def test_the_right_bytes_in_anothers_slot_do_not_verify(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:2])
-        path = shelves.folder / segment_name(0)
+        path = slab_store.folder / segment_name(0)
         content = path.read_bytes()
         with path.open("r+b") as file:
             file.write(content[BLOCK : 2 * BLOCK] + content[:BLOCK])
         assert {type(e) for e in harness.load(K[:2]).values()} == {CorruptBlockError}
 
 
-def test_two_loads_of_a_damaged_block_both_fail_and_its_slot_is_used_again(shelves):
+def test_two_loads_of_a_damaged_block_both_fail_and_its_slot_is_used_again(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:2])
-        shelves.damage(K[0])
+        slab_store.damage(K[0])
         hang = ops.hang(on="preadv", times=1)
 
         async def both():
@@ -117,18 +117,18 @@ def test_two_loads_of_a_damaged_block_both_fail_and_its_slot_is_used_again(shelv
         sound(harness.tier)
 
 
-def test_a_segment_that_was_cut_short_costs_the_blocks_behind_the_cut(shelves):
-    with shelves.open() as harness:
+def test_a_segment_that_was_cut_short_costs_the_blocks_behind_the_cut(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:16])
-        os.truncate(shelves.folder / segment_name(0), 5 * BLOCK + 100)
+        os.truncate(slab_store.folder / segment_name(0), 5 * BLOCK + 100)
         failures = harness.load(K[:16])
         assert sorted(failures) == list(range(5, 16))
         assert {type(e) for e in failures.values()} == {CorruptBlockError}
         sound(harness.tier)
 
 
-def test_a_block_whose_checksum_was_not_computed_is_not_served(shelves, monkeypatch):
-    with shelves.open() as harness:
+def test_a_block_whose_checksum_was_not_computed_is_not_served(slab_store, monkeypatch):
+    with slab_store.open() as harness:
         harness.store(K[:2])
         monkeypatch.setattr(BlockDigester, "digests", lambda self, keys, rows: [b""] * len(keys))
         failures = harness.load(K[:2])
@@ -138,15 +138,15 @@ def test_a_block_whose_checksum_was_not_computed_is_not_served(shelves, monkeypa
 
 @pytest.mark.parametrize("direct_io", [False, True])
 def test_a_large_block_that_ends_early_or_cannot_be_read_fails_alone(tmp_path, direct_io):
-    shelves = Shelves(tmp_path, block_bytes=3 * BLOCK)
+    slab_store = SlabStore(tmp_path, block_bytes=3 * BLOCK)
     ops = FaultyFileOps()
     options = {"direct_io": direct_io, "piece_bytes": BLOCK, "segment_bytes": 256 * KIB}
-    with shelves.open(ops, **options) as harness:
+    with slab_store.open(ops, **options) as harness:
         harness.store(K[:4])
         ops.fail(errno.EIO, on="preadv", times=1)
         (error,) = harness.load(K[:1]).values()
         assert isinstance(error, TierUnavailableError)
-        os.truncate(shelves.folder / segment_name(0), 10 * BLOCK)
+        os.truncate(slab_store.folder / segment_name(0), 10 * BLOCK)
         failures = harness.load(K[:4])
         assert list(failures) == [3]
         assert isinstance(failures[3], CorruptBlockError)
@@ -154,18 +154,18 @@ def test_a_large_block_that_ends_early_or_cannot_be_read_fails_alone(tmp_path, d
         sound(harness.tier)
 
 
-def test_without_verification_no_checksum_is_computed_and_none_served_later(shelves):
-    with shelves.open(verify=False) as harness:
+def test_without_verification_no_checksum_is_computed_and_none_served_later(slab_store):
+    with slab_store.open(verify=False) as harness:
         harness.store(K[:4])
-        shelves.damage(K[1])
+        slab_store.damage(K[1])
         assert harness.load(K[:4]) == {}, "nobody looks"
-    with shelves.open(verify=False) as harness:
+    with slab_store.open(verify=False) as harness:
         assert harness.announced() == set(K[:4])
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert not harness.announced(), "they have no checksum"
         assert harness.store(K[:2]) == {}
-        assert set(shelves.places()) == set(K[:2])
-    with shelves.open(verify=False) as harness:
+        assert set(slab_store.places()) == set(K[:2])
+    with slab_store.open(verify=False) as harness:
         assert harness.announced() == set(K[:2])
         assert harness.load(K[:2]) == {}
 
@@ -173,9 +173,9 @@ def test_without_verification_no_checksum_is_computed_and_none_served_later(shel
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def test_a_block_that_cannot_be_read_fails_alone_and_stays(shelves):
+def test_a_block_that_cannot_be_read_fails_alone_and_stays(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:4])
         ops.fail(errno.EIO, on="preadv", times=3)  # the joined call, and the first two alone
         failures = harness.load(K[:4])
@@ -185,9 +185,9 @@ def test_a_block_that_cannot_be_read_fails_alone_and_stays(shelves):
         sound(harness.tier)
 
 
-def test_a_block_that_cannot_be_written_fails_alone(shelves):
+def test_a_block_that_cannot_be_written_fails_alone(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         ops.fail(errno.EIO, on="pwritev", times=2)
         failures = harness.store(K[:4])
         assert list(failures) == [0]
@@ -196,9 +196,9 @@ def test_a_block_that_cannot_be_written_fails_alone(shelves):
         sound(harness.tier)
 
 
-def test_a_job_that_cannot_be_journalled_fails_and_leaves_nothing(shelves):
+def test_a_job_that_cannot_be_journalled_fails_and_leaves_nothing(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:2])
         ops.fail(errno.EIO, on="pwrite", when=is_journal)
         failures = harness.store(K[2:6])
@@ -208,13 +208,13 @@ def test_a_job_that_cannot_be_journalled_fails_and_leaves_nothing(shelves):
         ops.heal()
         assert harness.store(K[2:6]) == {}
         sound(harness.tier)
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:6])
 
 
-def test_nothing_is_overwritten_before_the_removal_is_journalled(shelves):
+def test_nothing_is_overwritten_before_the_removal_is_journalled(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
+    with slab_store.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
         count = 60 - len(harness.store(K[:60]))
         ops.fail(errno.EIO, on="pwrite", when=is_journal)
         before = len(ops.calls)
@@ -230,16 +230,16 @@ def test_nothing_is_overwritten_before_the_removal_is_journalled(shelves):
         sound(harness.tier)
 
 
-def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(shelves):
+def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(slab_store):
     """The frame may be whole on disk, and its slots are written to again: with `verify` off
     nothing else would tell."""
     ops = FaultyFileOps()
-    with shelves.open(ops, verify=False, fdatasync=True) as harness:
+    with slab_store.open(ops, verify=False, fdatasync=True) as harness:
         harness.store(K[:2])
         ops.fail(errno.EIO, on="fdatasync", when=is_journal)
         ops.fail(errno.EIO, on="truncate")
         assert len(harness.store(K[2:4])) == 2
-        assert set(shelves.places()) == set(K[:4]), "what a crash would leave now"
+        assert set(slab_store.places()) == set(K[:4]), "what a crash would leave now"
         ops.heal()
         before = len(ops.calls)
         hang = ops.hang(on="pwritev", times=1)
@@ -249,7 +249,7 @@ def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(shelve
                 harness.tier.store(make_job(900, K[4:6], [0, 1], is_promotion=False))
             )
             await entered(hang)
-            assert set(shelves.places()) == set(K[:2]), "before the slots are written to"
+            assert set(slab_store.places()) == set(K[:2]), "before the slots are written to"
             hang.release()
             return await task
 
@@ -257,9 +257,9 @@ def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(shelve
         assert ops.counts(before)["pwrite"] == 2
 
 
-def test_a_cancelled_store_leaves_the_store_sound(shelves):
+def test_a_cancelled_store_leaves_the_store_sound(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, piece_bytes=BLOCK, io_threads=2) as harness:
+    with slab_store.open(ops, piece_bytes=BLOCK, io_threads=2) as harness:
         hang = ops.hang(on="pwritev", times=1)
 
         async def cancel():
@@ -280,9 +280,9 @@ def test_a_cancelled_store_leaves_the_store_sound(shelves):
         assert harness.announced() == present
 
 
-def test_the_same_key_in_two_stores_is_written_once(shelves):
+def test_the_same_key_in_two_stores_is_written_once(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         hang = ops.hang(on="pwritev", times=1)
 
         async def both():
@@ -300,8 +300,8 @@ def test_the_same_key_in_two_stores_is_written_once(shelves):
         sound(harness.tier)
 
 
-def test_work_before_open_or_after_close_is_refused(shelves):
-    tier = shelves.tier()
+def test_work_before_open_or_after_close_is_refused(slab_store):
+    tier = slab_store.tier()
     job = make_job(1, K[:1], [0], is_promotion=False)
     for operation in (tier.store, tier.load):
         with pytest.raises(TierClosedError):
@@ -310,22 +310,22 @@ def test_work_before_open_or_after_close_is_refused(shelves):
 
 
 @pytest.mark.parametrize("call", ["make_folders", "open", "lock", "pwrite", "rename", "walk"])
-def test_a_directory_that_cannot_be_used_is_refused_and_nothing_is_left_open(shelves, call):
+def test_a_directory_that_cannot_be_used_is_refused_and_nothing_is_left_open(slab_store, call):
     ops = FaultyFileOps()
     ops.fail(errno.EACCES, on=call)
     with pytest.raises(ConfigError, match=r"root_dir: .* cannot be used .* may write"):
-        shelves.open(ops)
+        slab_store.open(ops)
     assert not ops.open_fds
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.store(K[:1]) == {}
 
 
-def test_closing_goes_on_when_the_journal_cannot_be_written(shelves, caplog):
+def test_closing_goes_on_when_the_journal_cannot_be_written(slab_store, caplog):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:3])
         ops.fail(errno.ENOSPC, on="pwrite open")
     assert not ops.open_fds
     assert "could not be written at the end" in caplog.text
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:3])

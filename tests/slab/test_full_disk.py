@@ -5,12 +5,12 @@ import shutil
 import subprocess
 
 import pytest
-from slab.shelves import BLOCK, KIB, Shelves, sound
+from slab.stores import BLOCK, KIB, SlabStore, sound
 
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.slab import room
+from kvoffload_async.tiers.slab import allocator
 
 K = [key_of(number) for number in range(80)]
 
@@ -19,40 +19,40 @@ def is_journal(call) -> bool:
     return "/journal" in call.path
 
 
-def small_disk(shelves, size_bytes: int) -> FaultyFileOps:
-    shelves.root.mkdir(parents=True, exist_ok=True)
-    return FaultyFileOps(small_root=str(shelves.root), small_bytes=size_bytes)
+def small_disk(slab_store, size_bytes: int) -> FaultyFileOps:
+    slab_store.root.mkdir(parents=True, exist_ok=True)
+    return FaultyFileOps(small_root=str(slab_store.root), small_bytes=size_bytes)
 
 
 @pytest.mark.parametrize("size", [200 * KIB, 330 * KIB, 700 * KIB])
-def test_the_store_stays_as_large_as_the_disk_allows_and_evicts(shelves, caplog, size):
-    ops = small_disk(shelves, size)
-    with shelves.open(ops, capacity_bytes=1024 * KIB, segment_bytes=64 * KIB) as harness:
+def test_the_store_stays_as_large_as_the_disk_allows_and_evicts(slab_store, caplog, size):
+    ops = small_disk(slab_store, size)
+    with slab_store.open(ops, capacity_bytes=1024 * KIB, segment_bytes=64 * KIB) as harness:
         last = []
         for first in range(0, 400, 4):
             last = [key_of(1000 + first + i) for i in range(4)]
             assert harness.store(last) == {}
-            assert shelves.disk_bytes() <= size + BLOCK, "the root itself is not the store's"
+            assert slab_store.disk_bytes() <= size + BLOCK, "the root itself is not the store's"
         assert harness.load(last) == {}
         assert len(harness.tier._store.catalog) * BLOCK > size // 3
         sound(harness.tier)
     assert "below the capacity" in caplog.text
-    with shelves.open(capacity_bytes=1024 * KIB) as harness:
+    with slab_store.open(capacity_bytes=1024 * KIB) as harness:
         assert set(last) <= harness.announced()
 
 
-def test_without_room_for_a_single_slot_blocks_fail_as_full(shelves):
+def test_without_room_for_a_single_slot_blocks_fail_as_full(slab_store):
     ops = FaultyFileOps()
     ops.fail(errno.ENOSPC, on="fallocate")
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         failures = harness.store(K[:3])
         assert {type(error) for error in failures.values()} == {TierFullError}
         sound(harness.tier)
 
 
-def test_a_segment_is_given_up_for_the_journal_and_the_job_is_stored(shelves, caplog):
+def test_a_segment_is_given_up_for_the_journal_and_the_job_is_stored(slab_store, caplog):
     ops = FaultyFileOps()
-    with shelves.open(ops, segment_bytes=64 * KIB, capacity_bytes=260 * KIB) as harness:
+    with slab_store.open(ops, segment_bytes=64 * KIB, capacity_bytes=260 * KIB) as harness:
         for first in range(0, 40, 8):
             assert harness.store(K[first : first + 8]) == {}
         segments = set(harness.tier._store.catalog.segments)
@@ -64,13 +64,13 @@ def test_a_segment_is_given_up_for_the_journal_and_the_job_is_stored(shelves, ca
         sound(harness.tier)
         kept = harness.contains(K)
     assert "the disk is full below the capacity" in caplog.text
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == kept
 
 
-def test_blocks_that_the_job_has_stored_are_not_given_up_for_the_rest_of_it(shelves):
+def test_blocks_that_the_job_has_stored_are_not_given_up_for_the_rest_of_it(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, segment_bytes=16 * KIB, piece_bytes=BLOCK, io_threads=2) as harness:
+    with slab_store.open(ops, segment_bytes=16 * KIB, piece_bytes=BLOCK, io_threads=2) as harness:
         harness.store(K[:20])
         ops.fail(errno.ENOSPC, on="pwritev", times=1)
         assert harness.store(K[20:24]) == {}
@@ -79,9 +79,9 @@ def test_blocks_that_the_job_has_stored_are_not_given_up_for_the_rest_of_it(shel
         sound(harness.tier)
 
 
-def test_a_segment_that_cannot_be_removed_stays_in_use(shelves, caplog):
+def test_a_segment_that_cannot_be_removed_stays_in_use(slab_store, caplog):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:20])
         ops.fail(errno.ENOSPC, on="pwrite", when=is_journal, times=1)
         ops.fail(errno.EIO, on="unlink")
@@ -92,13 +92,13 @@ def test_a_segment_that_cannot_be_removed_stays_in_use(shelves, caplog):
         assert harness.store(K[20:24]) == {}
         sound(harness.tier)
         kept = harness.contains(K)
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == kept
 
 
-def test_a_segment_that_cannot_be_made_for_another_reason_ends_the_growth(shelves, caplog):
+def test_a_segment_that_cannot_be_made_for_another_reason_ends_the_growth(slab_store, caplog):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:16])
         ops.fail(errno.EIO, on="fallocate", times=1)
         assert harness.store(K[16:20]) == {}, "by eviction"
@@ -107,9 +107,9 @@ def test_a_segment_that_cannot_be_made_for_another_reason_ends_the_growth(shelve
         sound(harness.tier)
 
 
-def test_a_disk_with_room_for_fewer_segments_than_threads_is_used_as_it_is(shelves):
+def test_a_disk_with_room_for_fewer_segments_than_threads_is_used_as_it_is(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, stripes=2) as harness:
+    with slab_store.open(ops, stripes=2) as harness:
         ops.fail(errno.ENOSPC, on="fallocate", when=lambda call: "segment-000000" not in call.path)
         assert harness.store(K[:16]) == {}
         assert harness.store(K[16:20]) == {}, "by eviction"
@@ -118,16 +118,16 @@ def test_a_disk_with_room_for_fewer_segments_than_threads_is_used_as_it_is(shelv
         sound(harness.tier)
 
 
-def test_growth_is_tried_again_after_a_while(shelves):
+def test_growth_is_tried_again_after_a_while(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         harness.store(K[:16])
         ops.fail(errno.ENOSPC, on="fallocate")
         harness.store(K[16:20])
         ops.heal()
         harness.store(K[20:24])
         assert len(harness.contains(K)) == 16
-        harness.tier._room._limited_until_s -= room._REGROW_S
+        harness.tier._allocator._limited_until_s -= allocator._REGROW_S
         harness.store(K[24:60])
         assert len(harness.contains(K)) > 40
         sound(harness.tier)
@@ -146,10 +146,10 @@ def mounted(tmp_path):
 
 
 def test_a_real_small_filesystem_is_filled_and_used_on(mounted):
-    shelves = Shelves(mounted / "root")
+    slab_store = SlabStore(mounted / "root")
     options = {"capacity_bytes": 4096 * KIB, "segment_bytes": 128 * KIB}
     last: list = []
-    with shelves.open(**options) as harness:
+    with slab_store.open(**options) as harness:
         for first in range(0, 600, 6):
             last = [key_of(1000 + first + i) for i in range(6)]
             assert harness.store(last) == {}
@@ -162,6 +162,6 @@ def test_a_real_small_filesystem_is_filled_and_used_on(mounted):
         assert harness.store(last) == {}
         assert harness.load(last) == {}
         sound(harness.tier)
-    with shelves.open(**options) as harness:
+    with slab_store.open(**options) as harness:
         assert set(last) <= harness.announced()
         assert harness.load(last) == {}

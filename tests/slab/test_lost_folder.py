@@ -4,7 +4,7 @@ import errno
 import shutil
 
 import pytest
-from slab.shelves import K
+from slab.stores import K
 from unmounting import unmounted
 
 from kvoffload_async.errors import TierUnavailableError
@@ -12,27 +12,27 @@ from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.slab.layout import LOCK, segment_name
 
 
-def replace(shelves):
-    shelves.folder.rename(shelves.root / "away")
-    shelves.folder.mkdir()
+def replace(slab_store):
+    slab_store.folder.rename(slab_store.root / "away")
+    slab_store.folder.mkdir()
 
 
-def take_away(shelves):
-    shelves.root.rename(shelves.root.with_name("away"))
+def take_away(slab_store):
+    slab_store.root.rename(slab_store.root.with_name("away"))
 
 
-def delete_everything(shelves):
-    shutil.rmtree(shelves.root)
+def delete_everything(slab_store):
+    shutil.rmtree(slab_store.root)
 
 
-def delete_what_is_in_it(shelves):
-    for path in shelves.folder.iterdir():
+def delete_what_is_in_it(slab_store):
+    for path in slab_store.folder.iterdir():
         path.unlink()
 
 
 def deleting(name):
-    def delete(shelves):
-        (shelves.folder / name).unlink()
+    def delete(slab_store):
+        (slab_store.folder / name).unlink()
 
     return delete
 
@@ -42,10 +42,10 @@ def result_of(harness, job):
     return harness.result_of(job)
 
 
-def is_lost(result, shelves) -> bool:
+def is_lost(result, slab_store) -> bool:
     assert type(result.error) is TierUnavailableError  # which is a fault of the tier
     assert not result.successful_keys
-    assert f"root_dir: '{shelves.folder}' is not what was opened any more" in str(result.error)
+    assert f"root_dir: '{slab_store.folder}' is not what was opened any more" in str(result.error)
     assert "mount it again, or restart the engine" in str(result.error)
     return True
 
@@ -61,71 +61,71 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-def test_a_lost_store_is_a_fault_of_every_job(shelves, lose):
-    with shelves.manage() as harness:
+def test_a_lost_store_is_a_fault_of_every_job(slab_store, lose):
+    with slab_store.manage() as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        lose(shelves)
-        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), shelves)
-        assert is_lost(result_of(harness, harness.submit_load(K[:4], range(8, 12))), shelves)
+        lose(slab_store)
+        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), slab_store)
+        assert is_lost(result_of(harness, harness.submit_load(K[:4], range(8, 12))), slab_store)
 
 
 @pytest.mark.parametrize("lose", [replace, take_away, delete_everything])
-def test_a_lost_store_that_has_to_grow_is_not_taken_for_a_full_one(shelves, lose):
-    with shelves.manage() as harness:
+def test_a_lost_store_that_has_to_grow_is_not_taken_for_a_full_one(slab_store, lose):
+    with slab_store.manage() as harness:
         assert result_of(harness, harness.submit_store(K[:16], range(16))).success
-        lose(shelves)
-        assert is_lost(result_of(harness, harness.submit_store(K[16:20], range(4))), shelves)
-    assert not shelves.folder.exists() or list(shelves.folder.iterdir()) == []
+        lose(slab_store)
+        assert is_lost(result_of(harness, harness.submit_store(K[16:20], range(4))), slab_store)
+    assert not slab_store.folder.exists() or list(slab_store.folder.iterdir()) == []
 
 
-def test_a_store_that_was_lost_before_its_first_block_is_not_taken_for_a_full_one(shelves):
-    with shelves.manage() as harness:
-        take_away(shelves)
-        assert is_lost(result_of(harness, harness.submit_store(K[:4], range(4))), shelves)
-    assert not shelves.root.exists()
+def test_a_store_that_was_lost_before_its_first_block_is_not_taken_for_a_full_one(slab_store):
+    with slab_store.manage() as harness:
+        take_away(slab_store)
+        assert is_lost(result_of(harness, harness.submit_store(K[:4], range(4))), slab_store)
+    assert not slab_store.root.exists()
 
 
-def test_without_its_journal_a_store_takes_no_block_and_serves_those_that_it_has(shelves):
-    with shelves.manage() as harness:
+def test_without_its_journal_a_store_takes_no_block_and_serves_those_that_it_has(slab_store):
+    with slab_store.manage() as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        shelves.journal.unlink()
-        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), shelves)
+        slab_store.journal.unlink()
+        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), slab_store)
         assert result_of(harness, harness.submit_load(K[:4], range(8, 12))).success
 
 
-def test_a_store_that_comes_back_is_used_again(shelves):
-    with shelves.manage() as harness:
+def test_a_store_that_comes_back_is_used_again(slab_store):
+    with slab_store.manage() as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        take_away(shelves)
-        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), shelves)
-        shelves.root.with_name("away").rename(shelves.root)
+        take_away(slab_store)
+        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), slab_store)
+        slab_store.root.with_name("away").rename(slab_store.root)
         assert result_of(harness, harness.submit_store(K[4:8], range(4, 8))).success
         assert result_of(harness, harness.submit_load(K[:8], range(8, 16))).success
         assert all(harness.holds(K[i], 8 + i) for i in range(8))
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:8])
 
 
 @pytest.mark.parametrize("lose", [replace, delete_what_is_in_it])
-def test_another_store_in_its_place_is_left_alone(shelves, lose):
-    with shelves.manage() as harness:
+def test_another_store_in_its_place_is_left_alone(slab_store, lose):
+    with slab_store.manage() as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        lose(shelves)
-        with shelves.open() as other:
+        lose(slab_store)
+        with slab_store.open() as other:
             assert other.store(K[10:14]) == {}
-        content = shelves.journal.read_bytes()
-        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), shelves)
-    assert shelves.journal.read_bytes() == content
-    with shelves.open() as other:
+        content = slab_store.journal.read_bytes()
+        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), slab_store)
+    assert slab_store.journal.read_bytes() == content
+    with slab_store.open() as other:
         assert other.announced() == set(K[10:14])
 
 
-def test_a_full_disk_gives_up_no_segment_of_another_store(shelves):
+def test_a_full_disk_gives_up_no_segment_of_another_store(slab_store):
     ops = FaultyFileOps()
-    with shelves.manage(ops) as harness:
+    with slab_store.manage(ops) as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        replace(shelves)
-        segment = shelves.folder / segment_name(0)
+        replace(slab_store)
+        segment = slab_store.folder / segment_name(0)
         segment.touch()
         ops.fail(errno.ENOSPC, on="pwritev")
         assert not result_of(harness, harness.submit_store(K[4:8], range(4, 8))).success

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from slab.shelves import BLOCK, FIXED, KIB, K, Shelves, flip, sound
+from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, flip, sound
 
 from kvoffload_async.errors import (
     ConfigError,
@@ -21,57 +21,57 @@ from kvoffload_async.types import OffloadKey
 # -- restart --------------------------------------------------------------------------------------
 
 
-def test_what_was_used_last_is_evicted_last_also_after_a_restart(shelves):
+def test_what_was_used_last_is_evicted_last_also_after_a_restart(slab_store):
     options = {"capacity_bytes": FIXED + 16 * BLOCK}
-    with shelves.open(**options) as harness:
+    with slab_store.open(**options) as harness:
         count = 60 - len(harness.store(K[:60]))
         harness.load(K[2:5])
         order = list(harness.tier._store.catalog._ranking.resident())
         assert set(order[-3:]) == set(K[2:5])
-    assert set(list(shelves.places())[-3:]) == set(K[2:5])
-    with shelves.open(**options) as harness:
+    assert set(list(slab_store.places())[-3:]) == set(K[2:5])
+    with slab_store.open(**options) as harness:
         assert harness.store(K[60 : 60 + count - 3]) == {}
         assert harness.contains(K[:60]) == set(K[2:5])
 
 
-def test_an_untouched_store_is_closed_without_a_write(shelves):
-    with shelves.open() as harness:
+def test_an_untouched_store_is_closed_without_a_write(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:5])
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         assert harness.announced() == set(K[:5])
     assert ops.counts()["pwrite"] == 1, "the lock's holder"
     assert not ops.counts()["rename"]
     assert not ops.open_fds
 
 
-def test_a_torn_tail_is_cut_off(shelves):
-    with shelves.open() as harness:
+def test_a_torn_tail_is_cut_off(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:5])
-    whole = shelves.journal.read_bytes()
-    shelves.journal.write_bytes(whole + whole[: 2 * RECORD_BYTES + 50])
+    whole = slab_store.journal.read_bytes()
+    slab_store.journal.write_bytes(whole + whole[: 2 * RECORD_BYTES + 50])
     ops = FaultyFileOps()
-    with shelves.open(ops) as harness:
+    with slab_store.open(ops) as harness:
         assert harness.announced() == set(K[:5])
-        assert shelves.journal.read_bytes() == whole
+        assert slab_store.journal.read_bytes() == whole
 
 
-def test_the_journal_is_written_anew_before_it_is_too_long(shelves):
+def test_the_journal_is_written_anew_before_it_is_too_long(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
+    with slab_store.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
         for number in range(200):
             assert harness.store([key_of(5000 + number)]) == {}
-            budget = harness.tier._room._budget
-            assert shelves.journal.stat().st_size <= (budget.tail_units + 40) * RECORD_BYTES
+            budget = harness.tier._allocator._budget
+            assert slab_store.journal.stat().st_size <= (budget.log_units + 40) * RECORD_BYTES
         sound(harness.tier)
         kept = harness.contains([key_of(5000 + number) for number in range(200)])
-        assert set(shelves.places()) == kept
+        assert set(slab_store.places()) == kept
     assert ops.counts()["rename"] > 4
 
 
-def test_a_key_that_is_too_long_for_a_record_fails_alone(shelves):
+def test_a_key_that_is_too_long_for_a_record_fails_alone(slab_store):
     long = OffloadKey(bytes(97))
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         harness.fill([long, K[0]], [0, 1])
         failures = harness.store([long, K[0]])
         assert list(failures) == [0]
@@ -83,38 +83,38 @@ def test_a_key_that_is_too_long_for_a_record_fails_alone(shelves):
 # -- who else is there, and other layouts ---------------------------------------------------------
 
 
-def test_a_second_tier_on_the_store_is_refused_and_the_first_goes_on(shelves):
-    with shelves.open() as harness:
+def test_a_second_tier_on_the_store_is_refused_and_the_first_goes_on(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:3])
-        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}; end that"):
-            shelves.open()
+        with pytest.raises(ConfigError, match="already opened by this process; close it"):
+            slab_store.open()
         assert harness.store(K[3:6]) == {}
         assert harness.load(K[:6]) == {}
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:6])
 
 
-def test_a_second_process_on_the_store_is_refused(shelves):
+def test_a_second_process_on_the_store_is_refused(slab_store):
     script = (
         "import sys\n"
-        "from slab.shelves import Shelves\n"
+        "from slab.stores import SlabStore\n"
         "from pathlib import Path\n"
         "try:\n"
-        "    Shelves(Path(sys.argv[1])).open()\n"
+        "    SlabStore(Path(sys.argv[1])).open()\n"
         "except ValueError as error:\n"
         "    print(error)\n"
     )
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         harness.store(K[:3])
         said = subprocess.run(
-            [sys.executable, "-c", script, str(shelves.root)],
+            [sys.executable, "-c", script, str(slab_store.root)],
             capture_output=True,
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             timeout=60,
             check=True,
         )
-        assert f"in use by process {os.getpid()}" in said.stdout
+        assert f"already opened by process {os.getpid()}" in said.stdout
         assert harness.load(K[:3]) == {}
 
 
@@ -127,16 +127,16 @@ def test_a_second_process_on_the_store_is_refused(shelves):
     ],
 )
 def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
-    shelves, fields, block, difference
+    slab_store, fields, block, difference
 ):
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         harness.store(K[:3])
-    other = Shelves(shelves.root, block_bytes=block)
+    other = SlabStore(slab_store.root, block_bytes=block)
     with pytest.raises(ConfigError) as raised:
         other.open(fields=fields)
     message = str(raised.value)
     assert "root_dir" in message
-    assert str(shelves.folder) in message
+    assert str(slab_store.folder) in message
     assert difference in message
     assert 'on_mismatch="new_namespace"' in message
     assert '"replace" to discard those of the same model and namespace' in message
@@ -144,9 +144,9 @@ def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
         with other.open(fields=fields, on_mismatch="new_namespace") as harness:
             assert not harness.announced() & set(K[:3])
             assert harness.store(K[5:8]) == {}
-    with shelves.open(on_mismatch="new_namespace") as harness:
+    with slab_store.open(on_mismatch="new_namespace") as harness:
         assert harness.announced() == set(K[:3])
-    assert len(list(shelves.root.iterdir())) == 2
+    assert len(list(slab_store.root.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -157,166 +157,166 @@ def test_a_store_of_another_layout_is_refused_or_left_alone_beside_a_new_one(
     ],
 )
 def test_a_store_of_another_layout_is_emptied_if_that_is_asked_for(
-    shelves, caplog, fields, block, difference
+    slab_store, caplog, fields, block, difference
 ):
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.store(K[:20]) == {}
         harness.load(K[:3])
-    held = list(shelves.folder.glob("segment-*"))
+    held = list(slab_store.folder.glob("segment-*"))
     assert len(held) > 1
-    (shelves.folder / "notes").write_bytes(b"somebody's")
-    other = Shelves(shelves.root, block_bytes=block)
+    (slab_store.folder / "notes").write_bytes(b"somebody's")
+    other = SlabStore(slab_store.root, block_bytes=block)
     ops = FaultyFileOps()
     with other.open(ops, fields=fields, on_mismatch="replace") as harness:
         assert not harness.announced()
         assert not harness.contains(K)
-        assert not list(shelves.folder.glob("segment-*"))
+        assert not list(slab_store.folder.glob("segment-*"))
         assert harness.store(K[2:8]) == {}
         assert harness.load(K[2:8]) == {}
         assert all(harness.holds(key, slot) for slot, key in enumerate(K[2:8]))
         sound(harness.tier)
     assert not ops.open_fds
     (message,) = caplog.messages
-    assert str(shelves.folder) in message
+    assert str(slab_store.folder) in message
     assert f"({difference}): all 20 of them, {20 * BLOCK} bytes, are discarded" in message
     caplog.clear()
     with other.open(fields=fields, on_mismatch="replace") as harness:
         assert harness.announced() == set(K[2:8])
     assert not caplog.messages, "nothing is discarded where nothing differs"
     with pytest.raises(ConfigError, match="has other blocks"):
-        shelves.open()
-    assert (shelves.folder / "notes").read_bytes() == b"somebody's"
+        slab_store.open()
+    assert (slab_store.folder / "notes").read_bytes() == b"somebody's"
 
 
-def test_a_store_of_another_model_whose_folder_has_the_same_name_is_not_replaced(shelves):
-    with shelves.open() as harness:
+def test_a_store_of_another_model_whose_folder_has_the_same_name_is_not_replaced(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:3])
     with pytest.raises(ConfigError, match="another model_name"):
-        shelves.open(fields={"model_name": "m_x"}, on_mismatch="replace")
-    with shelves.open() as harness:
+        slab_store.open(fields={"model_name": "m_x"}, on_mismatch="replace")
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:3])
 
 
-def test_a_store_that_is_in_use_is_not_replaced(shelves):
-    with shelves.open() as harness:
+def test_a_store_that_is_in_use_is_not_replaced(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:3])
-        with pytest.raises(ConfigError, match="in use by process"):
-            shelves.open_other(on_mismatch="replace")
+        with pytest.raises(ConfigError, match="already opened by this process"):
+            slab_store.open_other(on_mismatch="replace")
         assert harness.load(K[:3]) == {}
         assert harness.store(K[3:6]) == {}
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:6])
 
 
-def test_a_store_that_cannot_be_emptied_is_refused_and_serves_nobody_else(shelves):
-    with shelves.open() as harness:
+def test_a_store_that_cannot_be_emptied_is_refused_and_serves_nobody_else(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:20])
     for on in ("unlink", "rename"):
         ops = FaultyFileOps()
         ops.fail(13, on=on)
         with pytest.raises(ConfigError, match="root_dir"):
-            shelves.open_other(ops, on_mismatch="replace")
+            slab_store.open_other(ops, on_mismatch="replace")
         assert not ops.open_fds
-        with shelves.open() as harness:
+        with slab_store.open() as harness:
             assert harness.announced() == (set(K[:20]) if on == "unlink" else set())
-    with shelves.open_other(on_mismatch="replace") as harness:
+    with slab_store.open_other(on_mismatch="replace") as harness:
         assert not harness.announced()
         assert harness.store(K[:3]) == {}
 
 
-def test_what_cannot_be_told_apart_is_not_replaced(shelves):
-    with shelves.open() as harness:
+def test_what_cannot_be_told_apart_is_not_replaced(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:3])
-    flip(shelves.manifest, 12)
+    flip(slab_store.manifest, 12)
     with pytest.raises(ConfigError, match="is unreadable"):
-        shelves.open_other(on_mismatch="replace")
-    shelves.manifest.unlink()
+        slab_store.open_other(on_mismatch="replace")
+    slab_store.manifest.unlink()
     with pytest.raises(ConfigError, match="has lost its manifest"):
-        shelves.open_other(on_mismatch="replace")
-    assert shelves.journal.exists()
+        slab_store.open_other(on_mismatch="replace")
+    assert slab_store.journal.exists()
 
 
 @pytest.mark.parametrize(
     "model", ["../../x", "..", "/etc/passwd", "a\0b", "\udce4" * 300, "x" * 900]
 )
 def test_a_hostile_name_stays_below_the_directory(tmp_path, model):
-    shelves = Shelves(tmp_path / "a" / "root")
+    slab_store = SlabStore(tmp_path / "a" / "root")
     for on_mismatch in ("fail", "new_namespace"):
-        with shelves.open(fields={"model_name": model}, on_mismatch=on_mismatch) as harness:
+        with slab_store.open(fields={"model_name": model}, on_mismatch=on_mismatch) as harness:
             assert harness.store(K[:2]) == {}
     assert {p.name for p in tmp_path.iterdir()} == {"a"}
     assert {p.name for p in (tmp_path / "a").iterdir()} == {"root"}
-    assert all(p.is_dir() for p in shelves.root.iterdir())
+    assert all(p.is_dir() for p in slab_store.root.iterdir())
 
 
 # -- a manifest, a journal, segments that are gone or damaged -------------------------------------
 
 
-def test_an_unreadable_manifest_is_refused_with_the_remedy(shelves):
-    with shelves.open() as harness:
+def test_an_unreadable_manifest_is_refused_with_the_remedy(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:2])
-    flip(shelves.manifest, 12)
+    flip(slab_store.manifest, 12)
     with pytest.raises(ConfigError) as raised:
-        shelves.open()
-    assert f"`kvoffload store repair {shelves.folder}`" in str(raised.value)
-    shelves.manifest.unlink()
+        slab_store.open()
+    assert f"`kvoffload store repair {slab_store.folder}`" in str(raised.value)
+    slab_store.manifest.unlink()
     with pytest.raises(ConfigError, match="has lost its manifest; run `kvoffload store repair"):
-        shelves.open()
+        slab_store.open()
 
 
-def test_without_its_journal_a_store_is_empty_and_works(shelves):
-    with shelves.open() as harness:
+def test_without_its_journal_a_store_is_empty_and_works(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:20])
-    shelves.journal.unlink()
-    with shelves.open() as harness:
+    slab_store.journal.unlink()
+    with slab_store.open() as harness:
         assert not harness.announced()
         assert harness.store(K[10:30]) == {}
         sound(harness.tier)
-        assert shelves.disk_bytes() <= 1024 * KIB
+        assert slab_store.disk_bytes() <= 1024 * KIB
 
 
-def test_without_a_segment_its_blocks_are_missing_and_its_number_is_not_used_again(shelves):
-    with shelves.open() as harness:
+def test_without_a_segment_its_blocks_are_missing_and_its_number_is_not_used_again(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:40])
-        held = {key for key, place in shelves.places().items() if place >> 32 == 2}
+        held = {key for key, place in slab_store.places().items() if place >> 32 == 2}
     assert held
-    (shelves.folder / segment_name(2)).unlink()
-    with shelves.open() as harness:
+    (slab_store.folder / segment_name(2)).unlink()
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:40]) - held
         assert harness.store(sorted(held)) == {}
         assert harness.load(sorted(held)) == {}
-        assert not (shelves.folder / segment_name(2)).exists()
+        assert not (slab_store.folder / segment_name(2)).exists()
         sound(harness.tier)
 
 
-def test_what_a_killed_writer_left_is_removed(shelves):
-    with shelves.open() as harness:
+def test_what_a_killed_writer_left_is_removed(slab_store):
+    with slab_store.open() as harness:
         harness.store(K[:2])
-    (shelves.folder / "journal.tmp").write_bytes(b"x" * 10_000)
-    (shelves.folder / "manifest.json.tmp").write_bytes(b"x")
-    (shelves.folder / segment_name(7)).write_bytes(b"")
-    (shelves.folder / segment_name(8)).write_bytes(b"x" * 100)
-    (shelves.folder / "stranger").mkdir()
-    with shelves.open() as harness:
+    (slab_store.folder / "journal.tmp").write_bytes(b"x" * 10_000)
+    (slab_store.folder / "manifest.json.tmp").write_bytes(b"x")
+    (slab_store.folder / segment_name(7)).write_bytes(b"")
+    (slab_store.folder / segment_name(8)).write_bytes(b"x" * 100)
+    (slab_store.folder / "stranger").mkdir()
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:2])
-        names = {path.name for path in shelves.folder.iterdir()}
+        names = {path.name for path in slab_store.folder.iterdir()}
         assert names == {"journal", "lock", "manifest.json", segment_name(0), "stranger"}
         sound(harness.tier)
 
 
-def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(shelves, caplog):
+def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(slab_store, caplog):
     """One of the lost records may have been a removal: what is older is verified in any case."""
-    with shelves.open(verify=False) as harness:
+    with slab_store.open(verify=False) as harness:
         harness.store(K[:2])
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         for number in range(10, 14):
             harness.store([K[number]])
-        snapshot = (shelves.journal.stat().st_size // RECORD_BYTES) - 8
-        content = shelves.journal.read_bytes()
-    shelves.journal.write_bytes(content)
-    flip(shelves.journal, (snapshot + 5) * RECORD_BYTES + 40)
-    shelves.damage(K[10])
-    with shelves.open(verify=False) as harness:
+        checkpoint = (slab_store.journal.stat().st_size // RECORD_BYTES) - 8
+        content = slab_store.journal.read_bytes()
+    slab_store.journal.write_bytes(content)
+    flip(slab_store.journal, (checkpoint + 5) * RECORD_BYTES + 40)
+    slab_store.damage(K[10])
+    with slab_store.open(verify=False) as harness:
         assert "journal are damaged; blocks stored before are verified" in caplog.text
         assert harness.announced() == {K[10], K[11], K[13]}
         failures = harness.load([K[10], K[11], K[13]])
@@ -324,7 +324,7 @@ def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(shelves, caplog
         assert isinstance(failures[0], CorruptBlockError)
         assert harness.store(K[:4]) == {}
     caplog.clear()
-    shelves.damage(K[11])
-    with shelves.open(verify=False) as harness:
+    slab_store.damage(K[11])
+    with slab_store.open(verify=False) as harness:
         assert not caplog.messages, "the journal was written anew"
         assert isinstance(harness.load([K[11]])[0], CorruptBlockError), "it is still suspect"

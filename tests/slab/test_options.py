@@ -1,5 +1,5 @@
 import pytest
-from slab.shelves import BLOCK, KIB
+from slab.stores import BLOCK, KIB
 
 from kvoffload_async import ConfigError, Locality, SecondaryTierFactory, SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer

@@ -7,10 +7,12 @@ from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.places import place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
+    CHECKPOINT_FRAME_RECORDS,
     HAS_DIGEST,
     MAX_KEY_BYTES,
     RECORD_BYTES,
-    SNAPSHOT_FRAME_RECORDS,
+    checkpoint,
+    checkpoint_units,
     frame,
     keys_of,
     live_rows,
@@ -19,8 +21,6 @@ from kvoffload_async.tiers.slab.records import (
     removals_of,
     scan,
     seed_of,
-    snapshot,
-    snapshot_units,
 )
 from kvoffload_async.types import OffloadKey
 
@@ -46,14 +46,14 @@ def remove_record(key, place) -> bytes:
 def journal_of(batches) -> tuple[bytes, list[bytes]]:
     frames = [
         frame(
-            generation,
+            sequence,
             b"".join(
                 put_record(key, place, b"d" * 16) if puts else remove_record(key, place)
                 for puts, key, place in batch
             ),
             SEED,
         )
-        for generation, batch in enumerate(batches, 1)
+        for sequence, batch in enumerate(batches, 1)
     ]
     return b"".join(frames), frames
 
@@ -80,7 +80,7 @@ def test_what_is_written_is_read_back_the_last_record_of_a_place_counting(batche
     assert read(content) == model_of(batches)
     scanned = scan(content, SEED)
     assert scanned.end_bytes == len(content)
-    assert scanned.generation == len(batches)
+    assert scanned.sequence == len(batches)
     assert not scanned.num_before_damage
     assert not scanned.lost_bytes
 
@@ -133,7 +133,7 @@ def test_any_bytes_in_the_journal_are_read_as_what_can_be_believed(batches, junk
     assert believed <= written
 
 
-def test_a_frame_with_an_old_generation_is_what_an_append_has_left_behind():
+def test_a_frame_with_an_old_sequence_number_is_what_an_append_has_left_behind():
     old = frame(3, put_record(K[0], 0, None), SEED)
     new = frame(4, put_record(K[1], 1, None), SEED)
     assert read(new + old) == {1: K[1]}
@@ -178,16 +178,16 @@ def test_a_place_is_its_segment_and_slot(segment, slot):
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
-def test_a_snapshot_is_frames_of_limited_size_with_rising_generations(count):
+def test_a_checkpoint_is_frames_of_limited_size_with_rising_sequence_numbers(count):
     body = b"".join(put_record(K[i % 12], i, b"x" * 16) for i in range(count))
     records = scan(frame(1, body, SEED), SEED).records if count else scan(b"", SEED).records
-    frames = list(snapshot(10, records, SEED))
+    frames = list(checkpoint(10, records, SEED))
     content = b"".join(frames)
-    assert len(content) == snapshot_units(count) * RECORD_BYTES
-    assert all(len(f) <= (1 + SNAPSHOT_FRAME_RECORDS) * RECORD_BYTES for f in frames)
+    assert len(content) == checkpoint_units(count) * RECORD_BYTES
+    assert all(len(f) <= (1 + CHECKPOINT_FRAME_RECORDS) * RECORD_BYTES for f in frames)
     scanned = scan(content, SEED)
     assert scanned.records.tobytes() == records.tobytes()
-    assert scanned.generation == (9 + len(frames) if count else 0)
+    assert scanned.sequence == (9 + len(frames) if count else 0)
     assert (scanned.records["flags"] == HAS_DIGEST).all()
 
 

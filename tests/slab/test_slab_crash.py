@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from crashes import RANDOM_KILLS, Process
 from slab.crash_server import BAD, CAPACITY, OPTIONS, K, UnsyncedFileOps
-from slab.shelves import Shelves, sound
+from slab.stores import SlabStore, sound
 
 from kvoffload_async.errors import ConfigError
 
@@ -29,12 +29,12 @@ def kill_points(calls: list[str]) -> list[tuple[int, bool]]:
     return points + [(n, True) for n, name in enumerate(calls, 1) if name in TEARABLE]
 
 
-def check_after_crash(shelves: Shelves, open_store=None, **options) -> None:
+def check_after_crash(slab_store: SlabStore, open_store=None, **options) -> None:
     """No wrong byte, exact accounting, work is accepted; what was announced is there."""
-    assert shelves.disk_bytes() <= CAPACITY
-    with (open_store or shelves.open)(UnsyncedFileOps(), **OPTIONS, **options) as harness:
+    assert slab_store.disk_bytes() <= CAPACITY
+    with (open_store or slab_store.open)(UnsyncedFileOps(), **OPTIONS, **options) as harness:
         sound(harness.tier)
-        assert not list(shelves.folder.glob("*.tmp"))
+        assert not list(slab_store.folder.glob("*.tmp"))
         announced = sorted(harness.announced())
         failures = harness.load(announced)
         assert {announced[slot] for slot in failures} <= {BAD}
@@ -45,7 +45,7 @@ def check_after_crash(shelves: Shelves, open_store=None, **options) -> None:
         assert harness.load(K[50:56], range(30, 36)) == {}
         assert all(harness.holds(K[50 + i], 30 + i) for i in range(6))
         sound(harness.tier)
-        assert shelves.disk_bytes() <= CAPACITY
+        assert slab_store.disk_bytes() <= CAPACITY
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
@@ -55,13 +55,13 @@ def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_p
     calls = dry[0]["calls"]
     assert {"pwritev", "pwrite", "rename", "truncate", "fallocate", "preadv", "lock"} <= set(calls)
     for number, torn in kill_points(calls):
-        shelves = Shelves(tmp_path / f"{number}-{torn}")
+        slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
-            "scripted", root=str(shelves.root), kill_at=number, torn=torn, verify=verify
+            "scripted", root=str(slab_store.root), kill_at=number, torn=torn, verify=verify
         )
         assert said[-1]["killed"], f"call {number} was not reached"
         try:
-            check_after_crash(shelves, verify=verify)
+            check_after_crash(slab_store, verify=verify)
         except BaseException as error:
             error.add_note(f"killed at call {number} of {len(calls)}, a {calls[number - 1]}")
             raise
@@ -78,19 +78,21 @@ def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
     assert calls.index("unlink") < calls.index("rename") < calls.index("fallocate")
     refused = []
     for number, torn in kill_points(calls):
-        shelves = Shelves(tmp_path / f"{number}-{torn}")
+        slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
-            "replacing", root=str(shelves.root), kill_at=number, torn=torn, verify=verify
+            "replacing", root=str(slab_store.root), kill_at=number, torn=torn, verify=verify
         )
         assert said[-1]["killed"], f"call {number} was not reached"
         try:
             if next_one == "the same":
-                check_after_crash(shelves, verify=verify, on_mismatch="replace")
+                check_after_crash(slab_store, verify=verify, on_mismatch="replace")
             elif next_one == "one that replaces back":
-                check_after_crash(shelves, shelves.open_other, verify=verify, on_mismatch="replace")
+                check_after_crash(
+                    slab_store, slab_store.open_other, verify=verify, on_mismatch="replace"
+                )
             else:
                 try:
-                    check_after_crash(shelves, shelves.open_other, verify=verify)
+                    check_after_crash(slab_store, slab_store.open_other, verify=verify)
                 except ConfigError as error:
                     if "another fingerprint" not in str(error):
                         raise
@@ -109,7 +111,7 @@ def test_kills_while_two_identities_replace_each_other_serve_nobody_what_is_not_
     server, tmp_path, verify
 ):
     draw = random.Random(11)
-    shelves = Shelves(tmp_path)
+    slab_store = SlabStore(tmp_path)
     for number in range(RANDOM_KILLS // 2):
         said = server.run(
             "contested",
@@ -120,15 +122,15 @@ def test_kills_while_two_identities_replace_each_other_serve_nobody_what_is_not_
             delay_s=draw.uniform(0.001, 0.05),
         )
         assert said[-1]["killed"]
-        open_store = draw.choice([shelves.open, shelves.open_other])
-        check_after_crash(shelves, open_store, verify=verify, on_mismatch="replace")
+        open_store = draw.choice([slab_store.open, slab_store.open_other])
+        check_after_crash(slab_store, open_store, verify=verify, on_mismatch="replace")
 
 
 @pytest.mark.timeout(60 + RANDOM_KILLS)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 def test_kills_at_random_times_serve_no_wrong_byte_and_lose_no_slot(server, tmp_path, verify):
     draw = random.Random(7)
-    shelves = Shelves(tmp_path)
+    slab_store = SlabStore(tmp_path)
     for number in range(RANDOM_KILLS // 2):
         said = server.run(
             "traffic",
@@ -138,4 +140,4 @@ def test_kills_at_random_times_serve_no_wrong_byte_and_lose_no_slot(server, tmp_
             delay_s=draw.uniform(0.005, 0.1),
         )
         assert said[-1]["killed"]
-        check_after_crash(shelves, verify=verify)
+        check_after_crash(slab_store, verify=verify)

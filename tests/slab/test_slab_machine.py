@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from slab.shelves import BLOCK, FIXED, Shelves, flip, sound
+from slab.stores import BLOCK, FIXED, SlabStore, flip, sound
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierFullError
@@ -43,7 +43,7 @@ class SlabMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="slab-machine-"))
-        self.shelves = Shelves(self.directory / "root")
+        self.slab_store = SlabStore(self.directory / "root")
         self.right: set = set()
         """What must be served."""
         self.doubtful: set = set()
@@ -67,7 +67,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.ops = FaultyFileOps()
-        self.harness = self.shelves.open(self.ops, num_slots=SLOTS, **self.options)
+        self.harness = self.slab_store.open(self.ops, num_slots=SLOTS, **self.options)
         self.tier = self.harness.tier
         present = self.harness.announced()
         assert self.right <= present <= self.right | self.doubtful
@@ -139,19 +139,19 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(K), byte=st.integers(0, BLOCK - 1))
     def damage_a_block(self, key, byte):
-        if key in self.shelves.places():
-            self.shelves.damage(key, byte=byte)
+        if key in self.slab_store.places():
+            self.slab_store.damage(key, byte=byte)
             self._doubt([key])
 
     @rule(at=offsets, bit=st.integers(0, 7))
     def damage_the_journal(self, at, bit):
         """While it is closed: whoever has it open overwrites it sooner or later."""
         self._close()
-        before = self.shelves.places()
-        size = self.shelves.journal.stat().st_size
+        before = self.slab_store.places()
+        size = self.slab_store.journal.stat().st_size
         if size:
-            flip(self.shelves.journal, int(at * size), bit)
-            after = self.shelves.places()
+            flip(self.slab_store.journal, int(at * size), bit)
+            after = self.slab_store.places()
             # A lost removal brings a block back, whose slot may have other bytes by now.
             self.doubtful |= after.keys() - self.right
             self._doubt(before.keys() - {k for k, p in after.items() if before.get(k) == p})
@@ -160,11 +160,11 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(at=offsets)
     def cut_the_journal(self, at):
         self._close()
-        before = self.shelves.places()
-        size = self.shelves.journal.stat().st_size
-        with self.shelves.journal.open("r+b") as file:
+        before = self.slab_store.places()
+        size = self.slab_store.journal.stat().st_size
+        with self.slab_store.journal.open("r+b") as file:
             file.truncate(int(at * size))
-        after = self.shelves.places()
+        after = self.slab_store.places()
         self.doubtful |= after.keys() - self.right
         self._doubt(before.keys() - {k for k, p in after.items() if before.get(k) == p})
         self._open()
@@ -172,7 +172,7 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(at=offsets, junk=st.binary(min_size=1, max_size=3 * RECORD_BYTES))
     def append_to_the_journal(self, at, junk):
         self._close()
-        with self.shelves.journal.open("ab") as file:
+        with self.slab_store.journal.open("ab") as file:
             file.write(junk)
         self._open()
 
@@ -180,7 +180,7 @@ class SlabMachine(RuleBasedStateMachine):
     def cut_a_segment(self, number, slots):
         numbers = sorted(self.tier._store.catalog.segments)
         number = numbers[number % len(numbers)] if numbers else 0
-        path = self.shelves.folder / segment_name(number)
+        path = self.slab_store.folder / segment_name(number)
         if path.exists() and path.stat().st_size > slots * BLOCK:
             with path.open("r+b") as file:
                 file.truncate(slots * BLOCK)
@@ -245,7 +245,7 @@ class SlabMachine(RuleBasedStateMachine):
     @invariant()
     def the_capacity_is_not_exceeded(self):
         if hasattr(self, "tier"):
-            assert self.shelves.disk_bytes() <= self.options["capacity_bytes"]
+            assert self.slab_store.disk_bytes() <= self.options["capacity_bytes"]
 
     @precondition(lambda self: hasattr(self, "tier"))
     @rule()

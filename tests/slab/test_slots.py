@@ -8,15 +8,15 @@ from kvoffload_async.tiers.slab.places import place_of
 from kvoffload_async.tiers.slab.runs import Run, joined
 from kvoffload_async.tiers.slab.slots import FreeRuns
 
-PIECE = 1 << 20
-"""Longer than any job, where it is not about pieces."""
+EXTENT = 1 << 20
+"""Longer than any job, where it is not about extents."""
 SEGMENTS = 3
 SLOTS = 12
 ALL = [place_of(n, i) for n in range(SEGMENTS) for i in range(SLOTS)]
 
 
-def full(piece: int = PIECE) -> FreeRuns:
-    free = FreeRuns(piece)
+def full(extent: int = EXTENT) -> FreeRuns:
+    free = FreeRuns(extent)
     for segment in range(SEGMENTS):
         free.free(place_of(segment, 0), SLOTS)
     return free
@@ -27,8 +27,8 @@ def places_in(free: FreeRuns) -> list[int]:
 
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=60))
-def test_a_place_is_free_or_taken_and_free_neighbours_are_one_run(piece, steps):
-    free, taken = full(piece), set()
+def test_a_place_is_free_or_taken_and_free_neighbours_are_one_run(extent, steps):
+    free, taken = full(extent), set()
     for gives, number in steps:
         if gives and taken:
             place = sorted(taken)[number % len(taken)]
@@ -39,8 +39,8 @@ def test_a_place_is_free_or_taken_and_free_neighbours_are_one_run(piece, steps):
                 free.take(number)
         else:
             got = free.take(number)
-            for start in range(0, number, piece):
-                part = got[start : start + piece]
+            for start in range(0, number, extent):
+                part = got[start : start + extent]
                 assert part == sorted(part)
             assert taken.isdisjoint(got)
             taken.update(got)
@@ -51,7 +51,7 @@ def test_a_place_is_free_or_taken_and_free_neighbours_are_one_run(piece, steps):
 
 
 def test_who_asks_for_many_gets_neighbours_where_there_are_some():
-    free = FreeRuns(PIECE)
+    free = FreeRuns(EXTENT)
     for slot, count in [(0, 1), (2, 1), (4, 1), (10, 8), (30, 3)]:
         free.free(slot, count)
     assert free.take(8) == list(range(10, 18))
@@ -59,13 +59,13 @@ def test_who_asks_for_many_gets_neighbours_where_there_are_some():
 
 
 def test_jobs_lie_behind_each_other_where_there_is_much_room():
-    free = FreeRuns(PIECE)
+    free = FreeRuns(EXTENT)
     free.free(0, 1000)
     assert [free.take(count)[0] for count in (5, 16, 3)] == [0, 5, 21]
 
 
 def test_what_is_left_of_a_shorter_run_is_no_scrap_between_jobs_of_one_size():
-    free = FreeRuns(PIECE)
+    free = FreeRuns(EXTENT)
     free.free(11, 21)
     assert free.take(16) == list(range(16, 32))
     assert list(free.runs()) == [(11, 5)]
@@ -82,7 +82,7 @@ def test_what_is_taken_one_after_the_other_lies_in_different_segments():
 
 
 def test_a_large_job_lies_in_different_segments_piece_by_piece():
-    free = full(piece=4)
+    free = full(extent=4)
     taken = free.take(10)
     expected = [(0, 0, 4), (1, 0, 4), (2, 0, 2)]
     assert taken == [place_of(n, slot + i) for n, slot, count in expected for i in range(count)]
@@ -97,7 +97,7 @@ def test_no_more_neighbours_are_worth_having_than_a_piece():
 
 
 def test_the_lowest_run_that_is_long_enough_is_taken():
-    free = FreeRuns(PIECE)
+    free = FreeRuns(EXTENT)
     for first, count in [(100, 9), (50, 9), (0, 8), (200, 30), (20, 9)]:
         free.free(first, count)
     assert free.take(9) == list(range(20, 29))
@@ -108,7 +108,7 @@ def test_the_lowest_run_that_is_long_enough_is_taken():
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=20), st.integers(1, 800))
 def test_a_run_that_is_surely_there_is_taken_whole(lengths, count):
-    free, first = FreeRuns(PIECE), 0
+    free, first = FreeRuns(EXTENT), 0
     for length in lengths:
         free.free(first, length)
         first += length + 1
@@ -122,7 +122,7 @@ def test_a_run_that_is_surely_there_is_taken_whole(lengths, count):
 
 @given(st.integers(2, 40), st.data())
 def test_jobs_of_one_size_stay_whole_in_whatever_order_they_go(size, data):
-    free, jobs = FreeRuns(PIECE), []
+    free, jobs = FreeRuns(EXTENT), []
     free.free(0, 20 * size + data.draw(st.integers(0, size - 1)))
     while free.has_run(size):
         jobs.append(free.take(size))
@@ -138,7 +138,7 @@ def test_jobs_of_one_size_stay_whole_in_whatever_order_they_go(size, data):
 
 
 def test_runs_that_come_and_go_leave_nothing_behind_in_memory():
-    free = FreeRuns(PIECE)
+    free = FreeRuns(EXTENT)
     free.free(0, 3)
     free.free(100, 3)
     for _ in range(1000):
@@ -148,7 +148,7 @@ def test_runs_that_come_and_go_leave_nothing_behind_in_memory():
 
 
 def test_the_slots_of_two_segments_are_no_neighbours():
-    free = FreeRuns(PIECE)
+    free = FreeRuns(EXTENT)
     free.free(place_of(0, 0), 4)
     free.free(place_of(1, 0), 4)
     assert sorted(free.runs()) == [(place_of(0, 0), 4), (place_of(1, 0), 4)]

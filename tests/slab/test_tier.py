@@ -4,7 +4,7 @@ import asyncio
 import errno
 
 import pytest
-from slab.shelves import BLOCK, FIXED, KIB, K, Shelves, entered, is_segment, sound
+from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, entered, is_segment, sound
 
 from kvoffload_async.abc.events import BlocksEvicted
 from kvoffload_async.errors import (
@@ -17,8 +17,8 @@ from kvoffload_async.testing.harness import key_of, make_job
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_the_least_recent_block_goes_and_its_owner_learns_it(shelves, policy):
-    with shelves.open(policy=policy, capacity_bytes=FIXED + 16 * BLOCK) as harness:
+def test_the_least_recent_block_goes_and_its_owner_learns_it(slab_store, policy):
+    with slab_store.open(policy=policy, capacity_bytes=FIXED + 16 * BLOCK) as harness:
         tier = harness.tier
         number = 0
         while not any(isinstance(e, BlocksEvicted) for e in harness.events):
@@ -37,11 +37,11 @@ def test_the_least_recent_block_goes_and_its_owner_learns_it(shelves, policy):
 
 @pytest.mark.parametrize("keys_per_job", [24, 13])
 def test_a_full_store_makes_room_for_several_jobs_at_once_and_keeps_neighbours(
-    shelves, keys_per_job
+    slab_store, keys_per_job
 ):
     ops = FaultyFileOps()
-    with shelves.open(ops, capacity_bytes=4 << 20, segment_bytes=4 << 20) as harness:
-        ahead = harness.tier._room._budget.slots_ahead
+    with slab_store.open(ops, capacity_bytes=4 << 20, segment_bytes=4 << 20) as harness:
+        ahead = harness.tier._allocator._budget.slots_ahead
         assert ahead > 2 * keys_per_job
         stored = num_jobs = num_evictions = most_calls = 0
         while num_evictions < 40:
@@ -62,50 +62,50 @@ def test_a_full_store_makes_room_for_several_jobs_at_once_and_keeps_neighbours(
         sound(harness.tier)
 
 
-def test_a_store_that_may_still_grow_evicts_nothing_for_the_sake_of_neighbours(shelves):
-    with shelves.open(capacity_bytes=4 << 20, segment_bytes=256 * KIB) as harness:
-        assert harness.tier._room._budget.slots_ahead
+def test_a_store_that_may_still_grow_evicts_nothing_for_the_sake_of_neighbours(slab_store):
+    with slab_store.open(capacity_bytes=4 << 20, segment_bytes=256 * KIB) as harness:
+        assert harness.tier._allocator._budget.slots_ahead
         for first in range(0, 700, 7):
             assert harness.store([key_of(first + i) for i in range(7)]) == {}
         assert not any(isinstance(event, BlocksEvicted) for event in harness.events)
 
 
-def test_the_capacity_is_never_exceeded_and_nearly_used(shelves):
+def test_the_capacity_is_never_exceeded_and_nearly_used(slab_store):
     capacity = 2048 * KIB
-    with shelves.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
+    with slab_store.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
         largest = 0
         for first in range(0, 1200, 24):
             keys = [key_of(1000 + first + i) for i in range(24)]
             assert harness.store(keys) == {}
-            largest = max(largest, shelves.disk_bytes())
-            assert shelves.disk_bytes() <= capacity
-        ahead = harness.tier._room._budget.slots_ahead
+            largest = max(largest, slab_store.disk_bytes())
+            assert slab_store.disk_bytes() <= capacity
+        ahead = harness.tier._allocator._budget.slots_ahead
         assert (len(harness.tier._store.catalog) + ahead) * BLOCK > 0.85 * capacity
         sound(harness.tier)
-    assert shelves.disk_bytes() <= capacity
-    with shelves.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
+    assert slab_store.disk_bytes() <= capacity
+    with slab_store.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
         assert harness.load(keys) == {}
-        assert shelves.disk_bytes() <= capacity
+        assert slab_store.disk_bytes() <= capacity
 
 
 class MeasuringFileOps(FaultyFileOps):
     """Measures the disk whenever a new journal lies beside the old one."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, slab_store: SlabStore) -> None:
         super().__init__()
-        self._shelves = shelves
+        self._slab_store = slab_store
         self.sizes: list[int] = []
 
     def rename(self, source: str, target: str) -> None:
-        self.sizes.append(self._shelves.disk_bytes())
+        self.sizes.append(self._slab_store.disk_bytes())
         super().rename(source, target)
 
 
-def test_the_capacity_has_room_for_the_old_journal_and_the_new(shelves):
+def test_the_capacity_has_room_for_the_old_journal_and_the_new(slab_store):
     capacity = 6 << 20
-    ops = MeasuringFileOps(shelves)
+    ops = MeasuringFileOps(slab_store)
     options = {"capacity_bytes": capacity, "segment_bytes": 2 << 20}
-    with shelves.open(ops, num_slots=100, **options) as harness:
+    with slab_store.open(ops, num_slots=100, **options) as harness:
         keys = [key_of(number) for number in range(4000)]
         harness.fill(keys[:100], range(100))
         for first in range(0, 4000, 100):
@@ -116,8 +116,8 @@ def test_the_capacity_has_room_for_the_old_journal_and_the_new(shelves):
     assert 0.96 * capacity < max(ops.sizes) <= capacity
 
 
-def test_a_job_larger_than_the_store_keeps_its_head(shelves):
-    with shelves.open(capacity_bytes=FIXED + 16 * BLOCK) as harness:
+def test_a_job_larger_than_the_store_keeps_its_head(slab_store):
+    with slab_store.open(capacity_bytes=FIXED + 16 * BLOCK) as harness:
         failures = harness.store(K[:60])
         kept = 60 - len(failures)
         assert sorted(failures) == list(range(kept, 60))
@@ -127,9 +127,9 @@ def test_a_job_larger_than_the_store_keeps_its_head(shelves):
         sound(harness.tier)
 
 
-def test_a_block_that_is_being_loaded_or_is_part_of_the_job_is_not_evicted(shelves):
+def test_a_block_that_is_being_loaded_or_is_part_of_the_job_is_not_evicted(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
+    with slab_store.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
         failures = harness.store(K[:60])
         count = 60 - len(failures)
         oldest = K[count - 1]  # tails go first
@@ -156,29 +156,29 @@ def test_a_block_that_is_being_loaded_or_is_part_of_the_job_is_not_evicted(shelv
         sound(harness.tier)
 
 
-def test_a_smaller_capacity_gives_segments_back_and_a_larger_one_adds_some(shelves):
-    with shelves.open(capacity_bytes=1024 * KIB) as harness:
+def test_a_smaller_capacity_gives_segments_back_and_a_larger_one_adds_some(slab_store):
+    with slab_store.open(capacity_bytes=1024 * KIB) as harness:
         for first in range(0, 80, 40):
             harness.store(K[first : first + 40])
         before = harness.contains(K)
-    with shelves.open(capacity_bytes=300 * KIB) as harness:
-        assert shelves.disk_bytes() <= 300 * KIB
+    with slab_store.open(capacity_bytes=300 * KIB) as harness:
+        assert slab_store.disk_bytes() <= 300 * KIB
         left = harness.announced()
         assert set() < left < before
         assert harness.load(sorted(left)) == {}
         sound(harness.tier)
         assert harness.store(K[:50:2]) == {}
-        assert shelves.disk_bytes() <= 300 * KIB
-    with shelves.open(capacity_bytes=2048 * KIB) as harness:
+        assert slab_store.disk_bytes() <= 300 * KIB
+    with slab_store.open(capacity_bytes=2048 * KIB) as harness:
         assert harness.store(K[:60]) == {}
         assert harness.contains(K[:60]) == set(K[:60])
         sound(harness.tier)
 
 
-def test_segments_of_another_size_are_used_as_they_are(shelves):
-    with shelves.open(segment_bytes=64 * KIB) as harness:
+def test_segments_of_another_size_are_used_as_they_are(slab_store):
+    with slab_store.open(segment_bytes=64 * KIB) as harness:
         harness.store(K[:20])
-    with shelves.open(segment_bytes=256 * KIB) as harness:
+    with slab_store.open(segment_bytes=256 * KIB) as harness:
         assert harness.load(K[:20]) == {}
         assert harness.store(K[20:80]) == {}
         assert harness.load(K[20:80]) == {}
@@ -190,26 +190,26 @@ def test_segments_of_another_size_are_used_as_they_are(shelves):
 
 @pytest.mark.parametrize("block", [BLOCK, 5000])
 def test_direct_io_moves_the_same_bytes(tmp_path, block):
-    shelves = Shelves(tmp_path, block_bytes=block)
+    slab_store = SlabStore(tmp_path, block_bytes=block)
     ops = FaultyFileOps()
-    with shelves.open(ops, direct_io=True) as harness:
+    with slab_store.open(ops, direct_io=True) as harness:
         assert harness.store(K[:7], [9, 8, 3, 4, 5, 30, 20]) == {}
         assert harness.load(K[:7], range(40, 47)) == {}
         assert all(harness.holds(K[i], 40 + i) for i in range(7))
         moves = [call for call in ops.calls if call.name in {"pwritev", "preadv"}]
         assert (
             all(is_direct(call) for call in moves)
-            or not harness.tier._store.shelf.segments._direct.flag
+            or not harness.tier._store.data_path.segments._direct.flag
         )
-    with shelves.open() as harness:
+    with slab_store.open() as harness:
         assert harness.load(K[:7]) == {}
 
 
 @pytest.mark.parametrize("on", ["open", "pwritev", "preadv"])
-def test_direct_io_that_does_not_work_is_given_up_with_one_warning(shelves, caplog, on):
+def test_direct_io_that_does_not_work_is_given_up_with_one_warning(slab_store, caplog, on):
     ops = FaultyFileOps()
     ops.fail(errno.EINVAL, on=on, when=is_direct)
-    with shelves.open(ops, direct_io=True) as harness:
+    with slab_store.open(ops, direct_io=True) as harness:
         assert harness.store(K[:20]) == {}
         assert harness.load(K[:20]) == {}
     assert [r for r in caplog.messages if "direct I/O does not work" in r] == [
@@ -218,9 +218,9 @@ def test_direct_io_that_does_not_work_is_given_up_with_one_warning(shelves, capl
     assert not ops.open_fds
 
 
-def test_with_fdatasync_blocks_are_on_the_device_before_they_are_journalled(shelves):
+def test_with_fdatasync_blocks_are_on_the_device_before_they_are_journalled(slab_store):
     ops = FaultyFileOps()
-    with shelves.open(ops, fdatasync=True) as harness:
+    with slab_store.open(ops, fdatasync=True) as harness:
         before = len(ops.calls)
         assert harness.store(K[:20]) == {}
         names = [(c.name, is_segment(c)) for c in ops.calls[before:] if c.name != "open"]

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from slab.shelves import flip
+from slab.stores import flip
 
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.buffer import PrimaryBuffer

@@ -121,7 +121,7 @@ def test_once_stopped_the_rest_is_left_out(store, call):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    """Work in many small pieces, so that there is a middle."""
+    """Work in many small steps, so that there is a middle."""
     monkeypatch.setattr(fs_verification, "BATCH_BYTES", 1)
     monkeypatch.setattr(slab_verification, "BATCH_BYTES", 1)
     monkeypatch.setattr(files_maintenance, "IO_THREADS", 1)
@@ -131,10 +131,10 @@ def small_batches(monkeypatch):
 @pytest.mark.parametrize("call", ["gc", "repair"])
 def test_cancelling_it_ends_its_threads_and_gives_the_store_back(store, call):
     async def cancel_in_the_middle():
-        pieces = itertools.count()
+        steps = itertools.count()
 
         def advance(_amount):
-            if next(pieces) == 5:
+            if next(steps) == 5:
                 task.cancel()
 
         async def work():
@@ -276,36 +276,36 @@ def test_a_folder_whose_name_says_another_kind_than_its_files_is_that_of_its_fil
     assert (store.tier_type, store.name) == ("slab", "m_0123456789ab_r0")
 
 
-def shelves_in(directory):
-    return [str(path) for path in Path(directory).glob("shelf")]
+def cabinets_in(directory):
+    return [str(path) for path in Path(directory).glob("cabinet")]
 
 
-class Shelf(StoreMaintenance):
-    """A third kind: any folder called shelf."""
+class Cabinet(StoreMaintenance):
+    """A third kind: any folder called cabinet."""
 
-    tier_type = "shelf"
-    report_key = "shelves"
-    appearance = "a folder called shelf"
+    tier_type = "cabinet"
+    report_key = "cabinets"
+    appearance = "a folder called cabinet"
 
     def __init__(self, folder):
         self.folder = folder
 
     @classmethod
     async def find(cls, directory):
-        return [cls(folder) for folder in shelves_in(directory)]
+        return [cls(folder) for folder in cabinets_in(directory)]
 
     async def inspect(self, control):
         yield Problem("dusty")
-        yield Summary("Shelves", [("books", "3")], {"name": self.name, "books": 3})
+        yield Summary("Cabinets", [("books", "3")], {"name": self.name, "books": 3})
 
     verify = inspect
     gc = repair = None
 
 
-class ShelfTier(ExampleTier):
+class CabinetTier(ExampleTier):
     @classmethod
     def maintenance(cls):
-        return Shelf
+        return Cabinet
 
 
 @pytest.fixture
@@ -316,15 +316,15 @@ def third_kind(monkeypatch):
     def get(name):
         if name == "broken":
             raise ConfigError("no good")
-        return ShelfTier if name == "shelf" else get_tier_class(name)
+        return CabinetTier if name == "cabinet" else get_tier_class(name)
 
-    monkeypatch.setattr(SecondaryTierFactory, "names", lambda: [*names, "shelf", "broken"])
+    monkeypatch.setattr(SecondaryTierFactory, "names", lambda: [*names, "cabinet", "broken"])
     monkeypatch.setattr(SecondaryTierFactory, "get_tier_class", get)
 
 
 @pytest.mark.usefixtures("third_kind")
 def test_a_tier_from_elsewhere_brings_its_own_maintenance(tmp_path):
-    (tmp_path / "shelf").mkdir()
+    (tmp_path / "cabinet").mkdir()
     (store,) = asyncio.run(find_stores(tmp_path))
     assert run("inspect", store)[0] == Problem("dusty")
 
@@ -335,7 +335,7 @@ def test_where_there_is_no_store_it_says_what_was_looked_for(tmp_path):
         asyncio.run(find_stores(tmp_path))
     for text in (
         "no fs store (a folder called <model>_<digest>_r<rank>)",
-        "no shelf store (a folder called shelf)",
+        "no cabinet store (a folder called cabinet)",
         "broken cannot be asked: no good",
     ):
         assert text in str(refused.value)

@@ -62,8 +62,8 @@ def test_a_transfer_larger_than_staging_goes_in_pieces():
     wanted = [Wanted(tuple(range(10)), 0, (3, 4, 5, 9, 8))]
     device.apply(STORE, wanted)
     plan = perform(copies, device, STORE, wanted, staging)
-    assert [p.slots.tolist() for p in plan.pieces] == [[3, 4], [5, 9], [8]]
-    assert all(p.is_whole for p in plan.pieces)
+    assert [p.slots.tolist() for p in plan.extents] == [[3, 4], [5, 9], [8]]
+    assert all(p.is_whole for p in plan.extents)
     assert device.agrees()
 
 
@@ -78,7 +78,7 @@ def test_only_the_piece_that_is_cut_keeps_the_rest_of_its_slot():
     wanted = [Wanted((0, 1, 2), 0, (3, 4))]
     device.apply(STORE, wanted)
     plan = perform(copies, device, STORE, wanted, copies.create_staging(16, CPU))
-    assert [p.is_whole for p in plan.pieces] == [True, False]
+    assert [p.is_whole for p in plan.extents] == [True, False]
     assert device.agrees()
     assert (device.rows[4, 8:16] == 0xEE).all()
 
@@ -86,7 +86,7 @@ def test_only_the_piece_that_is_cut_keeps_the_rest_of_its_slot():
 def test_nothing_to_copy_is_no_piece():
     device = Device(Geometry(((Shape(8),),)))
     plan = staged(device).plan(device.layout.resolve(copies_of(STORE, [Wanted((), 0, ())]), 4), 4)
-    assert not plan.pieces
+    assert not plan.extents
     assert plan.index.dtype == np.int64
 
 

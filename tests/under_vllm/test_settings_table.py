@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import vllm.config
 
-from kvoffload_async.integrations.vllm.settings import held_settings
+from kvoffload_async.integrations.vllm.settings import classified_settings
 
 PATH = vllm.config.__path__
 DOCUMENT = Path(__file__).parents[2] / "docs" / "kv-identity.md"
@@ -43,7 +43,7 @@ def test_the_classes_are_found():
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_every_field_is_in_the_table(name):
-    known = held_settings().get(name, {})
+    known = classified_settings().get(name, {})
     unknown = {one.name for one in dataclasses.fields(CLASSES[name])} - known.keys()
     assert not unknown, "say in settings.toml what holds them"
 
@@ -56,7 +56,7 @@ def test_every_field_that_matters_is_in_the_documentation_with_what_holds_it():
             rows[cells[0].strip("`")] = (cells[1], cells[2])
     expected = {
         f"{name}.{field}": held
-        for name, fields in held_settings().items()
+        for name, fields in classified_settings().items()
         for field, held in fields.items()
         if held[0] != "neutral"
     }

@@ -25,7 +25,7 @@ class ConnectorJob:
         device_blocks: The device blocks that it touches, without nulls and duplicates.
         pending_workers: Workers that have not ended it.
         has_failed: Whether one of them failed.
-        is_void: Whether a reset has made its keys void: only its end is awaited.
+        is_stale: Whether a reset has invalidated its keys: only its end is awaited.
     """
 
     job_id: JobId
@@ -35,7 +35,7 @@ class ConnectorJob:
     device_blocks: frozenset[int]
     pending_workers: int
     has_failed: bool = False
-    is_void: bool = False
+    is_stale: bool = False
 
 
 class JobTable:
@@ -44,7 +44,7 @@ class JobTable:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._jobs: dict[JobId, ConnectorJob] = {}
-        self._void: dict[JobId, ConnectorJob] = {}
+        self._stale: dict[JobId, ConnectorJob] = {}
         self._by_block: dict[int, set[JobId]] = {}
         self._loading: dict[OffloadKey, JobId] = {}
         self._next_id: JobId = 0
@@ -55,15 +55,15 @@ class JobTable:
         return self._next_id
 
     @property
-    def has_void(self) -> bool:
+    def has_stale(self) -> bool:
         """Whether a copy from before a reset has not ended."""
-        return bool(self._void)
+        return bool(self._stale)
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def ids(self) -> set[JobId]:
-        """Return the ids of the jobs in flight, without void ones."""
+        """Return the ids of the jobs in flight, without stale ones."""
         return set(self._jobs)
 
     def add(
@@ -90,7 +90,7 @@ class JobTable:
         return job_id
 
     def touching(self, blocks: Iterable[int]) -> set[JobId]:
-        """Return the jobs that touch any of these device blocks, without void ones."""
+        """Return the jobs that touch any of these device blocks, without stale ones."""
         return {job_id for block in blocks for job_id in self._by_block.get(block, ())}
 
     def is_loading(self, keys: Iterable[OffloadKey], below: JobId) -> bool:
@@ -103,25 +103,25 @@ class JobTable:
 
     def worker_ended(self, job_id: JobId, count: int, *, failed: bool) -> ConnectorJob | None:
         """Note that workers ended a job; return it if now all have. Unknown ids are ignored."""
-        job = self._jobs.get(job_id) or self._void.get(job_id)
+        job = self._jobs.get(job_id) or self._stale.get(job_id)
         if job is None:
             return None
         job.pending_workers -= count
         job.has_failed = job.has_failed or failed
         if job.pending_workers > 0:
             return None
-        if job.is_void:
-            del self._void[job_id]
+        if job.is_stale:
+            del self._stale[job_id]
         else:
             self._drop(job)
         return job
 
-    def void_all(self) -> None:
-        """Make every job void."""
+    def mark_all_stale(self) -> None:
+        """Mark every job stale."""
         for job in list(self._jobs.values()):
             self._drop(job)
-            job.is_void = True
-            self._void[job.job_id] = job
+            job.is_stale = True
+            self._stale[job.job_id] = job
 
     def _drop(self, job: ConnectorJob) -> None:
         del self._jobs[job.job_id]

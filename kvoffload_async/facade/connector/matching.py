@@ -34,7 +34,7 @@ class _Run:
 
     Attributes:
         tokens: Where it ends.
-        keys: It.
+        keys: The keys of its blocks.
         is_pending: Whether the bytes of a part of it are still on the way.
         may_grow: Whether an answer that is not there yet may make it end further right.
     """

@@ -33,7 +33,7 @@ class StoreOffer:
     """The chunks that a request could store.
 
     Attributes:
-        keys: They, group after group.
+        keys: The keys to store, grouped by KV-cache group.
         ends: For each group, the first chunk that it does not reach.
     """
 

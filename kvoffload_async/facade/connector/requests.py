@@ -137,8 +137,8 @@ class ConnectorRequest:
                 group.block_ids[:unwatched] = [NULL_BLOCK] * unwatched
             group.next_chunk = 0
 
-    def take_out(self, blocks: Collection[int]) -> set[int]:
-        """Null out those of `blocks` that are in the tables; return them."""
+    def invalidate(self, blocks: Collection[int]) -> set[int]:
+        """Invalidate those of `blocks` that are in the tables; return them."""
         taken = set()
         for group in self.groups:
             for at, block in enumerate(group.block_ids):

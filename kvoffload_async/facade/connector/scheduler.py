@@ -205,9 +205,9 @@ class OffloadingConnectorScheduler:
             job = self._jobs.worker_ended(job_id, count, failed=job_id in output.failed)
             if job is None:
                 continue
-            if not job.is_void:
+            if not job.is_stale:
                 self._end_job(job)
-            elif not self._jobs.has_void:
+            elif not self._jobs.has_stale:
                 self.manager.on_reset_flushed()
             if job.has_failed and not job.is_store:
                 self._invalidate(job)
@@ -245,19 +245,19 @@ class OffloadingConnectorScheduler:
         they touch slots that are free now.
         """
         self._step.flush |= self._jobs.ids()
-        self._jobs.void_all()
+        self._jobs.mark_all_stale()
         for state in list(self._requests.values()):
             if state.has_ended:
                 self._signal_finish(state)
             state.store_anew(self.geometry)
         self.manager.reset_cache()
-        if not self._jobs.has_void:
+        if not self._jobs.has_stale:
             self.manager.on_reset_flushed()
 
     def has_pending_push_work(self) -> bool:
         """Tell whether steps are needed although no request is scheduled."""
         return bool(
-            self._jobs or self._jobs.has_void or self._ending or self.manager.has_pending_work()
+            self._jobs or self._jobs.has_stale or self._ending or self.manager.has_pending_work()
         )
 
     # -- inside: requests -----------------------------------------------------------------------
@@ -348,7 +348,7 @@ class OffloadingConnectorScheduler:
     def _store(
         self, state: ConnectorRequest, tokens: int, jobs: dict[JobId, TransferJobSpec]
     ) -> None:
-        if self._jobs.has_void:
+        if self._jobs.has_stale:
             return  # copies from before a reset may still touch the slots that would be granted
         state.extend_keys(self.geometry)
         offer = offer_store(state, self.geometry, tokens)
@@ -379,4 +379,4 @@ class OffloadingConnectorScheduler:
         """Report what a failed load did not fill, unless its request has let go of it since."""
         job.request.may_load = False
         if not job.request.has_ended:
-            self._invalid_blocks |= job.request.take_out(job.device_blocks)
+            self._invalid_blocks |= job.request.invalidate(job.device_blocks)

@@ -59,7 +59,7 @@ class OffloadingConnectorWorker:
         self._loop = LoopThread("kvoffload-worker")
         self._running: dict[JobId, str | None] = {}
         self._deferred: dict[JobId, TransferJobSpec] = {}
-        self._outrun: set[JobId] = set()
+        self._overrun: set[JobId] = set()
         """Stores whose device blocks may have been overwritten before they were read."""
         self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
@@ -128,7 +128,7 @@ class OffloadingConnectorWorker:
         late = [job_id for job_id in meta.jobs_to_flush if job_id in self._running]
         stores = [job_id for job_id in late if self._running[job_id] is None]
         logger.error("transfer jobs %s did not end within %s s", late, self._flush_timeout_s)
-        self._outrun.update(stores)
+        self._overrun.update(stores)
         return len(stores) == len(late)
 
     def start_kv_transfers(self, meta: OffloadingConnectorMetadata) -> None:
@@ -225,8 +225,8 @@ class OffloadingConnectorWorker:
             self._report(_result(*self._ended.popleft()))
 
     def _report(self, result: TransferResult) -> None:
-        if result.job_id in self._outrun:
-            self._outrun.discard(result.job_id)
+        if result.job_id in self._overrun:
+            self._overrun.discard(result.job_id)
             result = TransferResult(result.job_id, success=False)
         self._reports.append(_Report(result, self._running.pop(result.job_id)))
 

@@ -42,7 +42,7 @@ _TIER_COUNTERS: Final = {
     "vllm:kvoffload_async_loaded_blocks": "Blocks promoted from a secondary tier.",
     "vllm:kvoffload_async_stored_blocks": "Blocks cascaded to a secondary tier.",
     "vllm:kvoffload_async_failed_tier_jobs": "Jobs of a secondary tier with a failed block.",
-    "vllm:kvoffload_async_dropped_blocks": "Blocks that a secondary tier was spared.",
+    "vllm:kvoffload_async_dropped_blocks": "Blocks that were not written to a secondary tier.",
 }
 _GAUGES: Final = {
     CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary that is in use by copies.",
@@ -160,15 +160,15 @@ class EngineCounts:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self.lookups = LookupCounts(planner)
-        self._told: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._reported: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
         self.failed_stores = 0
 
     def take_stats(self) -> Any:  # noqa: ANN401 - vLLM's stats have no type of ours
         """Return the increments since the last call, and the present state, in vLLM's form."""
         now = self._totals()
-        increments = now - self._told
-        self._told = now
+        increments = now - self._reported
+        self._reported = now
         allocations, self.allocations = self.allocations, []
         counts = self._planner.primary.counts
         writing = counts["writing"] / self._planner.primary.num_slots

@@ -54,7 +54,7 @@ class KVOffloadManager(base.OffloadingManager):
         self._jobs_in_flight = 0
         self._awaits_flush = False
         self._counts = EngineCounts(manager.planner)
-        self._held_removals: list[OffloadingEvent] = []
+        self._retained_removals: list[OffloadingEvent] = []
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class KVOffloadManager(base.OffloadingManager):
         request = convert.request_of(req_context)
         keys = self._positioned(keys, req_context, request)
         state = self.manager.planner.requests.get(request.req_id)
-        promoted = state.held.keys() & set(keys) if state is not None else set()
+        promoted = state.retained.keys() & set(keys) if state is not None else set()
         spec = self.manager.prepare_load(keys, request)
         self._promoted[request.req_id] = promoted
         self._jobs_in_flight += 1
@@ -158,8 +158,8 @@ class KVOffloadManager(base.OffloadingManager):
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        events = [*self._held_removals, *self.manager.take_events()]
-        ready, self._held_removals = hold_removals(events, self._is_being_written)
+        events = [*self._retained_removals, *self.manager.take_events()]
+        ready, self._retained_removals = hold_removals(events, self._is_being_written)
         return convert.events(ready)
 
     # -- the calls that wait --------------------------------------------------------------------

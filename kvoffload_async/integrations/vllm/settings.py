@@ -28,14 +28,14 @@ _NOT_CONTENT: Final = frozenset({"_commit_hash", "_name_or_path", "transformers_
 
 
 @cache
-def held_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
+def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
     """Return class -> field -> (what holds it, why); see settings.toml."""
     text = files(__package__).joinpath("settings.toml").read_text()
-    held: dict[str, dict[str, tuple[str, str]]] = {}
+    classified: dict[str, dict[str, tuple[str, str]]] = {}
     for name, rows in tomllib.loads(text).items():
         fields = dict.fromkeys(rows.pop("neutral", "").split(), ("neutral", ""))
-        held[name] = fields | {field: (where, why) for field, (where, why) in rows.items()}
-    return held
+        classified[name] = fields | {field: (where, why) for field, (where, why) in rows.items()}
+    return classified
 
 
 def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's classes
@@ -44,31 +44,31 @@ def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's class
     Raises:
         ConfigError: A value cannot be written down.
     """
-    held = held_settings().get(type(config).__name__, {})
+    classified = classified_settings().get(type(config).__name__, {})
     return {
         field.name: _written(getattr(config, field.name), f"{type(config).__name__}.{field.name}")
         for field in dataclasses.fields(config)
-        if held.get(field.name, (_FOLDED, ""))[0] == _FOLDED
+        if classified.get(field.name, (_FOLDED, ""))[0] == _FOLDED
     }
 
 
 def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's classes
     """Yield why the content cannot be known, for each field that says so, of nested ones too."""
     name = type(config).__name__
-    held = held_settings().get(name, {})
+    classified = classified_settings().get(name, {})
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        where, why = held.get(field.name, (_FOLDED, ""))
+        where, why = classified.get(field.name, (_FOLDED, ""))
         if where == _PROCESS and value:
             yield f"{name}.{field.name} is set: {why}"
-        elif where == _FOLDED and type(value).__name__ in held_settings():
+        elif where == _FOLDED and type(value).__name__ in classified_settings():
             yield from unknowable(value)
 
 
 def refused(config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's VllmConfig
     """Yield why blocks must not outlive what the configuration lets happen while it runs."""
     name = type(config).__name__
-    for field, (where, why) in held_settings().get(name, {}).items():
+    for field, (where, why) in classified_settings().get(name, {}).items():
         if where == _REFUSED and getattr(config, field, None):
             yield f"{name}.{field} is set: {why}"
 

@@ -296,6 +296,6 @@ def fingerprint(primary: Primary) -> Hashable:
         tuple(sorted(primary.resident())),
         tuple(primary.ranked()),
         tuple(primary.pool.free_slots()),
-        frozenset(primary.pool.held_slots()),
+        frozenset(primary.pool.retained_slots()),
         frozenset(primary.loads().items()),
     )

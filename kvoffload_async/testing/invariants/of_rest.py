@@ -42,7 +42,7 @@ def nothing_is_in_use(rest: Rest) -> Iterator[str]:
         if state is not BlockState.IDLE:
             yield f"block {key.hex()} is {state.name}"
     if primary.counts["held"]:
-        yield f"slots {primary.pool.held_slots()} are held"
+        yield f"slots {primary.pool.retained_slots()} are held"
     if rest.planner.promotions.outstanding_slots:
         yield f"{rest.planner.promotions.outstanding_slots} slots count as promotions"
 

@@ -14,10 +14,10 @@ from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierErr
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, SealMemory
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey
 
@@ -68,15 +68,15 @@ class BlockFiles:
         self._verify = verify
         self._folders = LeafFolders(ops, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
-        self._sealer = Sealer(namespace.layout_of(block_bytes))
-        self._memory = SealMemory()
+        self._digester = AttributeDigester(namespace.layout_of(block_bytes))
+        self._digest_cache = DigestCache()
         self.writer = BlockWriter(
             ops,
             namespace,
             self._folders,
             self._direct,
             writer_id,
-            memory=self._memory,
+            digest_cache=self._digest_cache,
             block_bytes=block_bytes,
             verify=verify,
             fsync=fsync,
@@ -90,20 +90,20 @@ class BlockFiles:
         self, items: Iterable[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
         """Load blocks one after the other; each is judged on its own, its failure appended."""
-        path_of, recall = self._namespace.get_file_name, self._memory.recall
+        path_of, recall = self._namespace.get_file_name, self._digest_cache.recall
         # All that needs no file comes first: the less there is to do between two system calls,
         # the less the threads wait for the interpreter's lock.
-        for index, key, row, path, seal in [
+        for index, key, row, path, digest in [
             (index, key, row, path_of(key), recall(key)) for index, key, row in items
         ]:
             direct = self._direct.flag
             try:
                 try:
-                    bad = self._load_one(key, row, path, seal, direct)
+                    bad = self._load_one(key, row, path, digest, direct)
                 except OSError as error:
                     if not self._direct.refused(direct, error):
                         raise
-                    bad = self._load_one(key, row, path, seal, 0)
+                    bad = self._load_one(key, row, path, digest, 0)
             except OSError as error:
                 bad = mapped(error), None
             if bad is not None:
@@ -128,22 +128,22 @@ class BlockFiles:
             self._ops.close(fd)
 
     def _reads_as(
-        self, fd: int, key: OffloadKey, row: memoryview, seal: bytes, direct: int
+        self, fd: int, key: OffloadKey, row: memoryview, digest: bytes, direct: int
     ) -> bool:
-        """Read a block into the row; tell whether its bytes have this seal.
+        """Read a block into the row; tell whether its bytes have this digest.
 
         If so, they are right, whatever the file's attribute says, and whoever wrote it. If not,
         that proves nothing: another process may have stored other bytes for the same key.
         """
         buffers = (row,) if direct else (row, _SPARE)
         count = self._ops.preadv(fd, buffers, 0)
-        return count == self._block_bytes and self._sealer.seal(key, row) == seal
+        return count == self._block_bytes and self._digester.attribute_value(key, row) == digest
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
         """Read a block into the row; return why it must not be served, or None."""
         # Before the bytes: of a file that is overwritten meanwhile, they must not match.
-        seal = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
-        if seal is None and self._verify is Verify.REQUIRED:
+        digest = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
+        if digest is None and self._verify is Verify.REQUIRED:
             return BlockMissingError(f"block {key.hex()} has no checksum, and one is required")
         if direct:  # behind the end of a short file such a read is misaligned
             size_bytes = self._ops.fstat(fd).st_size
@@ -157,10 +157,10 @@ class BlockFiles:
             return CorruptBlockError(
                 f"block {key.hex()} {how} after {min(done, self._block_bytes)} bytes"
             )
-        if seal is not None:
-            if self._sealer.seal(key, row) != seal:
+        if digest is not None:
+            if self._digester.attribute_value(key, row) != digest:
                 return CorruptBlockError(f"block {key.hex()} has a wrong checksum")
-            self._memory.remember(key, seal)
+            self._digest_cache.remember(key, digest)
         return None
 
     def _fill(self, fd: int, row: memoryview, *, beyond: bool) -> int:

@@ -21,9 +21,9 @@ class Inventory:
 
     Attributes:
         blocks: Key -> (time of last change in s, disk bytes).
-        total_bytes: Disk bytes of everything, folders and strangers included.
+        total_bytes: Disk bytes of everything, folders and unknown files included.
         temps: Paths of temporary files -> disk bytes.
-        strangers: Paths of files that are no blocks.
+        unknown_files: Paths of files that are no blocks.
         folders: Paths of the folders for blocks -> disk bytes, each before those inside it.
         num_entries: Path of a folder -> what is in it.
     """
@@ -31,7 +31,7 @@ class Inventory:
     blocks: dict[OffloadKey, tuple[float, int]] = field(default_factory=dict)
     total_bytes: int = 0
     temps: dict[str, int] = field(default_factory=dict)
-    strangers: list[str] = field(default_factory=list)
+    unknown_files: list[str] = field(default_factory=list)
     folders: dict[str, int] = field(default_factory=dict)
     num_entries: Counter[str] = field(default_factory=Counter)
 
@@ -66,7 +66,7 @@ def take_inventory(ops: FileOps, namespace: Namespace) -> Inventory:
         elif path.endswith(TEMP_SUFFIX):
             found.temps[path] = disk_bytes(status)
         else:
-            found.strangers.append(path)
+            found.unknown_files.append(path)
     return found
 
 

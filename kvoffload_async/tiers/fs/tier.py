@@ -26,7 +26,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.keeper import Keeper
+from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import (
     DiskChange,
@@ -100,7 +100,7 @@ class FsTier(AsyncTier):
         self._env: TierEnvironment | None = None
         self._rows: memoryview | None = None
         self._row_bytes = 0
-        self._keeper: Keeper | None = None
+        self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
 
     async def open(self, env: TierEnvironment) -> None:
@@ -127,14 +127,14 @@ class FsTier(AsyncTier):
             reuses_inodes=settings.reuse_inodes,
             counts_bytes=settings.space is not None,
         )
-        self._keeper = Keeper(self._ops, namespace, writers, self._files, env)
+        self._housekeeping = Housekeeping(self._ops, namespace, writers, self._files, env)
         try:
-            await env.io.run(Direction.NONE, partial(self._keeper.enter, settings.verify))
+            await env.io.run(Direction.NONE, partial(self._housekeeping.enter, settings.verify))
             self._root = await env.io.run(
                 Direction.NONE, partial(Anchor, self._ops, settings.root_dir)
             )
             if settings.space is not None:
-                self._space = await self._keeper.open_space(
+                self._space = await self._housekeeping.open_space(
                     settings.space, self._create_policy, self._row_bytes
                 )
         except OSError as error:
@@ -142,7 +142,7 @@ class FsTier(AsyncTier):
                 f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
                 "give a directory that this process may write"
             ) from error
-        self._keeper.start(settings.rescan_interval_s)
+        self._housekeeping.start(settings.rescan_interval_s)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
@@ -204,11 +204,11 @@ class FsTier(AsyncTier):
             self._space.used(keys)
 
     async def close(self) -> None:
-        """Stop keeping house, give back what was set aside, say goodbye; idempotent."""
-        keeper, self._keeper = self._keeper, None
+        """Stop housekeeping, give back what was reserved, unregister; idempotent."""
+        housekeeping, self._housekeeping = self._housekeeping, None
         try:
-            if keeper is not None:
-                await keeper.leave()
+            if housekeeping is not None:
+                await housekeeping.leave()
         finally:
             self._env = None
             rows, self._rows = self._rows, None
@@ -253,9 +253,9 @@ class FsTier(AsyncTier):
             again = [o.item for o in outcomes if o.status in _AGAIN] + [o.item for o in full]
             if plan.roomless and space.can_evict:  # others have taken what was freed
                 again += plan.roomless
-            elif plan.roomless and not has_looked and self._keeper is not None:
+            elif plan.roomless and not has_looked and self._housekeeping is not None:
                 has_looked = True
-                if await self._keeper.look_for_blocks():
+                if await self._housekeeping.look_for_blocks():
                     again += plan.roomless
             items = [replace(item, may_write=True, victim=None) for item in again]
             if not items:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer, SealMemory
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class BlockWriter:
         direct: DirectIo,
         writer_id: str,
         *,
-        memory: SealMemory,
+        digest_cache: DigestCache,
         block_bytes: int,
         verify: Verify,
         fsync: bool,
@@ -61,7 +61,7 @@ class BlockWriter:
         self._namespace = namespace
         self._folders = folders
         self._direct = direct
-        self._memory = memory
+        self._digest_cache = digest_cache
         self._writer_id = writer_id
         self._block_bytes = block_bytes
         self._verify = verify
@@ -69,7 +69,7 @@ class BlockWriter:
         self._reuses_inodes = reuses_inodes
         self._counts_bytes = counts_bytes
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
-        self._sealer = Sealer(namespace.layout_of(block_bytes))
+        self._digester = AttributeDigester(namespace.layout_of(block_bytes))
         self._serial = itertools.count()
         self._warned = False
         self.litter: list[str] = []
@@ -119,7 +119,7 @@ class BlockWriter:
                 if not self._take_victim(item.key, item.victim, temp, outcome):
                     return StoreStatus.VICTIM_GONE
                 recycled = self._may_overwrite(temp)
-            seal = self._fill(temp, item, outcome, recycled=recycled)
+            digest = self._fill(temp, item, outcome, recycled=recycled)
             file_bytes = disk_bytes(self._ops.stat(temp)) if self._counts_bytes else 0
             is_published = self._publish(temp, path)
         except OSError:
@@ -129,8 +129,8 @@ class BlockWriter:
             self.discard(temp)
             return StoreStatus.PRESENT
         outcome.change.added_bytes += file_bytes
-        if seal is not None:
-            self._memory.remember(item.key, seal)
+        if digest is not None:
+            self._digest_cache.remember(item.key, digest)
         return StoreStatus.WRITTEN
 
     def _publish(self, temp: str, path: str) -> bool:
@@ -175,12 +175,12 @@ class BlockWriter:
         checksum may be in the hands of a reader that serves such files, one with several names
         has a reader under another.
         """
-        if self._reuses_inodes and self._is_sole_sealed_file(temp):
+        if self._reuses_inodes and self._is_sole_file_with_digest(temp):
             return True
         self._ops.unlink(temp)
         return False
 
-    def _is_sole_sealed_file(self, temp: str) -> bool:
+    def _is_sole_file_with_digest(self, temp: str) -> bool:
         if self._ops.exists(self._unverified_marker):
             return False
         try:
@@ -200,7 +200,7 @@ class BlockWriter:
     def _fill(
         self, temp: str, item: StoreItem, outcome: StoreOutcome, *, recycled: bool
     ) -> bytes | None:
-        """Write a block's bytes and its seal into a new or recycled file; return the seal."""
+        """Write a block's bytes and its digest into a new or recycled file; return the digest."""
         flags = os.O_WRONLY | os.O_CREAT
         direct = self._direct.flag
         try:
@@ -223,18 +223,18 @@ class BlockWriter:
 
     def _fill_opened(self, fd: int, item: StoreItem, *, recycled: bool) -> bytes | None:
         try:
-            seal = None
+            digest = None
             if self._verify is not Verify.OFF or recycled:  # else the victim's would stay
                 # Before the write, which then finds the row in the processor's cache.
-                seal = self._sealer.seal(item.key, item.row)
+                digest = self._digester.attribute_value(item.key, item.row)
             self._write_row(fd, item.row)
             if recycled:
                 self._ops.truncate(fd, self._block_bytes)
-            if seal is not None:
-                self._set_seal(fd, seal, is_vital=recycled)
+            if digest is not None:
+                self._set_digest(fd, digest, is_vital=recycled)
             if self._fsync:
                 self._ops.fdatasync(fd)
-            return seal
+            return digest
         finally:
             self._ops.close(fd)
 
@@ -246,9 +246,9 @@ class BlockWriter:
                 raise OSError(errno.EIO, "a write made no progress")
             done += written
 
-    def _set_seal(self, fd: int, seal: bytes, *, is_vital: bool) -> None:
+    def _set_digest(self, fd: int, digest: bytes, *, is_vital: bool) -> None:
         try:
-            self._ops.set_xattr(fd, ATTRIBUTE, seal)
+            self._ops.set_xattr(fd, ATTRIBUTE, digest)
         except OSError as error:
             if is_vital or error.errno not in _NO_XATTR or self._verify is Verify.REQUIRED:
                 raise

@@ -35,7 +35,7 @@ is not used again while the journal can speak of it.
 
     offset  bytes  header                      offset  bytes  record
     0       8      "KVSLABF1"                  0       1      1: put, 2: remove
-    8       8      generation                  1       1      bytes of the key, at most 96
+    8       8      sequence number             1       1      bytes of the key, at most 96
     16      4      records that follow         2       2      flags: 1 has a checksum, 2 suspect
     20      4      0                           4       4      slot
     24      8      checksum of the frame       8       4      segment
@@ -43,12 +43,12 @@ is not used again while the journal can speak of it.
                                                16      16     checksum of the block, or zeros
                                                32      96     the key, then zeros
 
-The generation of a record is its frame's; generations rise from frame to frame. The frame's
-checksum is XXH3-64 of the header's first 24 bytes and all records, seeded with XXH3-64 of
-`layout`. The block's is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`, a zero byte and
-the key: right bytes in a wrong slot do not verify.
+The sequence number of a record is its frame's; sequence numbers rise from frame to frame. The
+frame's checksum is XXH3-64 of the header's first 24 bytes and all records, seeded with XXH3-64 of
+`layout`. The block's is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`, a zero byte and the
+key: right bytes in a wrong slot do not verify.
 
-A reader takes the last record of every place. The journal begins with a *snapshot*, puts alone,
+A reader takes the last record of every place. The journal begins with a *checkpoint*, puts alone,
 the least recently used block first, in frames of at most 64 records; what was appended since is
 behind it. When that has grown to the number of slots (at least 64 units), and when a store is
 closed, a new journal is written beside the old one and renamed over it.
@@ -58,7 +58,7 @@ What a crash or damage leaves
 
 The order of writes makes every state right that a kill can leave. The removal of a block is
 journalled before its slot is written to again, and a block's record after its bytes, one append a
-job. What was allocated or written without a record is free. Recency since the last snapshot is
+job. What was allocated or written without a record is free. Recency since the last checkpoint is
 lost, the order of stores is not. With `fdatasync` each of these steps is on the device before the
 next; without it, a block that a power cut has lost is found by its checksum.
 

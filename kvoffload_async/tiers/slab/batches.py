@@ -1,7 +1,7 @@
-"""A job's blocks on their way, cut into pieces of a few MiB that several threads can move.
+"""A job's blocks on their way, cut into extents of a few MiB that several threads can move.
 
-Who moves which piece, and when a batch has ended, is the business of its `Lane`. Thread: an I/O
-thread, but for the construction and the outcome.
+Who moves which extent, and when a batch has ended, is the business of its `TransferQueue`.
+Thread: an I/O thread, but for the construction and the outcome.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final, NamedTuple, Self
 
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.failure import mapped
-from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.journal import Journal, PackedRun
 from kvoffload_async.tiers.slab.places import Place, segment_of
 from kvoffload_async.tiers.slab.records import put_records
@@ -28,14 +28,14 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 _SHARES: Final = 4
-"""How many pieces an idle thread gets of a job, about."""
+"""How many extents an idle thread gets of a job, about."""
 
 _LEAST_SHARE: Final = 4
-"""Which part of the store's own pieces these are at least."""
+"""Which part of the store's own extents these are at least."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class DataPath:
     """What a batch works with.
 
     Attributes:
@@ -57,8 +57,8 @@ class Shelf:
     piece_bytes: int
 
     @property
-    def piece_slots(self) -> int:
-        """Slots of a piece."""
+    def extent_slots(self) -> int:
+        """Slots of an extent."""
         return max(1, self.piece_bytes // self.rows.slot_bytes)
 
 
@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         keys: Theirs.
-        places: Where they are in the store, or shall be; those of each piece ascend.
+        places: Where they are in the store, or shall be; those of each extent ascend.
         rows: Where they are in the primary, or shall be.
     """
 
@@ -85,9 +85,9 @@ class Batch(ABC):
         error: Why the batch failed as a whole, if it did.
     """
 
-    def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
+    def __init__(self, data_path: DataPath, blocks: Blocks) -> None:
         """Take blocks on."""
-        self._shelf = shelf
+        self._data_path = data_path
         self._keys, self._places, self._rows = blocks
         self.indices = range(len(blocks.keys))
         self.failures: dict[int, TierError] = {}
@@ -95,12 +95,12 @@ class Batch(ABC):
         self._digests: list[bytes] = [b""] * len(blocks.keys)
         """The checksum of what was moved; empty where none is wanted."""
 
-    def pieces(self, idle_threads: int) -> Sequence[range]:
-        """Return the pieces, as ranges of indices; smaller ones where threads wait for them.
+    def extents(self, idle_threads: int) -> Sequence[range]:
+        """Return the extents, as ranges of indices; smaller ones where threads wait for them.
 
-        None lies in two of the store's own pieces, each of which has ascending places.
+        None lies in two of the store's own extents, each of which has ascending places.
         """
-        size = whole = self._shelf.piece_slots
+        size = whole = self._data_path.extent_slots
         if idle_threads:
             share = -(-len(self.indices) // (_SHARES * idle_threads))
             size = max(1, whole // _LEAST_SHARE, min(whole, share))
@@ -110,24 +110,24 @@ class Batch(ABC):
             for start in range(0, len(part), size)
         ]
 
-    def move(self, piece: range) -> None:
-        """Move a piece; what goes wrong is in `failures` and `error` afterwards."""
+    def move(self, extent: range) -> None:
+        """Move an extent; what goes wrong is in `failures` and `error` afterwards."""
         if self.error is not None:
             return
         try:
             self._begin()
-            for run in joined(self._places, piece.start, piece.stop):
+            for run in joined(self._places, extent.start, extent.stop):
                 try:
                     self._move(run)
                 except OSError as error:
                     self._move_singly(run, error)
         except OSError as error:
-            self._fail(piece, mapped(error))
+            self._fail(extent, mapped(error))
         except BaseException as error:  # noqa: BLE001 - a defect fails its job, and no other
             self.fail(error)
 
-    def file_of(self, piece: range) -> int | None:
-        """Return the file that a piece should have to itself; None if it needs none."""
+    def file_of(self, extent: range) -> int | None:
+        """Return the file that an extent should have to itself; None if it needs none."""
         return None
 
     def fail(self, error: BaseException) -> None:
@@ -151,7 +151,7 @@ class Batch(ABC):
                 self._move_singly(single, own_error)
 
     def _begin(self) -> None:  # noqa: B027 - a load has nothing to do first
-        """Do what must be done before a piece is moved; raises OSError."""
+        """Do what must be done before an extent is moved; raises OSError."""
 
     @abstractmethod
     def _move(self, run: Run) -> None:
@@ -159,8 +159,8 @@ class Batch(ABC):
 
     @classmethod
     @abstractmethod
-    def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
-        """End batches that have no piece left to move; what goes wrong is in them afterwards."""
+    def finish(cls, data_path: DataPath, batches: Sequence[Self]) -> None:
+        """End batches that have no extent left to move; what goes wrong is in them afterwards."""
 
 
 class StoreBatch(Batch):
@@ -170,28 +170,30 @@ class StoreBatch(Batch):
         is_journalled: Whether those that did not fail are.
     """
 
-    def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
-        super().__init__(shelf, blocks)
+    def __init__(self, data_path: DataPath, blocks: Blocks) -> None:
+        super().__init__(data_path, blocks)
         self.is_journalled = False
 
-    def file_of(self, piece: range) -> int:
-        """Return the piece's segment: the kernel lets one write at a time into a file."""
-        return segment_of(self._places[piece.start])
+    def file_of(self, extent: range) -> int:
+        """Return the extent's segment: the kernel lets one write at a time into a file."""
+        return segment_of(self._places[extent.start])
 
     def _begin(self) -> None:
         """Journal the removals of the blocks in whose slots these are written."""
-        self._shelf.journal.flush()
+        self._data_path.journal.flush()
 
     def _move(self, run: Run) -> None:
-        shelf, part = self._shelf, slice(run.start, run.start + run.length)
-        rows = shelf.rows.each(self._rows[part])
-        if shelf.verify:  # first: that brings the bytes into the cache, from which they are written
-            self._digests[part] = shelf.digester.digests(self._keys[part], rows)
-        shelf.segments.write(run.place, rows)
+        data_path, part = self._data_path, slice(run.start, run.start + run.length)
+        rows = data_path.rows.each(self._rows[part])
+        if (
+            data_path.verify
+        ):  # first: that brings the bytes into the cache, from which they are written
+            self._digests[part] = data_path.digester.digests(self._keys[part], rows)
+        data_path.segments.write(run.place, rows)
 
     def records(self) -> list[PackedRun]:
         """Return the records of what was written, a run at a time."""
-        size = self._shelf.piece_slots
+        size = self._data_path.extent_slots
         runs = [
             run
             for start in self.indices[::size]
@@ -211,7 +213,7 @@ class StoreBatch(Batch):
         return put_records(self._keys[part], run.place, self._digests[part])
 
     @classmethod
-    def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
+    def finish(cls, data_path: DataPath, batches: Sequence[Self]) -> None:
         """Journal what was written, all of it in one append."""
         batches = [batch for batch in batches if batch.error is None]
         written = [run for batch in batches for run in batch.records()]
@@ -219,10 +221,10 @@ class StoreBatch(Batch):
             return
         try:
             numbers = {segment_of(place) for place, _ in written}
-            shelf.segments.check(numbers)
-            if shelf.fdatasync:
-                shelf.segments.sync(numbers)
-            shelf.journal.commit(written)
+            data_path.segments.check(numbers)
+            if data_path.fdatasync:
+                data_path.segments.sync(numbers)
+            data_path.journal.commit(written)
         except OSError as error:
             for batch in batches:
                 batch.failures = dict.fromkeys(batch.indices, mapped(error))
@@ -239,32 +241,32 @@ class LoadBatch(Batch):
         segments: Those that were read.
     """
 
-    def __init__(self, shelf: Shelf, blocks: Blocks) -> None:
-        super().__init__(shelf, blocks)
+    def __init__(self, data_path: DataPath, blocks: Blocks) -> None:
+        super().__init__(data_path, blocks)
         self.corrupt: list[int] = []
         self._is_verified = False
         self.segments: set[int] = set()
 
     def _move(self, run: Run) -> None:
         self.segments.add(segment_of(run.place))
-        shelf, part = self._shelf, slice(run.start, run.start + run.length)
-        rows = shelf.rows.each(self._rows[part])
-        whole = shelf.segments.read(run.place, rows)
+        data_path, part = self._data_path, slice(run.start, run.start + run.length)
+        rows = data_path.rows.each(self._rows[part])
+        whole = data_path.segments.read(run.place, rows)
         if whole < run.length:
             self._drop(range(run.start + whole, part.stop), "ends early")
             part, rows = slice(run.start, run.start + whole), rows[:whole]
-        if shelf.verify or (
-            shelf.table.has_suspects and shelf.table.is_suspect(run.place, run.length)
+        if data_path.verify or (
+            data_path.table.has_suspects and data_path.table.is_suspect(run.place, run.length)
         ):
             self._is_verified = True
-            self._digests[part] = shelf.digester.digests(self._keys[part], rows)
+            self._digests[part] = data_path.digester.digests(self._keys[part], rows)
 
     def check(self) -> None:
         """Note that the blocks were used; drop those whose bytes are not those that were stored."""
-        table = self._shelf.table
+        table = self._data_path.table
         for run in joined(self._places, 0, len(self._places)):
             table.use(run.place, run.length)
-            if self._shelf.verify or self._is_verified:
+            if self._data_path.verify or self._is_verified:
                 self._verify(run, table.digests(run.place, run.length))
 
     def _verify(self, run: Run, stored: bytes) -> None:
@@ -274,7 +276,7 @@ class LoadBatch(Batch):
         for index, (has, should) in enumerate(
             zip(found, split_digests(stored), strict=True), run.start
         ):
-            is_wanted = has or (self._shelf.verify and index not in self.failures)
+            is_wanted = has or (self._data_path.verify and index not in self.failures)
             if is_wanted and has != should:  # without a checksum it was not verified: not served
                 self._drop((index,), "has a wrong checksum")
 
@@ -282,16 +284,16 @@ class LoadBatch(Batch):
         for index in indices:
             key = self._keys[index]
             self._fail((index,), CorruptBlockError(f"block {key.hex()} {what}"))
-            self._shelf.journal.note_removed((self._places[index],))
+            self._data_path.journal.note_removed((self._places[index],))
             self.corrupt.append(index)
 
     @classmethod
-    def finish(cls, shelf: Shelf, batches: Sequence[Self]) -> None:
+    def finish(cls, data_path: DataPath, batches: Sequence[Self]) -> None:
         """Verify; journal that bad blocks are gone, or failing that, with the next append."""
         batches = [batch for batch in batches if batch.error is None]
         try:
-            shelf.anchor.check()
-            shelf.segments.check(set[int]().union(*(batch.segments for batch in batches)))
+            data_path.anchor.check()
+            data_path.segments.check(set[int]().union(*(batch.segments for batch in batches)))
         except OSError as error:
             for batch in batches:
                 batch.failures = dict.fromkeys(batch.indices, mapped(error))
@@ -300,7 +302,7 @@ class LoadBatch(Batch):
             batch.check()
         if any(batch.corrupt for batch in batches):
             try:
-                shelf.journal.flush()
+                data_path.journal.flush()
             except OSError as error:
                 logger.warning("a bad block's removal is not journalled yet: %s", str(error))
 

@@ -1,8 +1,8 @@
 """How many slots fit into a capacity, with everything that lies beside them on disk.
 
 All of it in bytes as the filesystem allocates them. A slot costs itself, its share of the
-segment's extent tree, and its records: two snapshots at the moment when one replaces the other,
-and its share of the journal's tail between two snapshots.
+segment's extent tree, and its records: two checkpoints at the moment when one replaces the other,
+and its share of the journal's log between two checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from kvoffload_async.tiers.slab.places import MAX_SLOTS
-from kvoffload_async.tiers.slab.records import RECORD_BYTES, snapshot_units
+from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
 PAGE_BYTES = 4096
 """What slots, and O_DIRECT, are aligned to."""
@@ -25,7 +25,7 @@ _SEGMENT_BYTES = PAGE_BYTES + 64
 _EXTENT_BYTES = 64
 """Two extents of 12 bytes a slot, in leaves that splitting has left half empty, and some."""
 
-_MIN_TAIL_UNITS = 64
+_MIN_LOG_UNITS = 64
 
 _AHEAD_SHARE = 16
 """Which part of a store may stand empty, at most, so that jobs find neighbours."""
@@ -81,7 +81,7 @@ class Budget:
 
     def cost_of(self, slots: int, num_segments: int) -> int:
         """Return what `cost` does, of that many slots in that many segments."""
-        units = 2 * snapshot_units(slots) + self.tail_units
+        units = 2 * checkpoint_units(slots) + self.log_units
         return (
             _FIXED_BYTES
             + slots * (self.slot_bytes + _EXTENT_BYTES)
@@ -103,9 +103,9 @@ class Budget:
         return low
 
     @property
-    def tail_units(self) -> int:
-        """Units that the journal may have behind its snapshot before the next is due."""
-        return max(_MIN_TAIL_UNITS, self.most_slots)
+    def log_units(self) -> int:
+        """Units that the journal may have behind its checkpoint before the next is due."""
+        return max(_MIN_LOG_UNITS, self.most_slots)
 
     @property
     def slots_ahead(self) -> int:

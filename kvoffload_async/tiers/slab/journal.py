@@ -2,7 +2,7 @@
 
 Written by the threads that store, one append a job, under a lock. Removals are noted first and
 written later, at the latest before the slots that they free are written to again: whoever is about
-to do that calls `flush`. When the tail behind the snapshot is full, the whole journal is written
+to do that calls `flush`. When the log behind the checkpoint is full, the whole journal is written
 anew, beside the old one, and renamed over it.
 """
 
@@ -27,10 +27,10 @@ from kvoffload_async.tiers.slab.records import (
     RECORD,
     RECORD_BYTES,
     Records,
+    checkpoint,
+    checkpoint_units,
     frame,
     removals_of,
-    snapshot,
-    snapshot_units,
 )
 from kvoffload_async.tiers.slab.table import RecordTable
 
@@ -53,7 +53,7 @@ class Journal:
         table: RecordTable,
         seed: int,
         *,
-        tail_units: int,
+        log_units: int,
         fdatasync: bool,
     ) -> None:
         """Describe it; `open` comes first.
@@ -64,7 +64,7 @@ class Journal:
             anchor: Of that folder; nothing is written once it is another.
             table: What it says; kept up to date here.
             seed: Binds it to the layout.
-            tail_units: See `Budget`.
+            log_units: See `Budget`.
             fdatasync: Wait for the device at the end of every append.
         """
         self._ops = ops
@@ -72,37 +72,37 @@ class Journal:
         self._anchor = anchor
         self._table = table
         self._seed = seed
-        self._max_tail = tail_units
+        self._max_log_units = log_units
         self._fdatasync = fdatasync
         self._mutex = threading.Lock()
         self._removed: deque[bytes] = deque()
         self._fd: int | None = None
         self._end_bytes = 0
-        self._tail_units = 0
-        self._generation = 0
+        self._log_units = 0
+        self._sequence = 0
         self._changes_written = 0
 
-    def open(self, end_bytes: int, generation: int, *, anew: bool) -> None:
+    def open(self, end_bytes: int, sequence: int, *, anew: bool) -> None:
         """Open the file behind what was found in it; what is torn there is cut off.
 
         Args:
             end_bytes: Where the good part ends.
-            generation: The highest in it.
+            sequence: The highest number in it.
             anew: Write everything anew, so that nobody sees the damage in it any more.
 
         Raises:
             OSError: The file cannot be had, or not be cut.
         """
-        self._generation = generation
+        self._sequence = sequence
         with contextlib.suppress(FileNotFoundError):
             self._ops.unlink(self._path + TEMP_SUFFIX)
         self._fd = self._ops.open(self._path, os.O_RDWR | os.O_CREAT)
         self._end_bytes = end_bytes
         if self._ops.fstat(self._fd).st_size != end_bytes:
             self._ops.truncate(self._fd, end_bytes)
-        live_units = snapshot_units(self._table.num_live())
-        self._tail_units = max(0, end_bytes // RECORD_BYTES - live_units)
-        if anew or self._tail_units > self._max_tail:
+        live_units = checkpoint_units(self._table.num_live())
+        self._log_units = max(0, end_bytes // RECORD_BYTES - live_units)
+        if anew or self._log_units > self._max_log_units:
             try:
                 self._rewrite()
             except OSError as error:
@@ -138,7 +138,7 @@ class Journal:
             if not body:
                 return
             try:
-                if self._tail_units + 1 + len(body) // RECORD_BYTES <= self._max_tail:
+                if self._log_units + 1 + len(body) // RECORD_BYTES <= self._max_log_units:
                     self._append(body)
                     self._put(puts)
                 else:
@@ -188,17 +188,17 @@ class Journal:
     def _append(self, body: bytes) -> None:
         fd = self._opened()
         self._check()
-        framed = frame(self._generation + 1, body, self._seed)
+        framed = frame(self._sequence + 1, body, self._seed)
         try:
             write_all(self._ops, fd, framed, self._end_bytes)
             if self._fdatasync:
                 self._ops.fdatasync(fd)
         except OSError:
-            self._generation += 1  # whatever is left of the frame will be an older one
+            self._sequence += 1  # whatever is left of the frame will be an older one
             raise
-        self._generation += 1
+        self._sequence += 1
         self._end_bytes += len(framed)
-        self._tail_units += len(framed) // RECORD_BYTES
+        self._log_units += len(framed) // RECORD_BYTES
 
     def _rewrite(self) -> None:
         """Write the whole table into a new file, and put that in the old one's place."""
@@ -209,8 +209,8 @@ class Journal:
         try:
             end_bytes = 0
             pending = bytearray()
-            for framed in snapshot(self._generation + 1, records, self._seed):
-                self._generation += 1
+            for framed in checkpoint(self._sequence + 1, records, self._seed):
+                self._sequence += 1
                 pending += framed
                 if len(pending) >= _WRITE_BYTES:
                     end_bytes += write_all(self._ops, fd, pending, end_bytes)
@@ -225,7 +225,7 @@ class Journal:
                 self._ops.unlink(temp)
             raise
         old, self._fd = self._fd, fd
-        self._end_bytes, self._tail_units = end_bytes, 0
+        self._end_bytes, self._log_units = end_bytes, 0
         if old is not None:
             self._ops.close(old)
         if self._fdatasync:

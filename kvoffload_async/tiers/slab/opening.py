@@ -18,10 +18,10 @@ import numpy.typing as npt
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.ops import FileOps, write_all
-from kvoffload_async.tiers.files.sealing import BlockDigester
-from kvoffload_async.tiers.slab.batches import Shelf
+from kvoffload_async.tiers.slab.batches import DataPath
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.journal import Journal
@@ -84,7 +84,7 @@ class OpenStore:
 
     Attributes:
         folder: Where it is.
-        shelf: What moves its blocks.
+        data_path: What moves its blocks.
         catalog: What is in it; the loop's, once this is constructed.
     """
 
@@ -112,7 +112,7 @@ class OpenStore:
         table = RecordTable()
         direct = DirectIo(wanted=settings.direct_io, where=self.folder)
         text = layout.manifest.layout
-        self.shelf = Shelf(
+        self.data_path = DataPath(
             rows=rows,
             anchor=anchor,
             segments=Segments(ops, self.folder, anchor, rows, direct),
@@ -123,7 +123,7 @@ class OpenStore:
                 anchor,
                 table,
                 seed_of(text),
-                tail_units=settings.budget.tail_units,
+                log_units=settings.budget.log_units,
                 fdatasync=settings.fdatasync,
             ),
             digester=BlockDigester(text),
@@ -132,7 +132,7 @@ class OpenStore:
             piece_bytes=settings.piece_bytes,
         )
         policy = create_policy(settings.budget.capacity_bytes // rows.slot_bytes)
-        self.catalog = Catalog(policy, self.shelf.piece_slots)
+        self.catalog = Catalog(policy, self.data_path.extent_slots)
         try:
             self._lock_fd = _take_lock(ops, self.folder)
             anchor.watch(self._lock_fd, LOCK)
@@ -146,13 +146,13 @@ class OpenStore:
     def close(self) -> None:
         """Write what is not yet written, close every file, give up the lock; idempotent."""
         try:
-            self.shelf.journal.close()
+            self.data_path.journal.close()
         except OSError as error:
             logger.warning(
                 "%s: the journal could not be written at the end: %s", self.folder, error
             )
         finally:
-            self.shelf.segments.close()
+            self.data_path.segments.close()
             fd, self._lock_fd = self._lock_fd, None
             if fd is not None:
                 self._ops.close(fd)
@@ -206,16 +206,16 @@ class OpenStore:
         for name in found.temps:
             with contextlib.suppress(FileNotFoundError):
                 self._ops.unlink(f"{self.folder}/{name}")
-        shelf, catalog = self.shelf, self.catalog
+        data_path, catalog = self.data_path, self.catalog
         self._drop_surplus(found)
         for number in sorted(found.segments):
-            segment = shelf.segments.attach(number)
+            segment = data_path.segments.attach(number)
             if segment is not None:
-                shelf.table.add_segment(number, segment.slots)
+                data_path.table.add_segment(number, segment.slots)
                 catalog.add_segment(number, segment.slots)
         if len(scanned.records):
-            shelf.segments.skip_to(segment_of(int(scanned.records["place"].max())))
-        rows = live_in(found, scanned, shelf.rows.slot_bytes)
+            data_path.segments.skip_to(segment_of(int(scanned.records["place"].max())))
+        rows = live_in(found, scanned, data_path.rows.slot_bytes)
         live = scanned.records
         if len(rows) < len(live):
             live = live[rows]
@@ -225,7 +225,7 @@ class OpenStore:
         if len(lost):
             live = live[~gone]
         live, keys, doubles = _without_doubles(live)
-        shelf.table.fill(live)
+        data_path.table.fill(live)
         catalog.fill(keys, places_of(live))
         if scanned.num_before_damage:
             logger.warning(
@@ -233,11 +233,11 @@ class OpenStore:
                 self.folder,
                 scanned.lost_bytes,
             )
-        shelf.journal.open(
-            scanned.end_bytes, scanned.generation, anew=bool(scanned.num_before_damage)
+        data_path.journal.open(
+            scanned.end_bytes, scanned.sequence, anew=bool(scanned.num_before_damage)
         )
-        shelf.journal.note_gone(lost)
-        shelf.journal.note_gone(doubles)
+        data_path.journal.note_gone(lost)
+        data_path.journal.note_gone(doubles)
 
     def _drop_surplus(self, found: Folder) -> None:
         """Delete segments for which a capacity that has become smaller has no room."""
@@ -320,7 +320,8 @@ def _take_lock(ops: FileOps, folder: str) -> int:
         ops.close(fd)
         raise
     ops.close(fd)
+    user = "this process" if holder == str(os.getpid()) else f"process {holder or 'unknown'}"
     raise ConfigError(
-        f"root_dir: the store in {folder!r} is in use by process {holder or 'unknown'}; "
-        "end that, or give another directory"
+        f"root_dir: the store in {folder!r} is already opened by {user}; close it there, or give "
+        "another directory"
     )

@@ -30,7 +30,7 @@ class Folder:
     Attributes:
         segments: Segment -> the bytes of its file.
         temps: Names of files that somebody was writing when he was killed.
-        strangers: Names of what is no part of a store.
+        unknown_files: Names of what is no part of a store.
         allocated_bytes: What all of it takes on disk, the folder included.
         has_manifest: Whether there is a manifest, readable or not.
         has_journal: Whether there is a journal.
@@ -38,7 +38,7 @@ class Folder:
 
     segments: dict[int, int] = field(default_factory=dict)
     temps: list[str] = field(default_factory=list)
-    strangers: list[str] = field(default_factory=list)
+    unknown_files: list[str] = field(default_factory=list)
     allocated_bytes: int = 0
     has_manifest: bool = False
     has_journal: bool = False
@@ -59,7 +59,7 @@ def list_folder(ops: FileOps, folder: str) -> Folder:
         name = path.removeprefix(f"{folder}/")
         number = segment_number(name)
         if not stat_module.S_ISREG(status.st_mode):
-            found.strangers.append(name)
+            found.unknown_files.append(name)
         elif number is not None:
             found.segments[number] = status.st_size
         elif name in {MANIFEST + TEMP_SUFFIX, JOURNAL + TEMP_SUFFIX}:
@@ -69,7 +69,7 @@ def list_folder(ops: FileOps, folder: str) -> Folder:
         elif name == JOURNAL:
             found.has_journal = True
         elif name != LOCK:
-            found.strangers.append(name)
+            found.unknown_files.append(name)
     return found
 
 

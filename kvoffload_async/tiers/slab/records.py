@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload_async.tiers.files.sealing import DIGEST_BYTES
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.types import OffloadKey
 
@@ -22,8 +22,8 @@ RECORD_BYTES: Final = 128
 """Bytes of a unit: a record, or the header of a frame of records."""
 
 MAX_KEY_BYTES: Final = 96
-SNAPSHOT_FRAME_RECORDS: Final = 64
-"""Records of one frame of a snapshot: what one flipped bit can cost."""
+CHECKPOINT_FRAME_RECORDS: Final = 64
+"""Records of one frame of a checkpoint: what one flipped bit can cost."""
 
 PUT: Final = 1
 REMOVE: Final = 2
@@ -92,23 +92,23 @@ def removals_of(packed: bytes | memoryview) -> bytes:
     return bytes(removals)
 
 
-def frame(generation: int, body: bytes, seed: int) -> bytes:
+def frame(sequence: int, body: bytes, seed: int) -> bytes:
     """Return a frame around records, given as bytes."""
-    prefix = _PREFIX.pack(_MAGIC, generation, len(body) // RECORD_BYTES, 0)
+    prefix = _PREFIX.pack(_MAGIC, sequence, len(body) // RECORD_BYTES, 0)
     check = xxhash.xxh3_64_intdigest(prefix + body, seed)
     return b"".join((prefix, _CHECK.pack(check), _HEADER_PADDING, body))
 
 
-def snapshot(generation: int, records: Records, seed: int) -> Iterator[bytes]:
-    """Yield the frames of a snapshot; each has the next generation."""
-    for start in range(0, len(records), SNAPSHOT_FRAME_RECORDS):
-        yield frame(generation, records[start : start + SNAPSHOT_FRAME_RECORDS].tobytes(), seed)
-        generation += 1
+def checkpoint(sequence: int, records: Records, seed: int) -> Iterator[bytes]:
+    """Yield the frames of a checkpoint; each has the next sequence number."""
+    for start in range(0, len(records), CHECKPOINT_FRAME_RECORDS):
+        yield frame(sequence, records[start : start + CHECKPOINT_FRAME_RECORDS].tobytes(), seed)
+        sequence += 1
 
 
-def snapshot_units(count: int) -> int:
-    """Return how many units a snapshot of so many records has."""
-    return count - (-count // SNAPSHOT_FRAME_RECORDS)
+def checkpoint_units(count: int) -> int:
+    """Return how many units a checkpoint of so many records has."""
+    return count - (-count // CHECKPOINT_FRAME_RECORDS)
 
 
 def keys_of(records: Records) -> list[OffloadKey]:
@@ -139,7 +139,7 @@ class Scan:
     Attributes:
         records: Every record that can be believed, in order.
         end_bytes: Where the last good frame ends; behind it there is at most a torn tail.
-        generation: The highest generation; the next frame needs a higher one.
+        sequence: The highest sequence number; the next frame needs a higher one.
         num_before_damage: How many of the records come before a place where frames are missing;
             one of those missing may have been the removal of any of them.
         lost_bytes: Bytes of the places where frames are missing, a torn tail left out.
@@ -147,7 +147,7 @@ class Scan:
 
     records: Records
     end_bytes: int
-    generation: int
+    sequence: int
     num_before_damage: int
     lost_bytes: int
 
@@ -155,16 +155,16 @@ class Scan:
 def scan(data: bytes | memoryview, seed: int) -> Scan:
     """Read a journal, whatever bytes it has.
 
-    A frame counts if its checksum is right and its generation higher than that of the one before.
-    What comes before such a frame and is none itself has been damaged.
+    A frame counts if its checksum is right and its sequence number higher than that of the one
+    before. What comes before such a frame and is none itself has been damaged.
     """
     num_units = len(data) // RECORD_BYTES
     view = memoryview(data)
     units: npt.NDArray[Any] = np.frombuffer(view, dtype=f"V{RECORD_BYTES}", count=num_units)
     is_record = np.zeros(num_units, dtype=np.bool_)
-    position = generation = end = lost_units = damage_at = 0
+    position = sequence = end = lost_units = damage_at = 0
     while position < num_units:
-        count, found = _read_frame(view, position, generation, seed)
+        count, found = _read_frame(view, position, sequence, seed)
         if not count:
             position = _next_magic(units, position + 1)
             continue
@@ -172,24 +172,24 @@ def scan(data: bytes | memoryview, seed: int) -> Scan:
             lost_units += position - end
             damage_at = position
         is_record[position + 1 : position + 1 + count] = True
-        generation = found
+        sequence = found
         position = end = position + 1 + count
     records = units[is_record].view(RECORD)
     return Scan(
         records,
         end * RECORD_BYTES,
-        generation,
+        sequence,
         int(is_record[:damage_at].sum()),
         lost_units * RECORD_BYTES,
     )
 
 
-def _read_frame(view: memoryview, position: int, generation: int, seed: int) -> tuple[int, int]:
-    """Return a frame's number of records and generation; (0, 0) if there is no good one."""
+def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tuple[int, int]:
+    """Return a frame's number of records and sequence number; (0, 0) if there is no good one."""
     start = position * RECORD_BYTES
     magic, found, count, _ = _PREFIX.unpack_from(view, start)
     stop = start + RECORD_BYTES * (1 + count)
-    if magic != _MAGIC or found <= generation or not count or stop > len(view):
+    if magic != _MAGIC or found <= sequence or not count or stop > len(view):
         return 0, 0
     hasher = xxhash.xxh3_64(view[start : start + _PREFIX.size], seed)
     hasher.update(view[start + RECORD_BYTES : stop])

@@ -192,7 +192,7 @@ class Segments:
 
     @contextlib.contextmanager
     def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
-        """Lend page-aligned memory; pieces are of about one size, so it is used again."""
+        """Lend page-aligned memory; extents are of about one size, so it is used again."""
         try:
             memory = self._bounce.pop()
         except IndexError:

@@ -27,13 +27,13 @@ class FreeRuns:
     the other lies in different files, which can be written at once.
     """
 
-    def __init__(self, piece: int) -> None:
+    def __init__(self, extent: int) -> None:
         """Start without a place.
 
         Args:
-            piece: How many neighbours are worth having; who takes more gets pieces of so many.
+            extent: How many neighbours are worth having; who takes more gets extents of so many.
         """
-        self._piece = piece
+        self._extent = extent
         self._length_at: dict[Place, int] = {}
         """First place of a run -> its length."""
         self._first_before: dict[Place, Place] = {}
@@ -63,17 +63,17 @@ class FreeRuns:
         self._add(first, behind - first)
 
     def has_run(self, count: int) -> bool:
-        """Tell whether there surely is a run of so many, or of a piece if that is less."""
-        return max(self._classes, default=0) >= _least_class(min(count, self._piece))
+        """Tell whether there surely is a run of so many, or of an extent if that is less."""
+        return max(self._classes, default=0) >= _least_class(min(count, self._extent))
 
     def take(self, count: int) -> list[Place]:
-        """Take places: for each piece a run that is long enough if there is one, else the longest.
+        """Take places: for each extent a run that is long enough if there is one, else the longest.
 
         Of a run that is not much longer, what begins at a multiple of the count: so jobs of one
         size leave nothing between them.
 
         Returns:
-            The places; those of each piece ascend.
+            The places; those of each extent ascend.
 
         Raises:
             ValueError: There are not that many.
@@ -82,7 +82,7 @@ class FreeRuns:
             raise ValueError(f"{count} places are wanted, {self._num_free} are free")
         taken: list[Place] = []
         while count:
-            wanted = min(count, self._piece)
+            wanted = min(count, self._extent)
             first = self._best_for(wanted)
             length = self._length_at[first]
             used = min(length, wanted)
@@ -97,8 +97,8 @@ class FreeRuns:
             taken += range(start, start + used)
             count -= used
             self._num_free -= used
-        for begin in range(0, len(taken), self._piece):
-            taken[begin : begin + self._piece] = sorted(taken[begin : begin + self._piece])
+        for begin in range(0, len(taken), self._extent):
+            taken[begin : begin + self._extent] = sorted(taken[begin : begin + self._extent])
         return taken
 
     def drop_segment(self, segment: int) -> int:

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload_async.tiers.files.sealing import DIGEST_BYTES
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     DIGEST_AT,

@@ -27,15 +27,15 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.slab.allocator import Allocator
 from kvoffload_async.tiers.slab.batches import Blocks, LoadBatch, StoreBatch
 from kvoffload_async.tiers.slab.budget import Budget
-from kvoffload_async.tiers.slab.lane import Lane
 from kvoffload_async.tiers.slab.layout import StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
-from kvoffload_async.tiers.slab.room import Room
 from kvoffload_async.tiers.slab.rows import Rows
+from kvoffload_async.tiers.slab.transfer_queue import TransferQueue
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20
@@ -72,8 +72,8 @@ class SlabSettings:
 class SlabTier(AsyncTier):
     """Keeps blocks in the slots of preallocated files.
 
-    A job's blocks are moved in pieces of a few MiB, each one vectored call, by as many threads
-    as there are, each of which takes a piece after the other. What is where is known to the loop
+    A job's blocks are moved in extents of a few MiB, each one vectored call, by as many threads
+    as there are, each of which takes an extent after the other. What is where is known to the loop
     alone; threads move bytes, compute checksums, and write the journal.
     """
 
@@ -137,13 +137,13 @@ class SlabTier(AsyncTier):
                 f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
                 "give a directory that this process may write"
             ) from error
-        self._room = Room(self._store, budget, env)
+        self._allocator = Allocator(self._store, budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
-        shelf, threads = self._store.shelf, settings.io_threads
-        self._loads = Lane(Direction.LOAD, LoadBatch.finish, shelf, env.io, threads)
-        self._stores = Lane(Direction.STORE, StoreBatch.finish, shelf, env.io, threads)
-        self._loads.rival, self._stores.rival = self._stores, self._loads
+        data_path, threads = self._store.data_path, settings.io_threads
+        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, data_path, env.io, threads)
+        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, data_path, env.io, threads)
+        self._loads.other_direction, self._stores.other_direction = self._stores, self._loads
         env.blocks_appeared(self._store.catalog.keys())
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -185,7 +185,7 @@ class SlabTier(AsyncTier):
         blocks, order = _in_order_of_places(job, found)
         if not order:
             return failures
-        batch = LoadBatch(store.shelf, blocks)
+        batch = LoadBatch(store.data_path, blocks)
         store.catalog.pin(blocks.places)
         try:
             await self._loads.move(batch)
@@ -255,7 +255,7 @@ class SlabTier(AsyncTier):
             held = [place for place in store.catalog.find(job.keys) if place is not None]
             store.catalog.pin(held)
             try:
-                if not await self._room.shrink():
+                if not await self._allocator.shrink():
                     break
                 again = await self._store_some(store, job.keys, rows, left)
             finally:
@@ -275,13 +275,13 @@ class SlabTier(AsyncTier):
             return {}
         if len(indices) < len(keys):
             keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
-        places = await self._room.claim(keys)
+        places = await self._allocator.claim(keys)
         roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
         failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], roomless)
         if not places:
             return failures
         mine = keys[: len(places)]
-        batch = StoreBatch(store.shelf, Blocks(mine, places, rows[: len(places)]))
+        batch = StoreBatch(store.data_path, Blocks(mine, places, rows[: len(places)]))
         try:
             await self._stores.move(batch)
         except BaseException:

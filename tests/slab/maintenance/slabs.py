@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from slab.shelves import flip
+from slab.stores import flip
 
 from kvoffload_async.facade.slab import SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer

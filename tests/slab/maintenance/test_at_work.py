@@ -32,7 +32,7 @@ def test_what_changes_a_store_refuses_one_in_use_and_names_the_process(slab, ver
     tier = slab.open()
     before = slab.files()
     message = slab.command.refusal("store", verb, slab.root)
-    assert f"in use by process {os.getpid()}; end that first" in message
+    assert f"already opened by process {os.getpid()}; close it there first" in message
     assert slab.files() == before
     tier.shutdown()
 

@@ -6,11 +6,11 @@ import os
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slab.maintenance.slabs import BLOCK, NUM_BLOCKS, Slab, deaf_to
-from slab.shelves import flip
+from slab.stores import flip
 
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.slab.layout import JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import read_contents
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
@@ -108,7 +108,7 @@ def test_of_two_records_of_a_key_the_later_one_counts(slab):
     puts = put_records([key_of(3)], free, [digest])
     seed = seed_of(contents.manifest.layout)
     with slab.journal.open("ab") as file:
-        file.write(frame(contents.scanned.generation + 1, puts, seed))
+        file.write(frame(contents.scanned.sequence + 1, puts, seed))
     slab.flip(2)
     assert slab.run("repair")["blocks"] == 11
     assert slab.place(3)[1] == slot_of(free) * BLOCK

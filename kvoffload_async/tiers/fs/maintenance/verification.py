@@ -12,9 +12,9 @@ from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.files.verdicts import Verdict, Verification
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.tiers.fs.maintenance.scan import FoundBlock
-from kvoffload_async.tiers.fs.seal import ATTRIBUTE, Sealer
 
 BATCH_BYTES = 4 << 20
 """What a thread reads before it looks whether to go on."""
@@ -145,8 +145,8 @@ class BlockChecker:
             done += count
         if digest is None:
             return Verdict.WITHOUT_DIGEST, ""
-        sealer = Sealer(self._namespace.layout_of(length))
-        if digest != sealer.seal(block.key, data):
+        digester = AttributeDigester(self._namespace.layout_of(length))
+        if digest != digester.attribute_value(block.key, data):
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
 

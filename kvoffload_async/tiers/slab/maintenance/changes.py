@@ -20,7 +20,7 @@ from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.maintenance.inspection import inspection_of
 from kvoffload_async.tiers.slab.maintenance.stores import Contents, SlabStore, read_contents
 from kvoffload_async.tiers.slab.maintenance.verification import BadSlot, Judged
-from kvoffload_async.tiers.slab.records import SUSPECT, Records, seed_of, snapshot
+from kvoffload_async.tiers.slab.records import SUSPECT, Records, checkpoint, seed_of
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class Changes:
                 self._findings.append(Problem(f"left by a killed writer: {name}", name))
         if not options.unknown_files:
             return
-        for name in contents.found.strangers:
+        for name in contents.found.unknown_files:
             status = self._ops.stat(f"{self._store.folder}/{name}")
             is_old = time.time() - status.st_mtime >= options.older_than_s
             if is_old and not stat_module.S_ISDIR(status.st_mode):
@@ -187,7 +187,7 @@ class Changes:
         if contents.manifest is None:
             return
         seed = seed_of(contents.manifest.layout)
-        self._replace(JOURNAL, snapshot(contents.scanned.generation + 1, kept, seed))
+        self._replace(JOURNAL, checkpoint(contents.scanned.sequence + 1, kept, seed))
         self.changed.journal_rebuilt = True
 
     def _replace(self, name: str, parts: Iterable[bytes]) -> None:

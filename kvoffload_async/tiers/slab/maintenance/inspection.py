@@ -106,7 +106,7 @@ def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> Sla
         damaged_bytes=scanned.lost_bytes,
         torn_bytes=contents.journal_bytes - scanned.end_bytes if is_known else 0,
         temps=tuple(contents.found.temps),
-        unknown_files=tuple(contents.found.strangers),
+        unknown_files=tuple(contents.found.unknown_files),
         problems=tuple(_problems(contents, user)),
     )
 

@@ -98,8 +98,9 @@ def locked(ops: FileOps, store: SlabStore) -> Iterator[None]:
     try:
         if not ops.lock(fd, wait=False):
             raise InputError(
-                f"{store.folder}: in use by process {user_of(store) or 'unknown'}; end that first, "
-                "since gc and repair need a store for themselves (inspect and verify do not)"
+                f"{store.folder}: already opened by process {user_of(store) or 'unknown'}; close "
+                "it there first, since gc and repair need a store for themselves (inspect and "
+                "verify do not)"
             )
         ops.truncate(fd, 0)
         ops.pwrite(fd, memoryview(f"{os.getpid()}\n".encode()), 0)

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.files.sealing import BlockDigester
 from kvoffload_async.tiers.files.verdicts import Verdict, Verification
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import Contents, SlabStore, read_contents

@@ -1,4 +1,4 @@
-"""The way between primary and segments: who moves which piece, and when a batch has ended."""
+"""The way between primary and segments: who moves which extent, and when a batch has ended."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BusyError, TierUnavailableError
-from kvoffload_async.tiers.slab.lane import Lane
+from kvoffload_async.tiers.slab.transfer_queue import TransferQueue
 
 MIB = 1 << 20
 THREADS = 2
-SHELF = SimpleNamespace(piece_bytes=MIB, rows=SimpleNamespace(slot_bytes=MIB))
+DATA_PATH = SimpleNamespace(piece_bytes=MIB, rows=SimpleNamespace(slot_bytes=MIB))
 
 
 class SteppedIo:
@@ -39,8 +39,8 @@ class SteppedIo:
 class Batch:
     """A batch that moves nothing, and counts it."""
 
-    def __init__(self, num_pieces, defect=None):
-        self._pieces = [range(i, i + 1) for i in range(num_pieces)]
+    def __init__(self, num_extents, defect=None):
+        self._extents = [range(i, i + 1) for i in range(num_extents)]
         self._defect = defect
         self.moved = []
         self.times_finished = 0
@@ -49,16 +49,16 @@ class Batch:
         self.on_move = None
         self.idle_threads = None
 
-    def pieces(self, idle_threads):
+    def extents(self, idle_threads):
         self.idle_threads = idle_threads
-        return self._pieces
+        return self._extents
 
-    def file_of(self, piece):
+    def file_of(self, extent):
         return self.file
 
-    def move(self, piece):
+    def move(self, extent):
         assert not self.times_finished
-        self.moved.append(piece)
+        self.moved.append(extent)
         if self.on_move is not None:
             self.on_move()
         if self._defect is not None:
@@ -69,23 +69,23 @@ class Batch:
 
 
 class World:
-    """A lane, the batches in it, and how they were ended."""
+    """A queue, the batches in it, and how they were ended."""
 
     def __init__(self):
         self.io = SteppedIo()
-        self.lane = Lane(Direction.STORE, self.finish, SHELF, self.io, THREADS)
+        self.queue = TransferQueue(Direction.STORE, self.finish, DATA_PATH, self.io, THREADS)
         self.finished = []
         self.tasks = []
 
-    def finish(self, shelf, batches):
-        assert shelf is SHELF
+    def finish(self, data_path, batches):
+        assert data_path is DATA_PATH
         self.finished.append(batches)
         for batch in batches:
             batch.times_finished += 1
 
     def submit(self, *args):
         batch = Batch(*args)
-        self.tasks.append((batch, asyncio.create_task(self.lane.move(batch))))
+        self.tasks.append((batch, asyncio.create_task(self.queue.move(batch))))
         return batch
 
     def apply(self, step, argument):
@@ -109,7 +109,7 @@ class World:
             self.io.step()
             await self.settle()
         assert all(task.done() for _, task in self.tasks), "a job is never ended"
-        await self.lane.close()
+        await self.queue.close()
 
 
 def run(scenario):
@@ -138,29 +138,33 @@ def test_only_a_job_that_finds_nothing_to_do_is_shared_by_all_threads():
         idle, behind_another = world.submit(1), world.submit(1)
         await world.settle()
         world.io.step()
-        world.lane._num_here = 1
+        world.queue._num_serving = 1
         beside_another = world.submit(1)
         await world.settle()
-        world.lane._num_here = 0
+        world.queue._num_serving = 0
         assert idle.idle_threads == THREADS
         assert behind_another.idle_threads == beside_another.idle_threads == 0
 
     run(scenario)
 
 
-def test_a_thread_stays_for_several_turns_and_what_ends_is_told_after_each():
+def test_a_thread_moves_several_quanta_and_what_ends_is_reported_after_each():
     async def scenario(world):
-        told = []
-        tell = world.lane._tell
-        world.lane._tell = lambda ended: told.append((len(ended), log.copy())) or tell(ended)
+        reported = []
+        report = world.queue._report
+        world.queue._report = lambda ended: (
+            reported.append((len(ended), log.copy())) or report(ended)
+        )
         log: list[str] = []
-        for name, num_pieces in [("large", 6), *[("small", 1)] * 6]:
-            batch = world.submit(num_pieces)
+        for name, num_extents in [("large", 6), *[("small", 1)] * 6]:
+            batch = world.submit(num_extents)
             batch.on_move = lambda name=name: log.append(name)
         await world.settle()
         world.io.step()
-        assert [count for count, _ in told] == [3, 4], "two of the last turn's pieces are large"
-        assert told[0][1] == ["large"] * 6 + ["small"] * 2, "told before the rest is moved"
+        assert [count for count, _ in reported] == [3, 4], (
+            "two of the last quantum's extents are large"
+        )
+        assert reported[0][1] == ["large"] * 6 + ["small"] * 2, "reported before the rest is moved"
 
     assert all(batch.times_finished == 1 for batch, _ in run(scenario).tasks)
 
@@ -177,33 +181,33 @@ def test_a_thread_leaves_after_a_while_so_that_something_more_urgent_may_come():
     run(scenario)
 
 
-def test_a_thread_leaves_after_a_turn_while_the_rival_is_deserted():
+def test_a_thread_leaves_after_a_quantum_while_the_other_direction_is_starved():
     async def scenario(world):
-        world.lane.rival = SimpleNamespace(is_deserted=True)
+        world.queue.other_direction = SimpleNamespace(is_starved=True)
         large = world.submit(20)
         await world.settle()
         world.io.step()
         assert len(large.moved) == 8
-        world.lane.rival.is_deserted = False
+        world.queue.other_direction.is_starved = False
         world.io.step()
         assert len(large.moved) == 20
 
     run(scenario)
 
 
-def test_a_lane_is_deserted_while_something_waits_and_no_thread_is_there():
+def test_a_queue_is_starved_while_something_waits_and_no_thread_is_there():
     async def scenario(world):
-        assert not world.lane.is_deserted
+        assert not world.queue.is_starved
         batch = world.submit(2)
         await world.settle()
-        assert world.lane.is_deserted
+        assert world.queue.is_starved
         seen = []
-        batch.on_move = lambda: seen.append(world.lane.is_deserted)
+        batch.on_move = lambda: seen.append(world.queue.is_starved)
         world.io.step()
         assert seen == [False, False]
         world.submit(1)
         await world.settle()
-        assert world.lane.is_deserted, "whoever was there has left"
+        assert world.queue.is_starved, "whoever was there has left"
 
     run(scenario)
 
@@ -236,11 +240,11 @@ def test_a_piece_whose_file_is_busy_lets_others_go_first_and_goes_if_there_are_n
 
 
 def test_what_ends_after_the_loop_has_gone_is_no_error():
-    async def make_lane():
-        return Lane(Direction.STORE, None, SHELF, SteppedIo(), THREADS)
+    async def make_queue():
+        return TransferQueue(Direction.STORE, None, DATA_PATH, SteppedIo(), THREADS)
 
-    lane = asyncio.run(make_lane())
-    lane._tell([None])
+    queue = asyncio.run(make_queue())
+    queue._report([None])
 
 
 def test_no_more_threads_are_called_than_there_are_and_one_call_behind_them():
@@ -259,7 +263,7 @@ def test_no_more_threads_are_called_than_there_are_and_one_call_behind_them():
     run(scenario)
 
 
-def test_what_comes_while_the_last_turns_end_is_moved():
+def test_what_comes_while_the_last_quanta_end_is_moved():
     async def scenario(world):
         for _ in range(THREADS):
             world.submit(1)
@@ -285,7 +289,7 @@ def test_a_defect_fails_its_job_and_no_other():
 
 def test_what_cannot_be_ended_fails():
     async def scenario(world):
-        world.lane._finish = lambda shelf, batches: 1 / 0
+        world.queue._finish = lambda data_path, batches: 1 / 0
         world.submit(1)
 
     ((_, task),) = run(scenario).tasks
@@ -327,12 +331,12 @@ def test_every_batch_ends_once_when_all_of_it_that_was_begun_has_been_moved(step
     cancelled = {argument for step, argument in steps if step == "cancel"}
     is_refusing = ("refuse", True) in steps
     for index, (batch, task) in enumerate(world.tasks):
-        assert len(set(map(str, batch.moved))) == len(batch.moved), "a piece was moved twice"
+        assert len(set(map(str, batch.moved))) == len(batch.moved), "an extent was moved twice"
         assert batch.times_finished <= 1
         if not task.cancelled() and task.exception() is None:
-            assert batch.moved == batch._pieces
+            assert batch.moved == batch._extents
             assert batch.times_finished == 1
         else:
             assert index in cancelled or is_refusing
-    assert not world.lane._waiting
-    assert not world.lane._calls
+    assert not world.queue._waiting
+    assert not world.queue._calls

@@ -32,8 +32,8 @@ _LEAST_SHARE = 16
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class Room:
-    """The room of one open store. Thread: loop."""
+class Allocator:
+    """Allocates the slots of one open store. Thread: loop."""
 
     def __init__(self, store: OpenStore, budget: Budget, env: TierEnvironment) -> None:
         self._store = store
@@ -56,29 +56,29 @@ class Room:
         ahead = self._budget.slots_ahead if self._is_grown else 0
         places, victims, freed = catalog.claim(keys, ahead)
         if victims:
-            store.shelf.journal.note_removed(freed)
+            store.data_path.journal.note_removed(freed)
             self._env.blocks_evicted(victims)
         return places
 
     async def shrink(self) -> bool:
         """Give a segment back to a disk that is full; False if none can be given."""
         async with self._resizing:
-            shelf, catalog = self._store.shelf, self._store.catalog
+            data_path, catalog = self._store.data_path, self._store.catalog
             idle = catalog.idle_segments()
             if not idle:
                 return False
             number, slots = idle[0], catalog.segments[idle[0]]
-            lost = shelf.table.records_in(number)
+            lost = data_path.table.records_in(number)
             keys = keys_of(lost)
             catalog.drop_segment(number, keys)
-            shelf.table.drop_segment(number)
+            data_path.table.drop_segment(number)
             self._env.blocks_evicted(keys)
             try:
-                await self._env.io.run(Direction.STORE, partial(shelf.segments.remove, number))
+                await self._env.io.run(Direction.STORE, partial(data_path.segments.remove, number))
             except OSError as error:
                 logger.warning("%s: a segment could not be removed: %s", self._store.folder, error)
                 self._add(number, slots)
-                shelf.journal.note_gone(lost)
+                data_path.journal.note_gone(lost)
                 return False
             self._is_grown = False
             self._limit(sum(catalog.segments.values()) + slots // 2)
@@ -104,7 +104,7 @@ class Room:
         slots = self._next_slots()
         while slots:
             try:
-                create = partial(self._store.shelf.segments.create, slots)
+                create = partial(self._store.data_path.segments.create, slots)
                 segment = await self._env.io.run(Direction.STORE, create)
             except LostDirectoryError as error:
                 raise mapped(error) from error  # a fault, and no want of room
@@ -140,5 +140,5 @@ class Room:
         self._limited_until_s = asyncio.get_running_loop().time() + _REGROW_S
 
     def _add(self, number: int, slots: int) -> None:
-        self._store.shelf.table.add_segment(number, slots)
+        self._store.data_path.table.add_segment(number, slots)
         self._store.catalog.add_segment(number, slots)

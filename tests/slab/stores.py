@@ -39,7 +39,7 @@ class OtherHarness(TierHarness):
         return np.array_equal(self.rows[slot], ~content_of(key, self.slot_bytes))
 
 
-class Shelves:
+class SlabStore:
     """One store below one directory."""
 
     def __init__(self, root: Path, *, block_bytes: int = BLOCK) -> None:
@@ -125,7 +125,7 @@ async def entered(hang: Hang) -> None:
 def sound(tier: SlabTier) -> None:
     """Check the invariants of an open tier that is at rest."""
     store = tier._store
-    catalog, table = store.catalog, store.shelf.table
+    catalog, table = store.catalog, store.data_path.table
     assert not list(catalog.violations())
     assert not catalog._pins
     assert not catalog._claimed

@@ -1,4 +1,4 @@
-"""Keeps a namespace in order: its folders, its writers, its count, its size."""
+"""Housekeeping of a namespace: its folders, its writers, its count, its size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _REST = 5.0
 """How many times as long as a walk took, none is made on demand."""
 
 
-class Keeper:
+class Housekeeping:
     """Everything about a namespace that is not a block's bytes. Thread: loop, where not said."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Keeper:
         self._next_walk_s = 0.0
 
     def enter(self, verify: Verify) -> None:
-        """Make the folders, register, and remove what dead writers left.
+        """Make the folders, register, and sweep the stale files of dead writers.
 
         Raises:
             OSError: The directory cannot be made or written.
@@ -80,7 +80,7 @@ class Keeper:
             self._ops.close(self._ops.open(marker, _CREATE))
         if verify is Verify.REQUIRED:
             self._require_attributes()
-        self._bury_dead()
+        self._sweep_stale()
 
     async def open_space(
         self,
@@ -130,9 +130,9 @@ class Keeper:
         return self._space
 
     def start(self, rescan_interval_s: float) -> None:
-        """Begin to keep house in the background."""
+        """Start housekeeping in the background."""
         self._task = asyncio.get_running_loop().create_task(
-            self._keep(rescan_interval_s), name="fs:keeper"
+            self._run_periodically(rescan_interval_s), name="fs:housekeeping"
         )
 
     async def look_for_blocks(self) -> bool:
@@ -157,11 +157,11 @@ class Keeper:
             return True
 
     async def leave(self) -> None:
-        """Stop, give back what was set aside, and say goodbye."""
+        """Stop, give back what was reserved, and unregister."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=_LEAVE_TIMEOUT_S)
-        await self._run(self._say_goodbye)
+        await self._run(self._close)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -204,8 +204,8 @@ class Keeper:
             self._ops.close(fd)
             self._files.writer.discard(probe)
 
-    def _bury_dead(self) -> None:
-        """Remove what dead writers left. Thread: an I/O thread."""
+    def _sweep_stale(self) -> None:
+        """Sweep the stale files of dead writers. Thread: an I/O thread."""
         _, dead = self._writers.others()
         if dead:
             inventory = self._take_stock()
@@ -224,7 +224,7 @@ class Keeper:
         settled_bytes = self._settled_bytes(inventory)
         usage.start(self._writers.living, settled_bytes, self._writers.entry_bytes())
 
-    def _say_goodbye(self) -> None:
+    def _close(self) -> None:
         """Each step has its chance. Thread: an I/O thread."""
         with contextlib.ExitStack() as steps:
             steps.callback(self._unregister)
@@ -239,7 +239,7 @@ class Keeper:
             raise
         self._writers.unregister()
 
-    async def _keep(self, rescan_interval_s: float) -> None:
+    async def _run_periodically(self, rescan_interval_s: float) -> None:
         """Show that this tier lives, and keep the count true to the disk."""
         loop = asyncio.get_running_loop()
         rescan_at_s = loop.time() + rescan_interval_s
@@ -255,13 +255,13 @@ class Keeper:
                         await self._rescan(self._usage, self._space)
                 await self._trim(self._usage, self._space)
             except (OSError, OffloadError) as error:
-                logger.warning("%s: keeping house failed: %s", self._namespace.folder, error)
+                logger.warning("%s: housekeeping failed: %s", self._namespace.folder, error)
 
     async def _rescan(self, usage: UsageFile, space: Space) -> None:
         """Learn what others have added and removed, and correct the count by it."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        await self._run(self._bury_dead)
+        await self._run(self._sweep_stale)
         known = space.known()
         before = await self._run(usage.read)
         inventory = await self._run(self._take_stock)

@@ -1,0 +1,112 @@
+"""Names that were retired in favour of the field's own words do not come back."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import kvoffload_async
+
+PACKAGE = Path(kvoffload_async.__file__).parent
+TESTS = Path(__file__).parent
+
+EVERYWHERE = {
+    "story storylaws restlaws statelaws": "history, invariants",
+    "lane lanes": "transfer queue, stream",
+    "passage passages": "transfer",
+    "piece pieces": "extent",
+    "rival rivals": "other direction",
+    "shelf shelves": "data path, store",
+    "wishes": "options",
+    "seal seals sealed sealer sealing unsealed": "digest, without a digest",
+    "stranger strangers": "unknown file",
+    "bury buried": "sweep",
+    "broom keeper doomed": "housekeeping",
+    "roads wholes mending survey": "drivers, repair, scan",
+    "aside": "to_thread",
+    "held": "retained",
+    "let_go": "release",
+    "void": "stale",
+    "outrun": "overrun",
+    "take_out": "invalidate",
+    "spared": "not written",
+    "told": "reported",
+    "tier_slot tier_port": "tier state",
+}
+"""Retired words, one or several, each as whole words of a name, and what to say instead."""
+
+IN_SLAB = {
+    "room": "allocator",
+    "stay turn turns": "quantum",
+    "generation": "sequence number",
+    "snapshot": "checkpoint",
+    "tail": "log",
+}
+"""What is retired in the slab tier alone; elsewhere these are plain English, or other things."""
+
+ALLOWED = {
+    "piece_bytes": "an option of the slab tier, and so a public key",
+    "piece": "an argument of `Catalog`",
+    "strangers": "an old option of `kvoffload store gc`, hidden, with a warning",
+    "make_room": "of `CachePolicy`",
+    "_bury": "of ARC: keys of victims become ghosts",
+    "nothing_is_set_aside_while_no_job_runs": "to set aside is plain English for to reserve",
+}
+"""Names that keep a retired word, and why."""
+
+
+def words_of(name: str) -> list[str]:
+    """Split snake_case and CamelCase into words."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+@functools.cache
+def names_in(path: Path) -> Sequence[tuple[str, int]]:
+    """Return the module's name and those of its classes, functions and arguments, with lines."""
+    names = [(path.stem, 1)]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if node.name.startswith("test_"):
+                pass  # a sentence, not a term
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                names.append((node.name, node.lineno))
+            case ast.arg():
+                names.append((node.arg, node.lineno))
+    return names
+
+
+def retired_in(name: str, terms: dict[str, str]) -> Iterator[str]:
+    """Yield the retired terms in a name."""
+    text = f"_{'_'.join(words_of(name))}_"
+    for line in terms:
+        yield from (term for term in line.split() if f"_{term}_" in text)
+
+
+def findings(path: Path) -> Iterator[str]:
+    terms = EVERYWHERE | (IN_SLAB if "slab" in path.parts else {})
+    for name, line in names_in(path):
+        for term in retired_in(name, terms) if name not in ALLOWED else ():
+            yield f"{path}:{line}: {name} has the retired word {term!r}"
+
+
+def test_no_module_class_function_or_argument_has_a_retired_name():
+    paths = sorted([*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")])
+    assert paths
+    assert [found for path in paths for found in findings(path)] == []
+
+
+def test_a_retired_word_is_found_in_every_kind_of_name(tmp_path):
+    path = tmp_path / "slab" / "lane.py"
+    path.parent.mkdir()
+    path.write_text("class SealMemory:\n    def let_go(self, is_void, /, *told, room=0): ...\n")
+    found = [text.rpartition(" ")[2] for text in findings(path)]
+    assert sorted(found) == ["'lane'", "'let_go'", "'room'", "'seal'", "'told'", "'void'"]
+    (tmp_path / "plane.py").write_text("def avoid(upheld, sealant): ...\n")
+    assert not list(findings(tmp_path / "plane.py"))
+
+
+def test_every_exception_is_needed():
+    paths = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")]
+    used = {name for path in paths for name, _ in names_in(path)}
+    assert sorted(ALLOWED) == sorted(used & set(ALLOWED))
