@@ -130,7 +130,8 @@ class ReplayWorld(World):
     def come_to_rest(self):
         for copy in list(self.copies):
             self.end_copy(copy, success=True)
-        while self.manager.has_pending_work():
+        # A copy that a reset has given up goes on, and what it stores is told when it has ended.
+        while self.manager.has_pending_work() or self.manager.planner.disowned:
             self.manager.on_schedule_end()
             self.settle_all()
 
