@@ -16,7 +16,7 @@ from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
 from kvoffload_async.errors import StateError
-from kvoffload_async.tables.keymap import PART_AT
+from kvoffload_async.tables.keymap import PART_AT, too_short
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     Medium,
@@ -88,7 +88,13 @@ class Primary(ResidentBlocks):
         self._recency.commit(ctx)
 
     def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Note a use. Counts at the request's end, or at once if the request is unknown."""
+        """Note a use. Counts at the request's end, or at once if the request is unknown.
+
+        Raises:
+            StateError: Something is too short to be a key.
+        """
+        if keys and min(map(len, keys)) < -PART_AT:
+            raise too_short(keys)
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
         else:

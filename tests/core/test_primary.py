@@ -35,6 +35,14 @@ class Rig:
         return [self.primary.state_of(k(name)) for name in names]
 
 
+def test_a_use_of_what_is_no_key_is_refused_at_the_call_and_the_request_can_end():
+    rig = Rig(names="a")
+    with pytest.raises(StateError, match="b'abc' is no key"):
+        rig.primary.touch(rig.ctx, [k("a"), b"abc"])
+    rig.primary.touch(rig.ctx, [])
+    rig.primary.close_request(rig.ctx)
+
+
 def test_a_block_goes_from_absent_over_writing_and_idle_to_pinned_and_back():
     rig = Rig()
     key = k("a")
