@@ -111,7 +111,8 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
-        self._loads.setdefault(ctx.req_id, Counter()).update(keys)
+        if keys:
+            self._loads.setdefault(ctx.req_id, Counter()).update(keys)
         self._recency.note(ctx, keys, reused=True)
         return slots
 

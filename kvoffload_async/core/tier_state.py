@@ -263,6 +263,7 @@ class TierState:
     # -- inside ---------------------------------------------------------------------------------
 
     def _settle(self, event: JobSettled) -> None:
+        is_late = self.jobs.state_of(event.job_id) is JobState.DISOWNED
         job = self.jobs.handle(event)
         if event.job_error is not None:
             if job.is_promotion:
@@ -276,8 +277,8 @@ class TierState:
             self.index.appeared(stored)
             self._events.add(stored, removed=False)
             return
-        if not failures:
-            return
+        if not failures or is_late:
+            return  # what a late load has missed may have been stored since
         gone = [job.keys[i] for i, error in failures.items() if isinstance(error, _GONE)]
         self.index.vanished(gone, surely=True)
         self._events.add(gone, removed=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 from kvoffload_async.core.breaker import Breaker
 from kvoffload_async.core.effects import FinishRequest, StartJob
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.ledger import refused
-from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.errors import StateError, TierUnavailableError
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.types import JobMetadata
+from kvoffload_async.types import JobMetadata, ReqContext
+
+logger = logging.getLogger(__name__)
 
 _LEFT_TO_THE_PLANNER: Final = (
     "on_request_finished",
@@ -51,11 +54,24 @@ class ForeignTier:
         self._manager = manager
 
     def poll_tier(self) -> None:
-        """Have the state hold what the manager has to report."""
+        """Have the state hold what the manager has to report.
+
+        Raises:
+            StateError: Something was reported that is no job of this tier's; all else is taken in.
+        """
+        wrong: list[StateError] = []
         for result in self._manager.get_finished_jobs():
-            self.state.answer(result)
+            try:
+                self.state.answer(result)
+            except StateError as error:
+                wrong.append(error)
         for job_id in self._manager.get_released_jobs():
-            self.state.release(job_id)
+            try:
+                self.state.release(job_id)
+            except StateError as error:
+                wrong.append(error)
+        if wrong:
+            raise wrong[0]
 
     def hand_over(self) -> None:
         """Execute what the planner wants done; a job that is refused has its result at once."""
@@ -64,7 +80,14 @@ class ForeignTier:
                 case StartJob(job):
                     self._submit(job)
                 case FinishRequest(ctx):  # pragma: no branch - there are no other effects
-                    self._manager.on_request_finished(ctx)
+                    self._finish(ctx)
+
+    def _finish(self, ctx: ReqContext) -> None:
+        try:
+            self._manager.on_request_finished(ctx)
+        except Exception:
+            # The effects behind it have left the state: they must be carried out all the same.
+            logger.exception("tier %s: the end of request %s", self._manager.tier_type, ctx.req_id)
 
     def _submit(self, job: JobMetadata) -> None:
         try:

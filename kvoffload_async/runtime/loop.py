@@ -85,7 +85,11 @@ class ThreadsafeRunner:
         if self._closed:
             coroutine.close()
             raise ClosedError("the loop thread is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as error:  # the loop has ended by itself
+            coroutine.close()
+            raise ClosedError("the loop thread is closed") from error
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -42,7 +43,9 @@ def error_of(task: asyncio.Task[None]) -> TierError:
         return JobCancelledError("the job's task was cancelled")
     if isinstance(error, TierError):
         return error
-    failure = TierUnavailableError(f"{type(error).__name__}: {error}")
+    # Not str(): an error of a third party's may raise there, and the job must end all the same.
+    text = "".join(traceback.format_exception_only(error)).strip()
+    failure = TierUnavailableError(text)
     failure.__cause__ = error
     return failure
 

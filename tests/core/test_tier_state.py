@@ -210,3 +210,14 @@ def test_abandoning_the_rest_reports_every_job_once_and_names_running_copies():
     assert tier.take_effects() == [TouchBlocks(tuple(ks("a")))]
     assert tier.abandon_rest() == [0]
     assert results(tier) == []
+
+
+def test_what_a_late_load_missed_and_was_stored_since_stays_known():
+    tier = running(job(0, "a", promotion=True))
+    tier.handle(JobOverdue(0, LATE))
+    tier.submit(job(1, "a"))
+    tier.take_effects()
+    tier.handle(JobSettled(1))
+    tier.handle(JobSettled(0, {0: BlockMissingError("a")}))
+    assert answers(tier, "a") == [HIT]
+    assert events(tier) == [([k("a")], False)]

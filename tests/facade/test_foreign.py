@@ -5,9 +5,10 @@ from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, scr
 
 from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
 from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.errors import StateError
 from kvoffload_async.facade.foreign import is_foreign
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.types import LookupResult, Medium, TierMatcher
+from kvoffload_async.types import JobResult, LookupResult, Medium, TierMatcher
 
 BOTH = pytest.mark.parametrize(
     "manager_class", [SecondaryTierManager, Hearing], ids=["driven by the planner", "foreign"]
@@ -119,3 +120,44 @@ def test_a_foreign_index_is_asked_for_every_key(worlds):
     assert world.lookup(1) is MISS, "the tier has it, and its manager says no"
     world.secondaries[0].known = {k(1)}
     assert world.lookup(1) is PENDING
+
+
+class Unkind(Hearing):
+    """Fails at the end of a request, and reports a job that nobody gave it."""
+
+    reports_too_much = False
+
+    def on_request_finished(self, req_context):
+        raise ValueError("drawn")
+
+    def get_finished_jobs(self):
+        wrong = [JobResult(10**6, success=True)] if self.reports_too_much else []
+        return [*wrong, *super().get_finished_jobs()]
+
+
+def test_an_error_at_a_requests_end_costs_no_job_behind_it(worlds, caplog):
+    world = worlds(manager_class=Unkind)
+    for req_id, number in (("a", 1), ("b", 2)):
+        world.begin(req_id)
+        world.store(number, req_id=req_id)
+        world.manager.on_request_finished(world.contexts[req_id])
+    world.step()
+    world.settle_all()
+    world.poll()
+    assert "the end of request a" in caplog.text
+    assert not world.manager.has_pending_work()
+
+
+def test_a_wrong_report_is_an_error_and_costs_no_right_one(worlds):
+    world = worlds(manager_class=Unkind)
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle_all()
+    (tier,) = world.secondaries
+    tier.reports_too_much = True
+    with pytest.raises(StateError, match="1000000, which is not its job"):
+        world.poll()
+    tier.reports_too_much = False
+    world.poll()
+    assert not world.manager.has_pending_work()
