@@ -93,3 +93,11 @@ def test_waiting_is_for_a_helper_thread_and_is_woken_by_progress():
         assert runner.now_s() > 0
 
     asyncio.run(main())
+
+
+def test_a_loop_that_has_ended_by_itself_is_closed_and_no_coroutine_is_left_unawaited():
+    loop = asyncio.new_event_loop()
+    runner = ThreadsafeRunner(loop)
+    loop.close()
+    with pytest.raises(ClosedError, match="the loop thread is closed"):
+        runner.run(asyncio.sleep(0), 1.0)
