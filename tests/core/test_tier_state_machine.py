@@ -91,7 +91,7 @@ class TierStateMachine(RuleBasedStateMachine):
             self.say(ending.keys if ending.is_promotion else (), present=False)
             return
         self.flying.pop(job_id, None)
-        self.late.pop(job_id, None)
+        is_late = self.late.pop(job_id, None) is not None
         if how == "error":
             self.tier.handle(JobSettled(job_id, job_error=TierUnavailableError("down")))
             self.say(ending.keys if ending.is_promotion else (), present=False)
@@ -99,7 +99,8 @@ class TierStateMachine(RuleBasedStateMachine):
         failed = range(len(ending.keys)) if how == "gone" else ()
         self.tier.handle(JobSettled(job_id, {i: BlockMissingError("gone") for i in failed}))
         if ending.is_promotion:
-            self.say([ending.keys[i] for i in failed], present=False)
+            # What a late load has missed may have been stored since.
+            self.say([] if is_late else [ending.keys[i] for i in failed], present=False)
         elif not failed:
             self.say(ending.keys, present=True)
 
