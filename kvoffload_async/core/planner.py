@@ -184,6 +184,7 @@ class Planner:
         for request in list(self._parking.values()):
             self._retry_parked(request)
         self._hits_of_step.clear()
+        self.primary.end_protection()
 
     @property
     def has_pending_work(self) -> bool:

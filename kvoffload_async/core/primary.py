@@ -64,9 +64,8 @@ class Primary(ResidentBlocks):
             admission: Filters what `prepare_store` takes.
             enable_events: Whether `take_events` has anything to tell.
         """
-        super().__init__(num_slots)
+        super().__init__(num_slots, policy)
         self._pool = SlotPool(num_slots)
-        self._policy = policy
         self._writers: dict[int, str] = {}
         """Slot that a request writes -> that request."""
         self._recency = RecencyLog(self._rank)
@@ -74,6 +73,8 @@ class Primary(ResidentBlocks):
         self._admission = admission
         self._events = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
         self._loads: dict[str, Counter[OffloadKey]] = {}
+        refs = self._refs
+        self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
         self._writing = 0
         self._epoch = 0
 
@@ -153,7 +154,6 @@ class Primary(ResidentBlocks):
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
-        refs = self._refs
         missing, readable, protected = self._sorted_out(keys)
         wanted = missing if self._admission is None else self._admission.admitted(missing)
         room = self._pool.free_count + self._idle - len(protected)
@@ -161,10 +161,7 @@ class Primary(ResidentBlocks):
             if not self._accept_prefix or not room:
                 return None
             wanted = wanted[:room]
-        may_go: Callable[[int], bool] = lambda slot: not refs[slot]  # noqa: E731 - one of two
-        if protected:
-            may_go = lambda slot: not refs[slot] and slot not in protected  # noqa: E731
-        granted = self._reserve(wanted, may_go, ctx.req_id)
+        granted = self._reserve_beside(protected, wanted, ctx.req_id)
         if granted is None:
             return None
         slots, evicted = granted
@@ -177,12 +174,12 @@ class Primary(ResidentBlocks):
 
     def _sorted_out(
         self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
+    ) -> tuple[list[OffloadKey], list[OffloadKey], list[int]]:
         """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
         refs = self._refs
         missing: list[OffloadKey] = []
         readable: list[OffloadKey] = []
-        idle: set[int] = set()
+        idle: list[int] = []
         unique = list(dict.fromkeys(keys))
         for key, slot in zip(unique, self._blocks.find(unique), strict=True):
             if slot is None:
@@ -190,11 +187,14 @@ class Primary(ResidentBlocks):
             elif refs[slot] >= 0:
                 readable.append(key)
                 if not refs[slot]:
-                    idle.add(slot)
+                    idle.append(slot)
         return missing, readable, idle
 
     def reserve(self, key: OffloadKey, protected: Collection[OffloadKey]) -> int | None:
         """Reserve a slot for one absent key, evicting at most one other that is not protected.
+
+        Until `end_protection`, keys may be added to those that are protected, but none taken out.
+        A `prepare_store` that has to evict ends it as well.
 
         Returns:
             The slot, or None if there is no room: then nothing has changed.
@@ -204,10 +204,7 @@ class Primary(ResidentBlocks):
         """
         if key in self._blocks:
             raise StateError(f"block {key.hex()} is present already")
-        refs, key_of = self._refs, self._blocks.key_of
-        granted = self._reserve(
-            [key], lambda slot: not refs[slot] and key_of(slot) not in protected, None
-        )
+        granted = self._reserve([key], self._evictable_unless(protected), None)
         if granted is None:
             return None
         (slot,), _ = granted
@@ -263,6 +260,7 @@ class Primary(ResidentBlocks):
         self._writers.clear()
         self._loads.clear()
         self._policy.clear()
+        self._protected.clear()
         if self._admission is not None:
             self._admission.clear()
         self._pool.reset(still_touched)
@@ -296,11 +294,6 @@ class Primary(ResidentBlocks):
         """The slots. For invariants and inspection."""
         return self._pool
 
-    @property
-    def policy(self) -> CachePolicy:
-        """The ranking. For invariants and inspection."""
-        return self._policy
-
     def state_of(self, key: OffloadKey) -> BlockState:
         """Return where a key stands."""
         slot = self._blocks.get(key)
@@ -310,18 +303,28 @@ class Primary(ResidentBlocks):
             return BlockState.WRITING
         return BlockState.PINNED if self._refs[slot] else BlockState.IDLE
 
-    def ranked(self) -> list[OffloadKey]:
-        """Return the keys that the policy ranks, the best victim first.
-
-        For invariants and inspection.
-        """
-        return self._blocks.keys_of(tuple(self._policy.resident()))
-
     def loads(self) -> Counter[OffloadKey]:
         """Return how many loads pin each key. For invariants and inspection."""
         return sum(self._loads.values(), Counter())
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _reserve_beside(
+        self, idle: Sequence[int], missing: Sequence[OffloadKey], writer: str
+    ) -> tuple[list[int], list[OffloadKey]] | None:
+        """Reserve as `_reserve` does, with the blocks in these idle slots pinned."""
+        if len(missing) <= self._pool.free_count:
+            return self._reserve(missing, self._may_go, writer)
+        self.end_protection()
+        refs = self._refs
+        for slot in idle:
+            refs[slot] = 1
+        try:
+            return self._reserve(missing, self._may_go, writer)
+        finally:
+            for slot in idle:
+                refs[slot] = 0
+            self._policy.released(idle)
 
     def _reserve(
         self,
@@ -369,6 +372,7 @@ class Primary(ResidentBlocks):
             writers.pop(slot, None)
         self._writing -= len(slots)
         self._idle += len(slots)
+        self._policy.released(slots)
         self._events.add(keys, removed=False)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
@@ -378,15 +382,3 @@ class Primary(ResidentBlocks):
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self._events.add(keys, removed=True, metadata_only=True)
-
-    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
-        """Tell the policy what a request used, head to tail; absent keys are left out."""
-        parts = self._parts
-        slots: list[int] = []
-        reused: list[bool] = []
-        for key, again in accesses:
-            slot = parts[key[PART_AT]].get(key)
-            if slot is not None:
-                slots.append(slot)
-                reused.append(again)
-        self._policy.access(slots, reused)

@@ -1,4 +1,4 @@
-"""Which blocks are resident, in which slots, and how often each is pinned.
+"""Which blocks are resident, in which slots, how often each is pinned, and who may be evicted.
 
 A block's state machine, encoded in one counter so that a batch costs one integer a key:
 
@@ -9,14 +9,15 @@ A block's state machine, encoded in one counter so that a batch costs one intege
 
 What is known of a block lies in arrays by slot: a million blocks cost no object each that the
 garbage collector walks, and no step moves more than a few small parts of a table. Bytes a block at
-a million, under LRU: 160 with its key of 36, 91 without; 38 more once blocks have come and gone.
+a million, under LRU: 164 with its key of 36, 95 without; 38 more once blocks have come and gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
+from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
 from kvoffload_async.tables.keymap import PART_AT, too_short
@@ -27,18 +28,21 @@ WRITING: Final = -1
 
 
 class ResidentBlocks:
-    """The blocks of a cache with `num_slots` slots: what `Primary` looks up and pins.
+    """The blocks of a cache with `num_slots` slots: what `Primary` looks up, pins and ranks.
 
     Thread: owner.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        """Start empty."""
+    def __init__(self, num_slots: int, policy: CachePolicy) -> None:
+        """Start empty; the policy is owned from now on."""
+        self._policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._idle = 0
+        self._protected: dict[int, None] = {}
+        """Slots that were not evicted only because they were protected."""
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
@@ -76,12 +80,25 @@ class ResidentBlocks:
         """Undo one `pin`."""
         keys = tuple(keys)
         refs = self._refs
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-            count = 0 if slot is None else refs[slot]
-            if slot is None or count < 1:
-                raise StateError(f"block {key.hex()} is not pinned")
-            self._idle += count == 1
-            refs[slot] = count - 1
+        released: list[int] = []
+        try:
+            for key, slot in zip(keys, self._blocks.find(keys), strict=True):
+                count = 0 if slot is None else refs[slot]
+                if slot is None or count < 1:
+                    raise StateError(f"block {key.hex()} is not pinned")
+                refs[slot] = count - 1
+                if count == 1:
+                    released.append(slot)
+        finally:
+            self._idle += len(released)
+            self._policy.released(released)
+
+    def end_protection(self) -> None:
+        """Let go again whatever was protected; see `Primary.reserve`."""
+        if self._protected:
+            refs = self._refs
+            self._policy.released([slot for slot in self._protected if not refs[slot]])
+            self._protected.clear()
 
     def slot_of(self, key: OffloadKey) -> int:
         """Return a resident key's slot; raises StateError if it is absent."""
@@ -93,6 +110,26 @@ class ResidentBlocks:
     def key_of(self, slot: int) -> OffloadKey:
         """Return the key of the block in a slot. For invariants and inspection."""
         return self._blocks.key_of(slot)
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The ranking. For invariants and inspection."""
+        return self._policy
+
+    def ranked(self) -> list[OffloadKey]:
+        """Return the keys that the policy ranks, the best victim first.
+
+        For invariants and inspection.
+        """
+        return self._blocks.keys_of(tuple(self._policy.resident()))
+
+    def forgotten(self) -> list[OffloadKey]:
+        """Return keys that may go, but that the policy skips: there must be none.
+
+        For invariants and inspection.
+        """
+        skipped = [slot for slot in self._policy.skipped() if slot not in self._protected]
+        return self._blocks.keys_of([slot for slot in skipped if not self._refs[slot]])
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
         """Iterate over (key, slot, reference count), -1 for writing.
@@ -108,3 +145,29 @@ class ResidentBlocks:
                 raise StateError(f"block {key.hex()} is not being written")
             slots.append(slot)
         return slots
+
+    def _evictable_unless(self, protected: Collection[OffloadKey]) -> Callable[[int], bool]:
+        """Return whether the block in a slot may go, and is not protected, which is noted."""
+        refs, key_of, noted = self._refs, self._blocks.key_of, self._protected
+
+        def may_go(slot: int) -> bool:
+            if refs[slot]:
+                return False
+            if key_of(slot) in protected:
+                noted[slot] = None
+                return False
+            return True
+
+        return may_go
+
+    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
+        """Tell the policy what a request used, head to tail; absent keys are left out."""
+        parts = self._parts
+        slots: list[int] = []
+        reused: list[bool] = []
+        for key, again in accesses:
+            slot = parts[key[PART_AT]].get(key)
+            if slot is not None:
+                slots.append(slot)
+                reused.append(again)
+        self._policy.access(slots, reused)

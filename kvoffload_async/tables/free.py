@@ -8,7 +8,7 @@ from itertools import chain
 
 
 class FreeNumbers:
-    """The free ones of `capacity` numbers from `first` on; at the start all of them.
+    """The free ones of the numbers below `capacity`; at the start all of them.
 
     Those that were never taken are handed out first, in increasing order, then the one that was
     given back last. Bytes a number that was given back: 4.
@@ -16,9 +16,9 @@ class FreeNumbers:
 
     __slots__ = ("_end", "_never_taken", "_returned", "count")
 
-    def __init__(self, capacity: int, first: int = 0) -> None:
-        self._never_taken = first
-        self._end = first + capacity
+    def __init__(self, capacity: int) -> None:
+        self._never_taken = 0
+        self._end = capacity
         self._returned = array("i")
         self.count = capacity
         """How many are free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvoffload_async.tables.arrays import integers
 
@@ -35,34 +35,6 @@ class NumberLists:
         while number != ring:
             yield number
             number = after[number]
-
-    def take_first(
-        self, count: int, is_wanted: Callable[[int], bool], which: int = 0
-    ) -> list[int] | None:
-        """Take the first wanted numbers out of a list; None, and no change, if there are fewer."""
-        taken: list[int] = []
-        if not count:
-            return taken
-        after, ring = self._after, self._capacity + which
-        passed_over = False
-        number = after[ring]
-        while number != ring:
-            if is_wanted(number):
-                taken.append(number)
-                count -= 1
-                if not count:
-                    break
-            else:
-                passed_over = True
-            number = after[number]
-        if count:
-            return None
-        if passed_over:
-            self.remove(taken)
-        else:
-            after[ring] = front = after[number]
-            self._before[front] = ring
-        return taken
 
     def append(self, numbers: Sequence[int], which: int = 0) -> None:
         """Put numbers, which are in no list, at the end of one, in their order."""

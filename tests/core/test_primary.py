@@ -196,6 +196,7 @@ def test_a_reservation_evicts_neither_pinned_nor_protected_blocks():
     before = whole_state(rig.primary)
     assert rig.primary.reserve(k("c"), {k("b")}) is None
     assert whole_state(rig.primary) == before
+    rig.primary.end_protection()
     assert rig.primary.reserve(k("c"), ()) == 1
     assert rig.primary.lookup(k("b")) is MISS
 

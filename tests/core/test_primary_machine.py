@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import StateError
+from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import ReqContext
 
 pytestmark = pytest.mark.stateful
@@ -35,12 +36,20 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.refs: dict = {}
         self.held: list[int] = []
         self.replayed: set = set()
+        self.protected: set = set()
         self.ctx = ReqContext("r0")
         self.primary.open_request(self.ctx)
 
     def room(self, protected):
         idle = [key for key, refs in self.refs.items() if refs == 0 and key not in protected]
         return self.num_slots - len(self.refs) - len(self.held) + len(idle)
+
+    def next_victims(self, protected):
+        """Return the keys in the order in which they may go, or None where that is adaptive."""
+        if not isinstance(self.primary.policy, LruPolicy):
+            return None
+        ranked = self.primary.ranked()
+        return [key for key in ranked if not self.refs[key] and key not in protected]
 
     def expect_eviction(self, evicted, offered):
         for key in evicted:
@@ -51,7 +60,7 @@ class PrimaryMachine(RuleBasedStateMachine):
     def offer(self, keys):
         missing = [key for key in dict.fromkeys(keys) if key not in self.refs]
         room = self.room(keys)
-        before = whole_state(self.primary)
+        before, victims = whole_state(self.primary), self.next_victims(keys)
         output = self.primary.prepare_store(self.ctx, keys)
         if output is None:
             assert len(missing) > room
@@ -60,7 +69,11 @@ class PrimaryMachine(RuleBasedStateMachine):
             return
         assert output.keys_to_store == missing[:room]
         spare = self.num_slots - len(self.refs) - len(self.held)
+        if len(output.keys_to_store) > spare:
+            self.protected.clear()
         assert len(output.evicted_keys) == max(0, len(output.keys_to_store) - spare)
+        if victims is not None:
+            assert output.evicted_keys == victims[: len(output.evicted_keys)]
         self.expect_eviction(output.evicted_keys, keys)
         self.refs.update(dict.fromkeys(output.keys_to_store, -1))
 
@@ -70,18 +83,26 @@ class PrimaryMachine(RuleBasedStateMachine):
             with pytest.raises(StateError):
                 self.primary.reserve(key, protected)
             return
-        room = self.room(protected)
-        before = whole_state(self.primary)
+        self.protected.update(protected)
+        room = self.room(self.protected)
+        before, victims = whole_state(self.primary), self.next_victims(self.protected)
         resident = set(self.refs)
-        slot = self.primary.reserve(key, protected)
+        slot = self.primary.reserve(key, self.protected)
         assert (slot is not None) == (room > 0)
         if slot is None:
             assert whole_state(self.primary) == before
             return
         gone = resident - {key for key, _, _ in self.primary.resident()}
         assert len(gone) <= 1
-        self.expect_eviction(gone, protected)
+        if victims is not None:
+            assert gone <= set(victims[:1])
+        self.expect_eviction(gone, self.protected)
         self.refs[key] = -1
+
+    @rule()
+    def end_protection(self):
+        self.protected.clear()
+        self.primary.end_protection()
 
     @precondition(lambda self: -1 in self.refs.values())
     @rule(data=st.data(), how=st.sampled_from(["ok", "ok", "fail", "disown"]))
@@ -138,6 +159,7 @@ class PrimaryMachine(RuleBasedStateMachine):
             self.primary.reset(late)
             self.held += late
             self.refs.clear()
+            self.protected.clear()
 
     @invariant()
     def the_model_agrees(self):
@@ -156,6 +178,10 @@ class PrimaryMachine(RuleBasedStateMachine):
             assert self.primary.lookup(key) is answers.get(refs, HIT)
             assert self.primary.state_of(key) is states.get(refs, BlockState.PINNED)
         assert sorted(self.primary.ranked()) == sorted(self.refs)
+        assert not list(self.primary.policy.violations())
+        assert not self.primary.forgotten()
+        skipped = {self.primary.key_of(slot) for slot in self.primary.policy.skipped()}
+        assert all(self.refs[key] or key in self.protected for key in skipped)
 
     @invariant()
     def events_tell_what_is_readable(self):

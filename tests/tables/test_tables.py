@@ -102,13 +102,13 @@ def test_a_table_finds_keys_and_numbers():
 
 
 def test_numbers_never_taken_come_first_then_the_last_returned():
-    free = FreeNumbers(4, first=10)
-    assert free.take(2) == [10, 11]
-    free.give_back([10, 11])
-    assert (free.count, list(free)) == (4, [12, 13, 10, 11])
-    assert free.take(3) == [12, 13, 11]
-    free.reset([13, 12])
-    assert free.take(2) == [12, 13]
+    free = FreeNumbers(4)
+    assert free.take(2) == [0, 1]
+    free.give_back([0, 1])
+    assert (free.count, list(free)) == (4, [2, 3, 0, 1])
+    assert free.take(3) == [2, 3, 1]
+    free.reset([3, 2])
+    assert free.take(2) == [2, 3]
 
 
 class ListsMachine(RuleBasedStateMachine):

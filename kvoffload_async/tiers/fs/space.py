@@ -149,12 +149,13 @@ class Space:
         """Keep blocks from being evicted while they are read or written."""
         self._busy.update(keys)
 
-    def unpin(self, keys: Iterable[OffloadKey]) -> None:
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Undo one `pin`."""
         self._busy.subtract(keys)
-        for key in keys:
-            if not self._busy[key]:
-                del self._busy[key]
+        released = [key for key in dict.fromkeys(keys) if not self._busy[key]]
+        for key in released:
+            del self._busy[key]
+        self._policy.released(released)
 
     # -- room for a job -------------------------------------------------------------------------
 
