@@ -52,38 +52,22 @@ class RankedLists(NumberLists):
 
         They are still in the list: they have to be removed next, or else released.
         """
-        picked: list[int] = []
-        if self._heaps[which]:
-            self._pick_released(picked, count, may_leave, which)
-        after, ring = self._after, self._capacity + which
-        number = after[ring]
-        already = len(picked)
-        num_missing = count - already
-        while num_missing and number != ring and may_leave(number):
-            picked.append(number)
-            num_missing -= 1
-            number = after[number]
-        if num_missing and number != ring:  # the first that must stay
-            met = [*picked[already:], number]
-            number = after[number]
-            while num_missing and number != ring:
-                met.append(number)
-                if may_leave(number):
-                    picked.append(number)
-                    num_missing -= 1
-                number = after[number]
-            self._skip(met, number, which)
-        return picked
+        return self._pick(count, may_leave, which)[0]
 
     def take_first(
         self, count: int, may_leave: Callable[[int], bool], which: int = 0
     ) -> list[int] | None:
         """Take out the first members that may leave; None, and no change, if there are fewer."""
-        taken = self.pick(count, may_leave, which)
+        taken, following = self._pick(count, may_leave, which)
         if len(taken) < count:
             self.release(taken, which)
             return None
-        self.remove(taken)
+        if following is None:
+            self.remove(taken)
+        else:
+            ring = self._capacity + which
+            self._after[ring] = following
+            self._before[following] = ring
         return taken
 
     def release(self, numbers: Iterable[int], which: int = 0) -> None:
@@ -132,6 +116,34 @@ class RankedLists(NumberLists):
             yield f"{num_met} members were met, but {self.num_met} counted"
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _pick(
+        self, count: int, may_leave: Callable[[int], bool], which: int
+    ) -> tuple[list[int], int | None]:
+        """Return what `pick` does; and who follows, if those before it are what was picked."""
+        picked: list[int] = []
+        if self._heaps[which]:
+            self._pick_released(picked, count, may_leave, which)
+        already = len(picked)
+        num_missing = count - already
+        after, ring = self._after, self._capacity + which
+        number = after[ring]
+        while num_missing and number != ring and may_leave(number):
+            picked.append(number)
+            num_missing -= 1
+            number = after[number]
+        if not num_missing or number == ring:
+            return picked, None if already else number
+        met = [*picked[already:], number]  # the last one is the first that must stay
+        number = after[number]
+        while num_missing and number != ring:
+            met.append(number)
+            if may_leave(number):
+                picked.append(number)
+                num_missing -= 1
+            number = after[number]
+        self._skip(met, number, which)
+        return picked, None
 
     def _pick_released(
         self, picked: list[int], count: int, may_leave: Callable[[int], bool], which: int
