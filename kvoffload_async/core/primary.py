@@ -154,14 +154,18 @@ class Primary(ResidentBlocks):
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
-        missing, readable, protected = self._sorted_out(keys)
+        missing, readable, idle = self._sorted_out(keys)
         wanted = missing if self._admission is None else self._admission.admitted(missing)
-        room = self._pool.free_count + self._idle - len(protected)
+        room = self._pool.free_count + self._idle - len(idle)
         if len(wanted) > room:
             if not self._accept_prefix or not room:
                 return None
             wanted = wanted[:room]
-        granted = self._reserve_beside(protected, wanted, ctx.req_id)
+        self.end_protection()
+        if idle:
+            granted = self._reserve_beside(idle, wanted, ctx.req_id)
+        else:
+            granted = self._reserve(wanted, self._may_go, ctx.req_id)
         if granted is None:
             return None
         slots, evicted = granted
@@ -194,7 +198,7 @@ class Primary(ResidentBlocks):
         """Reserve a slot for one absent key, evicting at most one other that is not protected.
 
         Until `end_protection`, keys may be added to those that are protected, but none taken out.
-        A `prepare_store` that has to evict ends it as well.
+        A `prepare_store` ends it as well.
 
         Returns:
             The slot, or None if there is no room: then nothing has changed.
@@ -313,9 +317,6 @@ class Primary(ResidentBlocks):
         self, idle: Sequence[int], missing: Sequence[OffloadKey], writer: str
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Reserve as `_reserve` does, with the blocks in these idle slots pinned."""
-        if len(missing) <= self._pool.free_count:
-            return self._reserve(missing, self._may_go, writer)
-        self.end_protection()
         refs = self._refs
         for slot in idle:
             refs[slot] = 1

@@ -92,37 +92,40 @@ class ArcPolicy(CachePolicy):
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
         found = self._ghosts.find(incoming)
-        victims: list[int] | None
         if found.count(None) == len(found):
-            victims = self._replace_by_new(len(incoming), count, is_evictable)
-        else:
-            victims = self._replace_by_any(found, count, is_evictable)
-        if victims:
-            self._bury(victims)
-        return victims
+            return self._replace_by_new(len(incoming), count, is_evictable)
+        return self._replace_by_any(found, count, is_evictable)
 
     def _replace_by_new(
         self, num_incoming: int, count: int, is_evictable: Callable[[int], bool]
     ) -> list[int] | None:
-        """Choose victims where no incoming key has a ghost: p stays, and T1 grows by each."""
-        pick = self._lists.pick
-        len_t1 = self._sizes[_ONCE] + num_incoming - count
-        up_to_target = min(count, max(0, int(self.p) + 1 - len_t1))
-        t2 = pick(up_to_target, is_evictable, _AGAIN) if up_to_target else []
-        t1 = pick(count - len(t2), is_evictable, _ONCE)
+        """Replace victims where no incoming key has a ghost: p stays, and T1 grows by each."""
+        lists = self._lists
+        up_to_target = min(count, int(self.p) + 1 - (self._sizes[_ONCE] + num_incoming - count))
+        if up_to_target <= 0:
+            up_to_target = 0
+            t1 = lists.take_first(count, is_evictable, _ONCE)
+            if t1 is not None:
+                self._bury(t1, _ONCE)
+                return t1
+        t2 = lists.pick(up_to_target, is_evictable, _AGAIN)
+        t1 = lists.pick(count - len(t2), is_evictable, _ONCE)
         if len(t1) + len(t2) < count:
-            self._lists.release(t2, _AGAIN)
-            t2 = pick(count - len(t1), is_evictable, _AGAIN)
+            lists.release(t2, _AGAIN)
+            t2 = lists.pick(count - len(t1), is_evictable, _AGAIN)
             if len(t1) + len(t2) < count:
-                self._lists.release(t1, _ONCE)
-                self._lists.release(t2, _AGAIN)
+                lists.release(t1, _ONCE)
+                lists.release(t2, _AGAIN)
                 return None
+        for victims, which in (t1, _ONCE), (t2, _AGAIN):
+            lists.remove(victims)
+            self._bury(victims, which)
         return [*t2[:up_to_target], *t1, *t2[up_to_target:]]
 
     def _replace_by_any(
         self, found: Sequence[int | None], count: int, is_evictable: Callable[[int], bool]
     ) -> list[int] | None:
-        """Choose victims for keys of which these are the ghosts, and adapt p."""
+        """Replace victims by keys of which these are the ghosts, and adapt p."""
         t1 = self._lists.pick(count, is_evictable, _ONCE)
         t2 = self._lists.pick(count, is_evictable, _AGAIN)
         sizes = tuple(zip(self._sizes, self._ghost_sizes, strict=True))
@@ -157,6 +160,9 @@ class ArcPolicy(CachePolicy):
         if len(victims) < count:
             return None
         self.p = p
+        self._lists.remove(victims)
+        for which in _ONCE, _AGAIN:
+            self._bury([slot for slot in victims if self._list_of[slot] == which], which)
         return victims
 
     def _adapted(self, p: float, num_b1: int, num_b2: int, *, in_b1: bool) -> float:
@@ -184,6 +190,7 @@ class ArcPolicy(CachePolicy):
                 self._admit_once(once)
                 once = []
                 if key in self._ghosts:  # those admitted just now may have pushed it out
+                    self._ghost_lists.remove([ghost])
                     self._drop([ghost], self._ghost_list_of[ghost])
                     self._join(_AGAIN, [slot])
                     continue
@@ -194,11 +201,13 @@ class ArcPolicy(CachePolicy):
         """Admit to T1, and trim as if after each one."""
         self._join(_ONCE, slots)
         (t1, t2), (b1, b2) = self._sizes, self._ghost_sizes
-        from_b1 = max(0, t1 + b1 - self.capacity_blocks)
-        from_b2 = max(0, t1 + b1 + t2 + b2 - from_b1 - 2 * self.capacity_blocks)
-        for which, count in ((_ONCE, from_b1), (_AGAIN, from_b2)):
-            if count:
-                self._drop(list(islice(self._ghost_lists.walk(which), count)), which)
+        surplus = t1 + b1 - self.capacity_blocks
+        if surplus > 0:
+            self._drop(self._ghost_lists.take_front(surplus, _ONCE), _ONCE)
+            b1 -= surplus
+        surplus = t1 + b1 + t2 + b2 - 2 * self.capacity_blocks
+        if surplus > 0:
+            self._drop(self._ghost_lists.take_front(surplus, _AGAIN), _AGAIN)
 
     def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
         list_of = self._list_of
@@ -255,29 +264,23 @@ class ArcPolicy(CachePolicy):
         for slot in slots:
             list_of[slot] = which
 
-    def _bury(self, slots: Sequence[int]) -> None:
-        """Make ghosts of blocks, each of that of its list."""
-        self._lists.remove(slots)
+    def _bury(self, slots: Sequence[int], which: int) -> None:
+        """Make ghosts of blocks that were in this list."""
+        if not slots:
+            return
         ghosts = self._free_ghosts.take(len(slots))
-        list_of, key_of, ghost_list_of = self._list_of, self._keys, self._ghost_list_of
-        once: list[int] = []
-        again: list[int] = []
-        keys: list[OffloadKey] = []
-        ghost_keys = self._ghost_keys
-        for slot, ghost in zip(slots, ghosts, strict=True):
-            ghost_keys[ghost] = key = key_of[slot]
-            keys.append(key)
-            ghost_list_of[ghost] = which = list_of[slot]
-            (again if which else once).append(ghost)
+        key_of, ghost_keys, list_of = self._keys, self._ghost_keys, self._ghost_list_of
+        keys = [key_of[slot] for slot in slots]
+        for key, ghost in zip(keys, ghosts, strict=True):
+            ghost_keys[ghost] = key
+            list_of[ghost] = which
         self._ghosts.update(keys, ghosts)
-        for which, found in (_ONCE, once), (_AGAIN, again):
-            self._sizes[which] -= len(found)
-            self._ghost_sizes[which] += len(found)
-            self._ghost_lists.append(found, which)
+        self._ghost_lists.append(ghosts, which)
+        self._sizes[which] -= len(slots)
+        self._ghost_sizes[which] += len(slots)
 
     def _drop(self, ghosts: Sequence[int], which: int) -> None:
-        """Forget ghosts, which are in this list."""
-        self._ghost_lists.remove(ghosts)
+        """Forget ghosts that were in this list."""
         self._ghost_sizes[which] -= len(ghosts)
         key_of = self._ghost_keys
         self._ghosts.discard([key_of[ghost] for ghost in ghosts])

@@ -29,14 +29,15 @@ class FreeNumbers:
     def take(self, count: int) -> list[int]:
         """Take so many; there must be."""
         self.count -= count
+        numbers: list[int] = []
         start = self._never_taken
-        self._never_taken = min(self._end, start + count)
-        numbers = list(range(start, self._never_taken))
-        rest = count - len(numbers)
-        if rest:
-            cut = len(self._returned) - rest
-            numbers += reversed(self._returned[cut:])
-            del self._returned[cut:]
+        if start < self._end:
+            self._never_taken = min(self._end, start + count)
+            numbers += range(start, self._never_taken)
+            count -= len(numbers)
+        if count:
+            numbers += self._returned[: -count - 1 : -1]
+            del self._returned[-count:]
         return numbers
 
     def give_back(self, numbers: Sequence[int]) -> None:

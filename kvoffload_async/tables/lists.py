@@ -36,6 +36,18 @@ class NumberLists:
             yield number
             number = after[number]
 
+    def take_front(self, count: int, which: int = 0) -> list[int]:
+        """Take the first numbers out of a list; there must be so many."""
+        after, ring = self._after, self._capacity + which
+        taken: list[int] = []
+        number = after[ring]
+        for _ in range(count):
+            taken.append(number)
+            number = after[number]
+        after[ring] = number
+        self._before[number] = ring
+        return taken
+
     def append(self, numbers: Sequence[int], which: int = 0) -> None:
         """Put numbers, which are in no list, at the end of one, in their order."""
         after, before, ring = self._after, self._before, self._capacity + which

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import chain
 from typing import Final
 
@@ -84,12 +84,12 @@ class RankedLists(NumberLists):
     def remove(self, numbers: Sequence[int]) -> None:
         if self.num_met:
             self._forget(numbers)
-        super().remove(numbers)
+        NumberLists.remove(self, numbers)  # super() would take longer than the rest of a short one
 
     def move_to_end(self, numbers: Sequence[int], which: int = 0) -> None:
         if self.num_met:
             self._forget(numbers)
-        super().move_to_end(numbers, which)
+        NumberLists.move_to_end(self, numbers, which)
 
     def skipped(self) -> Iterator[int]:
         """Yield the members that are not met until they are released. For inspection."""
@@ -183,9 +183,8 @@ class RankedLists(NumberLists):
                 last += 1
                 is_released = stamps[number] < 0
                 stamps[number] = -last if is_released else last
-                if is_released:
+                if is_released:  # in ascending order, and so a heap
                     heap.append(last << _NUMBER_BITS | number)
-            heapify(heap)
         self._last_stamp = last
 
     def _forget(self, numbers: Sequence[int]) -> None:

@@ -67,10 +67,9 @@ class PrimaryMachine(RuleBasedStateMachine):
             assert not (self.accept_prefix and room)
             assert whole_state(self.primary) == before
             return
+        self.protected.clear()
         assert output.keys_to_store == missing[:room]
         spare = self.num_slots - len(self.refs) - len(self.held)
-        if len(output.keys_to_store) > spare:
-            self.protected.clear()
         assert len(output.evicted_keys) == max(0, len(output.keys_to_store) - spare)
         if victims is not None:
             assert output.evicted_keys == victims[: len(output.evicted_keys)]
