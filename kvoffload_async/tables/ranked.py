@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
 from itertools import chain
 from typing import Final
 
 from kvoffload_async.tables.arrays import MAX_NUMBERS, integers
+from kvoffload_async.tables.heap import IntegerHeap
 from kvoffload_async.tables.lists import NumberLists
 
 _NUMBER_BITS: Final = MAX_NUMBERS.bit_length() - 1
@@ -22,7 +22,7 @@ class RankedLists(NumberLists):
     it was put in, moved or released, however many others must stay.
 
     What was met lies in a second list, before the rest, with stamps that ascend with the rank; what
-    has been released is in a heap by stamp as well. Bytes a number: 12, and 40 while in the heap.
+    has been released is in a heap by stamp as well. Bytes a number: 12, and 8 while in the heap.
     """
 
     __slots__ = ("_heaps", "_last_stamp", "_max_stamp", "_num_ranked", "_stamps", "num_met")
@@ -40,7 +40,7 @@ class RankedLists(NumberLists):
         self._stamps = integers(self._capacity)
         """Number -> 0 unless it was met; its stamp if it is skipped, that negated if released."""
         self._last_stamp = 0
-        self._heaps: list[list[int]] = [[] for _ in range(self._num_ranked)]
+        self._heaps = [IntegerHeap() for _ in range(self._num_ranked)]
         self.num_met = 0
         """How many members were met: nothing is skipped as long as this is 0."""
 
@@ -79,7 +79,7 @@ class RankedLists(NumberLists):
             stamp = stamps[number]
             if stamp > 0:
                 stamps[number] = -stamp
-                heappush(heap, stamp << _NUMBER_BITS | number)
+                heap.push(stamp << _NUMBER_BITS | number)
 
     def remove(self, numbers: Sequence[int]) -> None:
         if self.num_met:
@@ -122,7 +122,7 @@ class RankedLists(NumberLists):
     ) -> tuple[list[int], int | None]:
         """Return what `pick` does; and who follows, if those before it are what was picked."""
         picked: list[int] = []
-        if self._heaps[which]:
+        if self.num_met and self._heaps[which]:
             self._pick_released(picked, count, may_leave, which)
         already = len(picked)
         num_missing = count - already
@@ -150,7 +150,7 @@ class RankedLists(NumberLists):
     ) -> None:
         stamps, heap = self._stamps, self._heaps[which]
         while heap and len(picked) < count:
-            entry = heappop(heap)
+            entry = heap.pop()
             number, stamp = entry & _NUMBER_MASK, entry >> _NUMBER_BITS
             if stamps[number] == -stamp:  # else it was moved or has left since
                 stamps[number] = stamp
@@ -183,8 +183,8 @@ class RankedLists(NumberLists):
                 last += 1
                 is_released = stamps[number] < 0
                 stamps[number] = -last if is_released else last
-                if is_released:  # in ascending order, and so a heap
-                    heap.append(last << _NUMBER_BITS | number)
+                if is_released:
+                    heap.push(last << _NUMBER_BITS | number)
         self._last_stamp = last
 
     def _forget(self, numbers: Sequence[int]) -> None:

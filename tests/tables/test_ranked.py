@@ -1,9 +1,13 @@
 """Lists in order of rank: who must stay is met once, and keeps its rank."""
 
+from heapq import heappop, heappush
+
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvoffload_async.tables.heap import IntegerHeap
 from kvoffload_async.tables.ranked import RankedLists
 
 CAPACITY = 12
@@ -111,7 +115,7 @@ class RankedMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_is_bounded(self):
-        assert sum(map(len, self.lists._heaps)) <= 2 * CAPACITY
+        assert sum(len(list(heap)) for heap in self.lists._heaps) <= 2 * CAPACITY
 
 
 TestRanked = pytest.mark.stateful(RankedMachine.TestCase)
@@ -160,3 +164,32 @@ def test_damage_is_a_violation(damage, found):
     assert list(lists.violations()) == []
     damage(lists)
     assert list(lists.violations()) == [found]
+
+
+# -- the heap -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.none() | st.integers(0, 1 << 62)), st.integers(0, 3))
+def test_the_heap_gives_the_smallest_first_however_much_is_in_it(values, num_loose):
+    heap, model = IntegerHeap(num_loose), []
+    for value in values:
+        if value is not None:
+            heap.push(value)
+            heappush(model, value)
+        elif model:
+            assert heap.pop() == heappop(model)
+        assert bool(heap) == bool(model)
+        assert sorted(heap) == sorted(model)
+    assert [heap.pop() for _ in range(len(model))] == sorted(model)
+    assert not heap._runs
+
+
+def test_released_members_are_invisible_to_the_garbage_collector():
+    num_members = 100_000
+    lists = RankedLists(num_members)
+    lists.append(range(num_members))
+    assert lists.pick(1, lambda _number: False) == []
+    lists.release(range(num_members))
+    heap = lists._heaps[0]
+    assert len(heap._loose) + len(heap._runs) + len(heap._smallest) < 2_000
+    assert lists.take_first(3, anything) == [0, 1, 2]
