@@ -80,6 +80,16 @@ def test_hits_of_this_step_are_not_evicted_by_promotions():
     world.wind_down()
 
 
+def test_a_hit_of_an_earlier_step_may_go():
+    world, ctx = stored_below(num_slots=1, names="x")
+    world.store(ctx, "a")
+    world.settle()
+    assert [world.lookup(ctx, name) for name in "ax"] == [HIT, MISS]
+    world.step()
+    assert [world.lookup(ctx, name) for name in "xa"] == [PENDING, MISS]
+    world.wind_down()
+
+
 def test_the_good_blocks_of_a_bad_batch_are_kept_50321():
     """50321: the last of three blocks was corrupt, and the whole batch discarded."""
     world, ctx = stored_below(names="abc")
