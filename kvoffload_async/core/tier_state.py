@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvoffload_async.abc.events import (
+    AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
     JobOverdue,
@@ -62,6 +63,8 @@ class TierCounters:
     failed_jobs: int = 0
     failed_loads: int = 0
     dropped_blocks: int = 0
+    refused_keys: int = 0
+    """What the tier announced that is no key."""
 
 
 class TierState:
@@ -223,9 +226,11 @@ class TierState:
             case BlocksAppeared():
                 self.index.appeared(event.keys)
                 self._events.add(event.keys, removed=False)
-            case BlocksEvicted():  # pragma: no branch - no other event exists
+            case BlocksEvicted():
                 self.index.vanished(event.keys, surely=True)
                 self._events.add(event.keys, removed=True)
+            case AnnouncementRefused():  # pragma: no branch - no other event exists
+                self.counters.refused_keys += event.num_keys
 
     def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
         """Detach the planner's jobs that have a result since the last call, and count them."""
@@ -263,29 +268,31 @@ class TierState:
     # -- inside ---------------------------------------------------------------------------------
 
     def _settle(self, event: JobSettled) -> None:
-        is_late = self.jobs.state_of(event.job_id) is JobState.DISOWNED
         job = self.jobs.handle(event)
         if event.job_error is not None:
             if job.is_promotion:
                 self.index.vanished(job.keys, surely=False)
             return
-        failures = event.failures
+        failures, outdated = event.failures, event.outdated
         if not job.is_promotion:
             stored: Sequence[OffloadKey] = job.keys
             if failures:
                 stored = [key for i, key in enumerate(job.keys) if i not in failures]
+            if outdated:
+                stored = [key for key in stored if key not in outdated]
             self.index.appeared(stored)
             self._events.add(stored, removed=False)
             return
-        if not failures or is_late:
-            return  # what a late load has missed may have been stored since
-        gone = [job.keys[i] for i, error in failures.items() if isinstance(error, _GONE)]
+        if not failures:
+            return
+        failed = {job.keys[i]: error for i, error in failures.items()}
+        gone = [key for key, error in failed.items() if isinstance(error, _GONE)]
+        unavailable = [key for key, error in failed.items() if not isinstance(error, _GONE)]
+        if outdated:
+            gone = [key for key in gone if key not in outdated]
         self.index.vanished(gone, surely=True)
         self._events.add(gone, removed=True)
-        self.index.vanished(
-            [job.keys[i] for i, error in failures.items() if not isinstance(error, _GONE)],
-            surely=False,
-        )
+        self.index.vanished(unavailable, surely=False)
 
     def _abandon(self, *states: JobState) -> None:
         for job_id in self.jobs.ids_in(*states):
