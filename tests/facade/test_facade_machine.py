@@ -196,9 +196,31 @@ class Facade(RuleBasedStateMachine):
         tier, parked = data.draw(st.sampled_from(self.world.operations()), "operation")
         if data.draw(st.booleans(), "some blocks only") and parked.job and parked.keys:
             failed = data.draw(st.sets(st.integers(0, len(parked.keys) - 1), min_size=1))
+            failed -= parked.landed
+            if not parked.job.is_promotion:
+                tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
+                return
+            for index in failed:  # as a tier does that finds a block corrupt
+                tier.blocks.pop(parked.keys[index], None)
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
         else:
             tier.settle(parked, error=error)
+
+    @precondition(lambda self: self.world.parked_stores())
+    @rule(data=st.data(), evicts=st.booleans())
+    def land_early(self, data, evicts):
+        """One block of a store is there before the store ends, and may be gone before it ends."""
+        tier, parked = data.draw(st.sampled_from(self.world.parked_stores()), "store")
+        index = data.draw(st.integers(0, len(parked.keys) - 1), "block")
+        tier.land(parked, index)
+        if evicts and parked.keys[index] in tier.blocks:
+            tier.evict([parked.keys[index]])
+
+    @precondition(lambda self: self.world.evictable())
+    @rule(data=st.data())
+    def evict(self, data):
+        tier, key = data.draw(st.sampled_from(self.world.evictable()), "block")
+        tier.evict([key])
 
     @precondition(lambda self: self.world.calls())
     @rule(
@@ -256,6 +278,7 @@ class Facade(RuleBasedStateMachine):
         if not self.closed:
             self.world.come_to_rest()
             check_quiescent(self.manager.planner)
+            self.world.check_indexes()
             self.world.rows = None
             self.manager.shutdown(1.0)
         self.world.loose.shutdown(1.0)
