@@ -81,6 +81,7 @@ class TierState:
         index: What is known of the tier's contents.
         cascading_blocks: Blocks of stores whose copies may still run.
         effects: What waits to be handed over.
+        event_log: What `take_events` tells, and what of it was dropped.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class TierState:
         self.backpressure = backpressure
         self.cascading_blocks = 0
         self.counters = TierCounters()
-        self._events = events
+        self.event_log = events
         self.effects: list[TierEffect] = []
         self._closed = False
 
@@ -124,7 +125,7 @@ class TierState:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS or RETRY, from memory."""
-        return self.index.lookup(key, req_context.req_id)
+        return self.index.lookup(key, req_context)
 
     def may_load(self, ctx: ReqContext, now_s: float) -> bool:
         """Tell whether a request may be promoted from here now."""
@@ -188,7 +189,7 @@ class TierState:
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
-        self.index.forget_request(ctx.req_id)
+        self.index.forget_request(ctx)
 
     def end_step(self) -> None:
         """Queue the probe for what was asked in this step."""
@@ -225,10 +226,10 @@ class TierState:
                 self.index.answered(event.generation, event.present)
             case BlocksAppeared():
                 self.index.appeared(event.keys)
-                self._events.add(event.keys, removed=False)
+                self.event_log.add(event.keys, removed=False)
             case BlocksEvicted():
                 self.index.vanished(event.keys, surely=True)
-                self._events.add(event.keys, removed=True)
+                self.event_log.add(event.keys, removed=True)
             case AnnouncementRefused():  # pragma: no branch - no other event exists
                 self.counters.refused_keys += event.num_keys
 
@@ -249,7 +250,7 @@ class TierState:
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach what appeared in and disappeared from the tier since the last call."""
-        return self._events.take(lambda _key: False)
+        return self.event_log.take(lambda _key: False)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ class TierState:
             if outdated:
                 stored = [key for key in stored if key not in outdated]
             self.index.appeared(stored)
-            self._events.add(stored, removed=False)
+            self.event_log.add(stored, removed=False)
             return
         if not failures:
             return
@@ -291,7 +292,7 @@ class TierState:
         if outdated:
             gone = [key for key in gone if key not in outdated]
         self.index.vanished(gone, surely=True)
-        self._events.add(gone, removed=True)
+        self.event_log.add(gone, removed=True)
         self.index.vanished(unavailable, surely=False)
 
     def _abandon(self, *states: JobState) -> None:

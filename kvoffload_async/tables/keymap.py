@@ -86,6 +86,11 @@ class KeyMap(Collection[OffloadKey]):
         for key in keys:
             parts[key[PART_AT]].pop(key, None)
 
+    def discard_present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Take keys out; return those that were there."""
+        parts = self.parts
+        return [key for key in keys if parts[key[PART_AT]].pop(key, None) is not None]
+
     def take(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Take keys out, which are there; return their integers."""
         parts = self.parts

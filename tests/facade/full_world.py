@@ -85,6 +85,9 @@ class FullWorld(World):
         for key, slot in copy.slots.items():
             self.rows[slot] = content_of(key, SLOT_BYTES)
 
+    def is_stale(self, copy):
+        return copy.generation != self.primary.core.generation
+
     def check_bytes(self, key, slot):
         assert bytes(self.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
 
@@ -145,8 +148,9 @@ class FullWorld(World):
             (self.loads, self.manager.complete_load),
         ):
             for copy in copies:
-                self.write(copy)
-                complete(list(copy.slots), copy.ctx)
+                if not self.is_stale(copy):
+                    self.write(copy)
+                complete(list(copy.slots), copy.ctx, generation=copy.generation)
         for ctx in self.contexts.values():
             self.manager.on_request_finished(ctx)
         for _ in range(20):
