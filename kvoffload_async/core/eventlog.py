@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 from kvoffload_async.tables.keymap import KeyMap
@@ -105,13 +104,7 @@ class EventLog:
         self, keys: Sequence[OffloadKey], announced: KeyMap, *, removed: bool
     ) -> Sequence[OffloadKey]:
         """Take over which blocks are announced; return those for which that is new."""
-        epoch = self._epoch
-        if removed:
-            return announced.discard_present(keys)
-        found = announced.find(keys)
-        news = [key for key, known in zip(keys, found, strict=True) if known != epoch]
-        announced.update(news, repeat(epoch))
-        return news
+        return announced.discard_present(keys) if removed else announced.change(keys, self._epoch)
 
     def _events(
         self, batch: Collection[_Entry], is_allocated: Callable[[OffloadKey], bool]

@@ -206,7 +206,7 @@ def test_events_are_numbered_and_a_dropped_one_leaves_a_gap():
 
 def test_a_log_that_remembers_leaves_repetitions_out():
     log = log_of(remembers=True)
-    log.add(ks("ab"), removed=False)
+    log.add(ks("aba"), removed=False)
     log.add(ks("aab"), removed=True)
     assert taken(log) == [(ks("ab"), False, False), (ks("ab"), True, False)]
 

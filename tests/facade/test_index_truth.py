@@ -1,9 +1,12 @@
 """What is known of a tier is what the tier has, in whatever order jobs and evictions come."""
 
+import asyncio
+import gc
 from functools import partial
 
 import pytest
 from facade.bounded_tier import BoundedTier
+from facade.replay_world import ReplayWorld
 from facade.worlds import HIT, MISS, k, ks
 
 from kvoffload_async.registry import create_policy
@@ -44,6 +47,9 @@ def churn(harness):
             slots = range(6 * job, 6 * job + 6)
             harness.submit_store([key_of(number) for number in numbers], slots)
         harness.wait()
+    while harness.manager._link.actor._recheck.tasks:  # quiet is when nobody asks any more
+        harness.run(asyncio.sleep(0))
+    harness.collect()
 
 
 def told(harness):
@@ -74,6 +80,36 @@ def test_what_is_told_of_a_full_directory_is_what_is_in_it(tmp_path):
         held = harness.run(tier.contains([key_of(number) for number in range(801)]))
         assert held
         assert told(harness) == held
+
+
+def cancel_store(world, tier):
+    """In a frame of its own: a cancelled task keeps the frames that it has left."""
+    for name, task in world.job_tasks().items():
+        if name.startswith(f"tier{tier}:"):
+            task.cancel()
+
+
+@pytest.mark.parametrize("num_calls", range(6))
+@pytest.mark.parametrize("tier", [0, 1], ids=["fs", "slab"])
+def test_what_a_cancelled_store_has_left_on_the_disk_is_known(tier, num_calls):
+    """Whenever it is cancelled: what is there is told, and found."""
+    world = ReplayWorld()
+    try:
+        world.begin("a")
+        world.begin_copy(range(6), "a")
+        world.end_copy(world.copies[0], success=True)
+        world.manager.on_schedule_end()
+        pool = world.host.pools[tier]
+        for _ in range(num_calls):
+            world.runner.run_ready()
+            if pool.parked:
+                pool.settle(pool.parked[0])
+        world.runner.run_ready()
+        cancel_store(world, tier)
+        world.check()
+    finally:
+        gc.collect()  # a cancelled task's frames
+        world.end()
 
 
 def test_a_block_that_is_evicted_before_its_store_ends_is_not_known(alone):
