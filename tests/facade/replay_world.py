@@ -154,10 +154,10 @@ class ReplayWorld(World):
         self._check_index(1, set(self.slab._store.catalog.keys()))
         self._check_index(2, set(self.example._blocks))
 
-    def _check_index(self, tier, held):
+    def _check_index(self, tier, contents):
         index = self.secondaries[tier].tier_state.index
-        assert len(index) == len(held)
-        assert all(index.lookup(key, "") is HIT for key in held)
+        assert len(index) == len(contents)
+        assert all(index.lookup(key, "") is HIT for key in contents)
 
     def remove_a_file(self):
         """Do what another process may do to a shared directory."""

@@ -52,7 +52,7 @@ def churn(harness):
     harness.collect()
 
 
-def told(harness):
+def announced(harness):
     present = set()
     for event in harness.manager.take_events():
         present = present - set(event.keys) if event.removed else present | set(event.keys)
@@ -70,7 +70,7 @@ def test_the_index_of_a_full_tier_is_its_contents(tier_of, tmp_path):
         known = [key for key in everything if harness.manager.lookup(key, R) is HIT]
         assert set(known) == held
         assert len(harness.manager.tier_state.index) == len(held)
-        assert told(harness) == held
+        assert announced(harness) == held
 
 
 def test_what_is_told_of_a_full_directory_is_what_is_in_it(tmp_path):
@@ -79,7 +79,7 @@ def test_what_is_told_of_a_full_directory_is_what_is_in_it(tmp_path):
         churn(harness)
         held = harness.run(tier.contains([key_of(number) for number in range(801)]))
         assert held
-        assert told(harness) == held
+        assert announced(harness) == held
 
 
 def cancel_store(world, tier):
@@ -184,3 +184,17 @@ def test_a_load_of_a_block_that_goes_meanwhile_leaves_it_unknown(alone):
     world.settle()
     world.results()
     assert world.manager.lookup(k(1), R) is MISS
+
+
+def test_events_that_nobody_takes_are_dropped_and_counted_and_leave_a_gap(worlds):
+    world = worlds()
+    for log in (world.primary.core.event_log, world.secondaries[0].tier_state.event_log):
+        log._bound = 1
+    world.begin("r")
+    for number in range(3):
+        world.store(number)
+        world.rest()
+    assert world.manager.dropped_events == 4
+    events = list(world.manager.take_events())
+    assert [(event.ownership, event.sequence) for event in events] == [(None, 3), ("tier0", 3)]
+    world.finish("r")
