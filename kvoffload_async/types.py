@@ -119,7 +119,8 @@ class ReqContext:
     """What the managers know of one request; one object for the request's whole life.
 
     Attributes:
-        req_id: Unique among the requests in flight.
+        req_id: A name, for messages and for tiers. Requests are told apart by their contexts: an
+            id may be used again at any time.
         kv_transfer_params: The serving stack's per-request parameters, passed through.
         key_positions: End token of each key's block. Recency is committed in this order, head
             first, whatever the order in which transfers end. Keys that are absent rank in the
@@ -215,7 +216,14 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Slots of the primary tier."""
+    """Slots of the primary tier.
+
+    Attributes:
+        generation: How often the primary had been reset when it granted them. Whoever completes a
+            copy with it need not know whether a reset has come in between.
+    """
+
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,6 +267,8 @@ class OffloadingEvent:
         ownership: Which secondary tier announces it, unique within a manager; None: the primary.
         metadata_only: A failed write released its bookkeeping; the keys were never readable.
         removal_expected: Each of these stored blocks will be announced as removed when it goes.
+        sequence: Counts the events of one `ownership` from 1 on; where a number is left out, an
+            event was dropped because nobody read it in time. 0: not counted.
     """
 
     keys: Collection[OffloadKey]
@@ -268,6 +278,7 @@ class OffloadingEvent:
     ownership: str | None = None
     metadata_only: bool = False
     removal_expected: bool = False
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class TierCapabilities:
 
     Attributes:
         exclusive: Its contents change only through this instance. Then its owner keeps an exact
-            index and never probes; otherwise every new key costs one batched `contains`.
+            index and probes nothing; otherwise every new key costs one batched `contains`.
         persistent: Its contents survive a restart.
         request_level: It wants every block of a request, prefix hits included.
         medium: Where its blocks lie.
@@ -155,7 +155,11 @@ class TierEnvironment(Protocol):
         ...
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Announce blocks that can no longer be loaded."""
+        """Announce blocks that can no longer be loaded, as soon as that is so.
+
+        Also those of a job that has not ended: what was announced since it began is not undone by
+        its end.
+        """
         ...
 
 
@@ -191,13 +195,19 @@ class AsyncTier(ABC):
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return those of `keys` that can probably be loaded now. Never called if exclusive."""
+        """Return those of `keys` that can probably be loaded now.
+
+        Of an exclusive tier it is asked only where what the tier has said does not tell: about
+        blocks that it announced while a job of theirs ran. Without an answer, what was announced
+        last stands.
+        """
 
     @abstractmethod
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Copy the job's slots into the tier; return the blocks that failed.
 
-        A block that is already present succeeds without being written again.
+        A block that is already present succeeds without being written again. A tier that keeps
+        blocks of a store that fails as a whole announces them.
         """
 
     @abstractmethod

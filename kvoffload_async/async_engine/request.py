@@ -15,6 +15,7 @@ class EngineRequest:
         keys: The keys of its full blocks, head to tail.
         prefix_blocks: Blocks at the head that are pinned, ready to be loaded.
         slots: Where they lie.
+        generation: Of the primary that they lie in: a reset makes them void.
     """
 
     def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...]) -> None:
@@ -22,3 +23,4 @@ class EngineRequest:
         self.keys = keys
         self.prefix_blocks = 0
         self.slots: Sequence[int] = ()
+        self.generation = 0

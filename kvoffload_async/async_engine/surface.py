@@ -132,12 +132,9 @@ class OffloadEngine:
         """Begin a request; leaving the block ends it. Its copies may end later.
 
         Args:
-            req_id: Unique among the requests in flight, their copies included.
+            req_id: A name, for messages and for tiers; others may have the same.
             block_hashes: The chained hash of each of its full blocks, head to tail.
             kv_transfer_params: Passed through to the tiers.
-
-        Raises:
-            StateError: A request with this id is in flight.
         """
         self._require_open()
         keys = tuple(make_offload_key(block_hash) for block_hash in block_hashes)
@@ -205,7 +202,7 @@ class OffloadEngine:
         if not count:
             self._unpin(request)
             return 0
-        claimed = request.slots
+        claimed, generation = request.slots, request.generation
         deadline_s = self._loop.time() + timeout_s
         async with self._transfers.permit(Direction.LOAD, deadline_s) as permit:
             self._require_open()
@@ -213,13 +210,13 @@ class OffloadEngine:
                 raise StateError("the prefix was let go while the load waited for a permit")
             keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
             request.prefix_blocks, request.slots = 0, ()  # the copy holds them from now on
-            self._manager.complete_load(rest, request.ctx)
+            self._manager.complete_load(rest, request.ctx, generation)
             await self._transfers.run(
                 Direction.LOAD,
                 device_blocks,
                 claimed[:count],
                 permit=permit,
-                ended=partial(self._load_ended, keys, request.ctx),
+                ended=partial(self._load_ended, keys, request.ctx, generation),
                 deadline_s=deadline_s,
             )
         return count
@@ -270,7 +267,7 @@ class OffloadEngine:
                     blocks,
                     slots,
                     permit=permit,
-                    ended=partial(self._store_ended, new, request.ctx),
+                    ended=partial(self._store_ended, granted, request.ctx),
                     deadline_s=deadline_s,
                 )
         return len(new)
@@ -368,14 +365,14 @@ class OffloadEngine:
         self._unpin(request)  # what a lookup beside this one has pinned
         if count:
             spec = self._manager.prepare_load(request.keys[:count], request.ctx)
-            request.slots = spec.block_ids.tolist()
+            request.slots, request.generation = spec.block_ids.tolist(), spec.generation
         request.prefix_blocks = count
         return count
 
     def _unpin(self, request: EngineRequest) -> None:
         count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, ()
         if count:
-            self._manager.complete_load(request.keys[:count], request.ctx)
+            self._manager.complete_load(request.keys[:count], request.ctx, request.generation)
             self._steps.note_progress()
 
     async def _reserve(
@@ -391,10 +388,13 @@ class OffloadEngine:
         self._steps.schedule()
         return granted
 
-    def _load_ended(self, keys: Sequence[OffloadKey], ctx: ReqContext, _success: bool) -> None:
-        self._manager.complete_load(keys, ctx)
+    def _load_ended(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext, generation: int, _success: bool
+    ) -> None:
+        self._manager.complete_load(keys, ctx, generation)
         self._steps.note_progress()
 
-    def _store_ended(self, keys: Sequence[OffloadKey], ctx: ReqContext, success: bool) -> None:
-        self._manager.complete_store(keys, ctx, success)
+    def _store_ended(self, granted: PrepareStoreOutput, ctx: ReqContext, success: bool) -> None:
+        generation = granted.store_spec.generation
+        self._manager.complete_store(granted.keys_to_store, ctx, success, generation)
         self._steps.note_progress()

@@ -7,7 +7,7 @@ batched existence probe for the keys that are new in a step, shared between requ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Final
 
@@ -23,7 +23,7 @@ class KeyIndex(ABC):
     """
 
     @abstractmethod
-    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
         """Return HIT, MISS or RETRY."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class KeyIndex(ABC):
     ) -> None:
         """A probe ended."""
 
-    def forget_request(self, req_id: str) -> None:  # noqa: B027 - nor remembers who asked
+    def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor remembers who asked
         """A request ended."""
 
     @property
@@ -62,7 +62,7 @@ class ExactIndex(KeyIndex):
     def __init__(self) -> None:
         self._present = KeyMap()
 
-    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
         """Return HIT or MISS."""
         return LookupResult.MISS if self._present.get(key) is None else LookupResult.HIT
 
@@ -108,18 +108,18 @@ class ProbedIndex(KeyIndex):
         self._concurrent_probes = concurrent_probes
         self._keys_per_probe = keys_per_probe
         self._verdicts = KeyMap()
-        self._by_request: dict[str, dict[OffloadKey, None]] = {}
+        self._by_request: dict[Hashable, dict[OffloadKey, None]] = {}
         self._pending: dict[OffloadKey, None] = {}
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
-    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
         """Return HIT, MISS, or RETRY while a probe is queued or under way."""
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = _PENDING
             self._pending[key] = None
-        asked = self._by_request.setdefault(req_id, {})
+        asked = self._by_request.setdefault(request, {})
         if key not in asked:
             asked[key] = None
             self._verdicts.set(key, verdict + _PHASES)
@@ -152,9 +152,9 @@ class ProbedIndex(KeyIndex):
         self._enter([key for key in keys if key not in present], _ABSENT)
         self._forget_unasked(keys)
 
-    def forget_request(self, req_id: str) -> None:
+    def forget_request(self, request: Hashable) -> None:
         """Drop the request's share of every verdict; a probe in flight is kept."""
-        keys = list(self._by_request.pop(req_id, ()))
+        keys = list(self._by_request.pop(request, ()))
         for key, verdict in self._known(keys):
             self._verdicts.set(key, verdict - _PHASES)
         self._forget_unasked(keys)

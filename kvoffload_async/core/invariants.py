@@ -102,16 +102,16 @@ def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
         yield f"{counted} promotion slots are counted, {outstanding} are outstanding"
     if counted > planner.limits.promotion_slots:
         yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
-    for req_id, request in planner.requests.items():
+    for ctx, request in planner.requests.items():
         if request.is_finished and request.retained:
-            yield f"blocks are kept for request {req_id!r}, which has finished"
+            yield f"blocks are kept for request {ctx.req_id!r}, which has finished"
 
 
 def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
     """P10."""
-    for req_id, request in planner.requests.items():
+    for ctx, request in planner.requests.items():
         if request.can_end:
-            yield f"the tiers were not told that request {req_id!r} has finished"
+            yield f"the tiers were not told that request {ctx.req_id!r} has finished"
 
 
 def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
@@ -133,7 +133,7 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
 
 def pending_work_is_known(planner: Planner) -> Iterator[str]:
     """P16."""
-    parked = [req_id for req_id, request in planner.requests.items() if request.parked]
+    parked = [ctx.req_id for ctx, request in planner.requests.items() if request.parked]
     if planner.has_pending_work != bool(planner.jobs or parked):
         yield (
             f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs "

@@ -71,9 +71,9 @@ class Planner:
         self.limits = limits
         self.counters = PlannerCounters()
         self.promotions = Promotions(primary, limits.promotion_slots)
-        self.requests: dict[str, RequestState] = {}
+        self.requests: dict[ReqContext, RequestState] = {}
         self.promotions_paused = False
-        self._parking: dict[str, RequestState] = {}
+        self._parking: dict[ReqContext, RequestState] = {}
         self._hits_of_step: set[OffloadKey] = set()
         self._next_job_id: JobId = 0
         self._now_s = 0.0
@@ -81,11 +81,11 @@ class Planner:
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
-        """Begin a request; raises StateError if its id is live."""
-        if ctx.req_id in self.requests:
+        """Begin a request; raises StateError if it is live. Others may be that have its id."""
+        if ctx in self.requests:
             raise StateError(f"request {ctx.req_id!r} is known already")
         self.primary.open_request(ctx)
-        self.requests[ctx.req_id] = RequestState(ctx, request_level_tiers)
+        self.requests[ctx] = RequestState(ctx, request_level_tiers)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: commit its recency now, tell the tiers as soon as nothing can follow."""
@@ -122,9 +122,11 @@ class Planner:
         request.proceed()
         return slots
 
-    def complete_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
-        """Unpin what `prepare_load` pinned."""
-        self.primary.complete_load(ctx, keys)
+    def complete_load(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext, generation: int | None = None
+    ) -> None:
+        """Unpin what `prepare_load` pinned, unless a reset has."""
+        self.primary.complete_load(ctx, keys, generation)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
@@ -140,10 +142,17 @@ class Planner:
             self._cascade_present(request, keys, frozenset(output.keys_to_store))
         return output
 
-    def complete_store(self, keys: Sequence[OffloadKey], ctx: ReqContext, *, success: bool) -> None:
+    def complete_store(
+        self,
+        keys: Sequence[OffloadKey],
+        ctx: ReqContext,
+        *,
+        success: bool,
+        generation: int | None = None,
+    ) -> None:
         """End the write of keys that `prepare_store` granted; on success they cascade."""
-        written = self.primary.complete_store(ctx, keys, success=success)
-        request = self.requests.get(ctx.req_id)
+        written = self.primary.complete_store(ctx, keys, success=success, generation=generation)
+        request = self.requests.get(ctx)
         if request is None or not written:
             return
         if success:
@@ -249,9 +258,7 @@ class Planner:
             good = frozenset()  # whatever the tier says: while the copy runs, nothing has landed
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
-        request = self.requests.get(job.req_context.req_id)
-        if request is not None and request.ctx is not job.req_context:
-            request = None  # another request took the id since
+        request = self.requests.get(job.req_context)
         if result.disowned:
             self.promotions.disown(failed)
         else:
@@ -267,7 +274,7 @@ class Planner:
             self.primary.unpin(record.job.keys)
 
     def _live_request(self, ctx: ReqContext) -> RequestState:
-        request = self.requests.get(ctx.req_id)
+        request = self.requests.get(ctx)
         if request is None or request.is_finished:
             raise StateError(
                 f"request {ctx.req_id!r} is unknown or has finished: call on_new_request first"
@@ -313,7 +320,7 @@ class Planner:
             elif answer is LookupResult.HIT_PENDING and key not in new:
                 request.parked[key] = None
         if request.parked:
-            self._parking[request.ctx.req_id] = request
+            self._parking[request.ctx] = request
         if readable:
             for index in request.request_level_tiers:
                 self._cascade(index, request, readable)
@@ -330,7 +337,7 @@ class Planner:
             for index in request.request_level_tiers:
                 self._cascade(index, request, readable)
         if not request.parked:
-            del self._parking[request.ctx.req_id]
+            del self._parking[request.ctx]
             self._end_if_done(request)
 
     def _submit(
@@ -357,6 +364,6 @@ class Planner:
     def _end_if_done(self, request: RequestState) -> None:
         if not request.can_end:
             return
-        del self.requests[request.ctx.req_id]
+        del self.requests[request.ctx]
         for tier in self.tiers:
             tier.finish_request(request.ctx)

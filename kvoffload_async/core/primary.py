@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.loads import Loads
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
@@ -66,22 +67,24 @@ class Primary(ResidentBlocks):
         """
         super().__init__(num_slots, policy)
         self._pool = SlotPool(num_slots)
-        self._writers: dict[int, str] = {}
+        self._writers: dict[int, ReqContext] = {}
         """Slot that a request writes -> that request."""
         self._recency = RecencyLog(self._rank)
         self._accept_prefix = accept_prefix
         self._admission = admission
-        self._events = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
-        self._loads: dict[str, Counter[OffloadKey]] = {}
+        self._loads = Loads()
         refs = self._refs
         self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
         self._writing = 0
-        self._epoch = 0
+        self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
+        """What `take_events` tells, and what of it was dropped."""
+        self.generation = 0
+        """How often this was reset: a grant of an earlier generation is worth nothing any more."""
 
     # -- requests -------------------------------------------------------------------------------
 
     def open_request(self, ctx: ReqContext) -> None:
-        """Begin a request; raises StateError if it is live already."""
+        """Begin a request; raises StateError if this very context is live already."""
         self._recency.open(ctx)
 
     def close_request(self, ctx: ReqContext) -> None:
@@ -112,30 +115,26 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
-        if keys:
-            self._loads.setdefault(ctx.req_id, Counter()).update(keys)
+        self._loads.begin(ctx, keys)
         self._recency.note(ctx, keys, reused=True)
         return slots
 
-    def complete_load(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Undo the request's `prepare_load`. After a reset, what it forgot is ignored.
+    def complete_load(
+        self, ctx: ReqContext, keys: Sequence[OffloadKey], generation: int | None = None
+    ) -> None:
+        """Undo the request's `prepare_load`, which a reset may have done already.
+
+        Args:
+            ctx: The request.
+            keys: What it has loaded.
+            generation: That of the grant. None: whoever calls drops what is from before a reset.
 
         Raises:
             StateError: The request did not load a key, and no reset has happened.
         """
-        loads = self._loads.get(ctx.req_id, Counter())
-        known = asked = Counter(keys)
-        if any(count > loads.get(key, 0) for key, count in asked.items()):
-            if not self._epoch:
-                raise StateError(f"request {ctx.req_id!r} completes a load that it did not prepare")
-            known = asked & loads
-        for key, count in known.items():
-            loads[key] -= count
-            if not loads[key]:
-                del loads[key]
-        self.unpin(known.elements())
-        if not loads:
-            self._loads.pop(ctx.req_id, None)
+        if generation in {None, self.generation}:
+            may_be_unknown = self.generation > 0
+            self.unpin(self._loads.end(ctx, keys, may_be_unknown=may_be_unknown))
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -163,9 +162,9 @@ class Primary(ResidentBlocks):
             wanted = wanted[:room]
         self.end_protection()
         if idle:
-            granted = self._reserve_beside(idle, wanted, ctx.req_id)
+            granted = self._reserve_beside(idle, wanted, ctx)
         else:
-            granted = self._reserve(wanted, self._may_go, ctx.req_id)
+            granted = self._reserve(wanted, self._may_go, ctx)
         if granted is None:
             return None
         slots, evicted = granted
@@ -174,7 +173,8 @@ class Primary(ResidentBlocks):
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(as_block_ids(slots)), evicted)
+        spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
+        return PrepareStoreOutput(wanted, spec, evicted)
 
     def _sorted_out(
         self, keys: Sequence[OffloadKey]
@@ -215,18 +215,26 @@ class Primary(ResidentBlocks):
         return slot
 
     def complete_store(
-        self, ctx: ReqContext, keys: Sequence[OffloadKey], *, success: bool
+        self,
+        ctx: ReqContext,
+        keys: Sequence[OffloadKey],
+        *,
+        success: bool,
+        generation: int | None = None,
     ) -> list[OffloadKey]:
         """End the request's write of `keys`; return those that were its to end.
 
-        Keys that are ready, unknown, or being written by another are ignored.
+        Keys that are ready, unknown, or being written by another are ignored; and so are all if
+        they were granted before a reset: see `complete_load` for the generation.
         """
-        parts, writers, req_id = self._parts, self._writers, ctx.req_id
+        parts, writers = self._parts, self._writers
         mine: list[OffloadKey] = []
         slots: list[int] = []
+        if generation not in {None, self.generation}:
+            return mine
         for key in dict.fromkeys(keys):
             slot = parts[key[PART_AT]].get(key)
-            if slot is not None and writers.get(slot) == req_id:
+            if slot is not None and writers.get(slot) is ctx:
                 mine.append(key)
                 slots.append(slot)
         self._end_write(mine, slots, success=success)
@@ -257,9 +265,9 @@ class Primary(ResidentBlocks):
         Args:
             still_touched: Slots that disowned copies still touch, once a copy; they become held.
         """
-        self._epoch += 1
+        self.generation += 1
         removed = [key for key, _, refs in self.resident() if refs >= 0]
-        self._events.add(removed, removed=True)
+        self.event_log.add(removed, removed=True)
         self._blocks.clear()
         self._writers.clear()
         self._loads.clear()
@@ -274,7 +282,7 @@ class Primary(ResidentBlocks):
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events since the last call."""
-        return self._events.take(self._blocks.__contains__)
+        return self.event_log.take(self._blocks.__contains__)
 
     @property
     def num_slots(self) -> int:
@@ -309,12 +317,12 @@ class Primary(ResidentBlocks):
 
     def loads(self) -> Counter[OffloadKey]:
         """Return how many loads pin each key. For invariants and inspection."""
-        return sum(self._loads.values(), Counter())
+        return self._loads.total()
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _reserve_beside(
-        self, idle: Sequence[int], missing: Sequence[OffloadKey], writer: str
+        self, idle: Sequence[int], missing: Sequence[OffloadKey], writer: ReqContext
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Reserve as `_reserve` does, with the blocks in these idle slots pinned."""
         refs = self._refs
@@ -331,7 +339,7 @@ class Primary(ResidentBlocks):
         self,
         missing: Sequence[OffloadKey],
         is_evictable: Callable[[int], bool],
-        writer: str | None,
+        writer: ReqContext | None,
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Return the slots of absent keys, and the keys that had to go for them."""
         if not missing:
@@ -344,7 +352,7 @@ class Primary(ResidentBlocks):
             return None
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
-        self._events.add(evicted, removed=True)
+        self.event_log.add(evicted, removed=True)
         if len(victims) == len(missing):
             slots = victims[::-1]  # what freeing and allocating them would give
         else:
@@ -374,7 +382,7 @@ class Primary(ResidentBlocks):
         self._writing -= len(slots)
         self._idle += len(slots)
         self._policy.released(slots)
-        self._events.add(keys, removed=False)
+        self.event_log.add(keys, removed=False)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
@@ -382,4 +390,4 @@ class Primary(ResidentBlocks):
         self._policy.discard(slots)
         self._blocks.remove(slots)
         self._writing -= len(slots)
-        self._events.add(keys, removed=True, metadata_only=True)
+        self.event_log.add(keys, removed=True, metadata_only=True)

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import OffloadKey, ReqContext
+
+_Batch = tuple[RequestState, list[OffloadKey], list[int]]
 
 
 class Promotions:
@@ -23,7 +25,9 @@ class Promotions:
         self._cap_slots = cap_slots
         self._in_flight = 0
         self._retained = 0
-        self._batches: dict[tuple[int, str], tuple[RequestState, list[OffloadKey], list[int]]] = {}
+        self._batches: dict[
+            tuple[int, ReqContext], tuple[RequestState, list[OffloadKey], list[int]]
+        ] = {}
 
     @property
     def outstanding_slots(self) -> int:
@@ -44,7 +48,7 @@ class Promotions:
         slot = self._primary.reserve(key, protected)
         if slot is None:
             return False
-        batch = self._batches.setdefault((tier, request.ctx.req_id), (request, [], []))
+        batch = self._batches.setdefault((tier, request.ctx), (request, [], []))
         batch[1].append(key)
         batch[2].append(slot)
         request.unflushed_promotions += 1

@@ -22,21 +22,21 @@ class RecencyLog:
             rank: Takes what a request used, head to tail, and whether it found a key or stored it.
         """
         self._rank = rank
-        self._accesses: dict[str, dict[OffloadKey, bool]] = {}
+        self._accesses: dict[ReqContext, dict[OffloadKey, bool]] = {}
 
     def open(self, ctx: ReqContext) -> None:
         """Begin a request.
 
         Raises:
-            StateError: A request with this id is live.
+            StateError: This very request is live; another one may have its id.
         """
-        if ctx.req_id in self._accesses:
+        if ctx in self._accesses:
             raise StateError(f"request {ctx.req_id!r} is known already")
-        self._accesses[ctx.req_id] = {}
+        self._accesses[ctx] = {}
 
     def knows(self, ctx: ReqContext) -> bool:
         """Tell whether the request is live."""
-        return ctx.req_id in self._accesses
+        return ctx in self._accesses
 
     def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
         """Record that a live request used keys; the first use of a key decides how it counts.
@@ -44,7 +44,7 @@ class RecencyLog:
         Raises:
             StateError: The request is not live.
         """
-        accesses = self._accesses.get(ctx.req_id)
+        accesses = self._accesses.get(ctx)
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         if accesses:
@@ -59,7 +59,7 @@ class RecencyLog:
         Raises:
             StateError: The request is not live.
         """
-        accesses = self._accesses.pop(ctx.req_id, None)
+        accesses = self._accesses.pop(ctx, None)
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
         positions = ctx.key_positions
@@ -69,6 +69,6 @@ class RecencyLog:
         last = max(positions.values()) + 1
         self._rank(sorted(accesses.items(), key=lambda access: positions.get(access[0], last)))
 
-    def live_requests(self) -> set[str]:
-        """Return the ids of the live requests."""
+    def live_requests(self) -> set[ReqContext]:
+        """Return the live requests."""
         return set(self._accesses)

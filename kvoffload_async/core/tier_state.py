@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvoffload_async.abc.events import (
+    AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
     JobOverdue,
@@ -62,6 +63,8 @@ class TierCounters:
     failed_jobs: int = 0
     failed_loads: int = 0
     dropped_blocks: int = 0
+    refused_keys: int = 0
+    """What the tier announced that is no key."""
 
 
 class TierState:
@@ -78,6 +81,7 @@ class TierState:
         index: What is known of the tier's contents.
         cascading_blocks: Blocks of stores whose copies may still run.
         effects: What waits to be handed over.
+        event_log: What `take_events` tells, and what of it was dropped.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class TierState:
         self.backpressure = backpressure
         self.cascading_blocks = 0
         self.counters = TierCounters()
-        self._events = events
+        self.event_log = events
         self.effects: list[TierEffect] = []
         self._closed = False
 
@@ -121,7 +125,7 @@ class TierState:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS or RETRY, from memory."""
-        return self.index.lookup(key, req_context.req_id)
+        return self.index.lookup(key, req_context)
 
     def may_load(self, ctx: ReqContext, now_s: float) -> bool:
         """Tell whether a request may be promoted from here now."""
@@ -185,7 +189,7 @@ class TierState:
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
-        self.index.forget_request(ctx.req_id)
+        self.index.forget_request(ctx)
 
     def end_step(self) -> None:
         """Queue the probe for what was asked in this step."""
@@ -222,10 +226,12 @@ class TierState:
                 self.index.answered(event.generation, event.present)
             case BlocksAppeared():
                 self.index.appeared(event.keys)
-                self._events.add(event.keys, removed=False)
-            case BlocksEvicted():  # pragma: no branch - no other event exists
+                self.event_log.add(event.keys, removed=False)
+            case BlocksEvicted():
                 self.index.vanished(event.keys, surely=True)
-                self._events.add(event.keys, removed=True)
+                self.event_log.add(event.keys, removed=True)
+            case AnnouncementRefused():  # pragma: no branch - no other event exists
+                self.counters.refused_keys += event.num_keys
 
     def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
         """Detach the planner's jobs that have a result since the last call, and count them."""
@@ -244,7 +250,7 @@ class TierState:
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach what appeared in and disappeared from the tier since the last call."""
-        return self._events.take(lambda _key: False)
+        return self.event_log.take(lambda _key: False)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -263,29 +269,31 @@ class TierState:
     # -- inside ---------------------------------------------------------------------------------
 
     def _settle(self, event: JobSettled) -> None:
-        is_late = self.jobs.state_of(event.job_id) is JobState.DISOWNED
         job = self.jobs.handle(event)
         if event.job_error is not None:
             if job.is_promotion:
                 self.index.vanished(job.keys, surely=False)
             return
-        failures = event.failures
+        failures, outdated = event.failures, event.outdated
         if not job.is_promotion:
             stored: Sequence[OffloadKey] = job.keys
             if failures:
                 stored = [key for i, key in enumerate(job.keys) if i not in failures]
+            if outdated:
+                stored = [key for key in stored if key not in outdated]
             self.index.appeared(stored)
-            self._events.add(stored, removed=False)
+            self.event_log.add(stored, removed=False)
             return
-        if not failures or is_late:
-            return  # what a late load has missed may have been stored since
-        gone = [job.keys[i] for i, error in failures.items() if isinstance(error, _GONE)]
+        if not failures:
+            return
+        failed = {job.keys[i]: error for i, error in failures.items()}
+        gone = [key for key, error in failed.items() if isinstance(error, _GONE)]
+        unavailable = [key for key, error in failed.items() if not isinstance(error, _GONE)]
+        if outdated:
+            gone = [key for key in gone if key not in outdated]
         self.index.vanished(gone, surely=True)
-        self._events.add(gone, removed=True)
-        self.index.vanished(
-            [job.keys[i] for i, error in failures.items() if not isinstance(error, _GONE)],
-            surely=False,
-        )
+        self.event_log.add(gone, removed=True)
+        self.index.vanished(unavailable, surely=False)
 
     def _abandon(self, *states: JobState) -> None:
         for job_id in self.jobs.ids_in(*states):

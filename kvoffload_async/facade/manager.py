@@ -39,8 +39,20 @@ class OffloadingManager(ABC):
         """Pin blocks that were HIT earlier in this step; return their slots, in key order."""
 
     @abstractmethod
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Undo one `prepare_load`, whether or not the copy succeeded."""
+    def complete_load(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        generation: int | None = None,
+    ) -> None:
+        """Undo one `prepare_load`, whether or not the copy succeeded.
+
+        Args:
+            keys: The blocks.
+            req_context: The request that prepared it.
+            generation: That of the grant: nothing happens if a reset came in between. None: it did
+                not, or the request has prepared no load of these blocks since.
+        """
 
     @abstractmethod
     def prepare_store(
@@ -57,10 +69,12 @@ class OffloadingManager(ABC):
         keys: Sequence[OffloadKey],
         req_context: ReqContext,
         success: bool = True,
+        generation: int | None = None,
     ) -> None:
         """Make stored blocks readable or, after a failed copy, forget them.
 
-        Keys that are ready already or unknown are ignored.
+        Keys that are ready already or unknown are ignored. For the generation see
+        `complete_load`.
         """
 
     @abstractmethod

@@ -88,10 +88,14 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return self.core.lookup(key)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        return CPULoadStoreSpec(as_block_ids(self.core.prepare_load(req_context, keys)))
+        return CPULoadStoreSpec(
+            as_block_ids(self.core.prepare_load(req_context, keys)), self.core.generation
+        )
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.core.complete_load(req_context, keys)
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
+    ) -> None:
+        self.core.complete_load(req_context, keys, generation)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
@@ -99,9 +103,13 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return self.core.prepare_store(req_context, keys)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+        generation: int | None = None,
     ) -> None:
-        self.core.complete_store(req_context, keys, success=success)
+        self.core.complete_store(req_context, keys, success=success, generation=generation)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.core.touch(req_context, keys)

@@ -273,7 +273,11 @@ class SecondaryTierManager:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
-        return self.tier_state.lookup(key, req_context)
+        answer = self.tier_state.lookup(key, req_context)
+        if answer is LookupResult.RETRY and self._link.inbox:  # its verdict may be in there
+            self._link.pump(_KEYS_A_STEP)
+            answer = self.tier_state.lookup(key, req_context)
+        return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Note a use of blocks, head to tail."""
@@ -320,7 +324,9 @@ class SecondaryTierManager:
             self._link.pump(_KEYS_A_STEP)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: existence probes that it asked for start, and submitted jobs run."""
+        """End a step: take in what the tier did; its existence probes and submitted jobs start."""
+        if self._link.inbox:
+            self._link.pump(_KEYS_A_STEP)
         self.tier_state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()

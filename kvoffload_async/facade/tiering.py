@@ -129,7 +129,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; it is REQUEST_LEVEL as soon as one tier wants whole requests."""
         self._ensure_open()
-        if req_context.req_id in self.planner.requests:  # before any tier hears of it
+        if req_context in self.planner.requests:  # before any tier hears of it
             raise StateError(f"request {req_context.req_id!r} is known already")
         wanting = [
             index
@@ -154,10 +154,13 @@ class TieringOffloadingManager(OffloadingManager):
         return self.planner.lookup(key, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        return CPULoadStoreSpec(as_block_ids(self.planner.prepare_load(keys, req_context)))
+        slots = self.planner.prepare_load(keys, req_context)
+        return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.planner.complete_load(keys, req_context)
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
+    ) -> None:
+        self.planner.complete_load(keys, req_context, generation)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.planner.touch(keys, req_context)
@@ -176,11 +179,15 @@ class TieringOffloadingManager(OffloadingManager):
         return output
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+        generation: int | None = None,
     ) -> None:
         if self._closed:
             return  # a copy that ended after the shutdown: nothing can follow from it
-        self.planner.complete_store(keys, req_context, success=success)
+        self.planner.complete_store(keys, req_context, success=success, generation=generation)
         self._hand_over()
 
     # -- steps ----------------------------------------------------------------------------------
@@ -207,6 +214,12 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self.secondary_tiers:
             events.extend(tier.take_events())
         return iter(events)
+
+    @property
+    def dropped_events(self) -> int:
+        """Events of the primary and of the tiers that were dropped, as nobody took them."""
+        logs = [tier.tier_state.event_log for tier in self.secondary_tiers]
+        return sum(log.dropped for log in (self._primary.core.event_log, *logs))
 
     def has_pending_work(self) -> bool:
         return self.planner.has_pending_work or any(

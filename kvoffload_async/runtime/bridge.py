@@ -20,7 +20,8 @@ from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
-from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
+from kvoffload_async.tiers._actor import TierActor
+from kvoffload_async.tiers._environment import ActorEnvironment
 
 Batch = Sequence[tuple[TierActor, Sequence[TierEffect]]]
 

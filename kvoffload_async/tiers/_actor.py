@@ -11,22 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
     BlockFailures,
-    BlocksAppeared,
-    BlocksEvicted,
     JobOverdue,
     JobSettled,
     ProbeAnswered,
-    TierEvent,
 )
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
+from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
     BlockMissingError,
     RepeatedKeyError,
@@ -36,50 +32,20 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     UnknownSlotError,
 )
-from kvoffload_async.tables.keymap import KeyMap
+from kvoffload_async.tiers._announcements import Watch
 from kvoffload_async.tiers._ending import as_contained, contained, drop_tracebacks, error_of, judged
+from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.tiers._recheck import Recheck
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
 
-Post = Callable[[TierEvent], None]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PORTION_KEYS = 1024
 _CANCEL_GRACE_S = 0.2
 _TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ActorEnvironment:
-    """The `TierEnvironment` that an actor gives its tier."""
-
-    kv_view: memoryview
-    io: IoRunner
-    post: Post
-    identity: KVIdentity = field(default_factory=KVIdentity)
-
-    def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner: a `KeyMap`, which is the owner's from now on, as it is."""
-        if isinstance(keys, KeyMap):
-            self.post(BlocksAppeared(keys))
-            return
-        for portion in _portions(keys):
-            self.post(BlocksAppeared(portion))
-
-    def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner."""
-        for portion in _portions(keys):
-            self.post(BlocksEvicted(portion))
-
-
-def _portions(keys: Iterable[OffloadKey]) -> Iterator[tuple[OffloadKey, ...]]:
-    """Yield the keys in portions, so that the owner can take them in step by step."""
-    rest = iter(keys)
-    while portion := tuple(islice(rest, _PORTION_KEYS)):
-        yield portion
 
 
 @dataclass(slots=True, eq=False)
@@ -94,12 +60,13 @@ class _Side:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One accepted job; `task` is None while it waits."""
+    """One accepted job; `task` is None while it waits, `watch` until the tier sees the job."""
 
     job: JobMetadata
     side: _Side
     accepted_s: float
     task: asyncio.Task[None] | None = None
+    watch: Watch | None = None
     is_settled: bool = False
 
 
@@ -142,6 +109,7 @@ class TierActor:
         self._due: dict[JobId, _Run] = {}
         """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
         self._next_deadline: asyncio.TimerHandle | None = None
+        self._recheck = Recheck(name, tier, env.announcements, env.post)
         self._probes: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
         self._unanswered: dict[int, asyncio.TimerHandle] = {}
         self._closing = False
@@ -206,6 +174,7 @@ class TierActor:
             What was left behind. The tier itself is closed only if nothing was.
         """
         self._closing = True
+        self._recheck.close()
         loop = self._loop
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
@@ -233,7 +202,7 @@ class TierActor:
     def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
         """Return what runs, in the order in which it began: loads, stores, probes."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
-        return [*(run.task for run in runs if run.task), *self._probes]
+        return [*(run.task for run in runs if run.task), *self._probes, *self._recheck.tasks]
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
@@ -272,6 +241,9 @@ class TierActor:
 
     async def _perform(self, run: _Run) -> None:
         operation = self._tier.load if run.side is self._loads else self._tier.store
+        run.watch = self._env.announcements.begin(
+            run.job.keys, heeds_stores=run.side is self._loads
+        )
         try:
             failures = await operation(run.job) if run.job.keys else {}
         except SystemExit as error:
@@ -290,6 +262,7 @@ class TierActor:
     def _settle(self, run: _Run, failures: BlockFailures, error: TierError | None) -> None:
         run.is_settled = True
         self._forget_deadline(run)
+        outdated = self._outdated(run, failures, error)
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
@@ -298,16 +271,42 @@ class TierActor:
                 logger.debug("%s", "".join(traceback.format_exception(first)))
             for raised in (error, *failures.values()):
                 drop_tracebacks(raised)
-        self._post(self._settled(run, failures, error))
+        self._post(self._settled(run, failures, error, outdated))
+
+    def _outdated(
+        self, run: _Run, failures: BlockFailures, error: TierError | None
+    ) -> frozenset[OffloadKey]:
+        """Return the blocks of which a job says what was true before; the tier is asked for them.
+
+        A load that has failed for no block says nothing of any.
+        """
+        if run.watch is None:
+            return frozenset()  # its task was cancelled before the tier saw it
+        announcements, keys, is_load = self._env.announcements, run.job.keys, run.job.is_promotion
+        outdated = announcements.end(run.watch, looks=bool(failures) or not is_load)
+        if is_load:
+            outdated = outdated.intersection(keys[index] for index in failures)
+        elif error is None:
+            stored = keys if not failures else [k for i, k in enumerate(keys) if i not in failures]
+            announcements.note_stored(stored)
+        if outdated:
+            self._recheck.ask(outdated)
+        return outdated
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
         self._forget_deadline(run)
         self._post(self._settled(run, {}, error))
 
-    def _settled(self, run: _Run, failures: BlockFailures, error: TierError | None) -> JobSettled:
+    def _settled(
+        self,
+        run: _Run,
+        failures: BlockFailures,
+        error: TierError | None,
+        outdated: frozenset[OffloadKey] = frozenset(),
+    ) -> JobSettled:
         seconds = self._loop.time() - run.accepted_s
-        return JobSettled(run.job.job_id, failures, error, seconds)
+        return JobSettled(run.job.job_id, failures, error, seconds, outdated)
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the one timer to the deadline that is the next."""

@@ -175,9 +175,6 @@ async def test_without_room_until_the_deadline_the_store_is_refused():
 @on_loop
 async def test_misuse_is_an_error_at_the_call():
     async with opened() as world, world.engine.request("r", hashes("ab")) as request:
-        with pytest.raises(StateError, match="known already"):
-            async with world.engine.request("r", hashes("ab")):
-                pass
         for blocks, first in (([0, 1, 2], 0), ([0], 2), ([0], -1)):
             with pytest.raises(StateError, match="the request has no"):
                 await world.engine.store(request, blocks, first)

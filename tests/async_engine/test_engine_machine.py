@@ -100,7 +100,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.next_block += len(text)
 
         async def start():
-            return Serving(self.world, f"r{len(self.serving)}", text, blocks, plan)
+            # Ids are used again, also beside an older request: they are names, no more.
+            return Serving(self.world, f"r{len(self.serving) % 3}", text, blocks, plan)
 
         self.serving.append(self.run(start()))
         self.turn(count)
@@ -156,11 +157,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     async def nobody_was_forgotten(self):
         """Who still waits, waits for good reason: looking again changes nothing."""
-        waiting = [s.name for s in self.serving if not s.task.done()]
+        waiting = [s for s in self.serving if not s.task.done()]
         self.world.engine._steps.note_progress()
         await turns()
         assert not self.world.parked
-        assert [s.name for s in self.serving if not s.task.done()] == waiting
+        assert [s for s in self.serving if not s.task.done()] == waiting
 
     def teardown(self):
         async def end():

@@ -23,7 +23,7 @@ from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.transport.settling import SettlingTransfer, failed
-from kvoffload_async.types import make_offload_key
+from kvoffload_async.types import LookupResult, make_offload_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PAGE_BYTES = 32
@@ -262,6 +262,11 @@ class World:
     async def check_rest(self):
         await self.calm()
         check_quiescent(self.core)
+        for manager, tier in zip(self.engine.manager.secondary_tiers, self.tiers, strict=True):
+            if tier.capabilities.exclusive and isinstance(tier, ScriptedTier):
+                index = manager.tier_state.index
+                assert len(index) == len(tier.blocks)
+                assert all(index.lookup(key, "") is LookupResult.HIT for key in tier.blocks)
 
 
 @asynccontextmanager

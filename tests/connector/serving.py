@@ -96,12 +96,19 @@ class Serving:
         self.deferred = []
         self.reports = Counter()
         self.known = set()
+        self.last_ended = None
         self.tally = Counter()
 
     # -- requests -------------------------------------------------------------------------------
 
-    def arrive(self, text, max_tokens=2):
-        request = Sequence(f"r{len(self.known)}", text, len(text), len(text) + max_tokens)
+    def arrive(self, text, max_tokens=2, *, reuses=False):
+        """Begin a request; with `reuses`, under the id of the last one that has ended."""
+        req_id = f"r{len(self.known)}"
+        live = {request.request_id for request in self.live}
+        if reuses and self.last_ended is not None and self.last_ended not in live:
+            req_id = self.last_ended
+            self.tally["reused"] += 1
+        request = Sequence(req_id, text, len(text), len(text) + max_tokens)
         self.known.add(request.request_id)
         self.waiting.append(request)
         return request
@@ -112,6 +119,7 @@ class Serving:
 
     def finish(self, request):
         request.ended = True
+        self.last_ended = request.request_id
         assert self.connector.request_finished(request) == (False, None)
         if request in self.loading:
             return  # its blocks stay its own until the load has ended
@@ -381,7 +389,7 @@ class Serving:
         assert counts["pinned"] == counts["writing"] == 0
         check_quiescent(self.world.manager.planner)
         opened, ended = (
-            Counter(ctx.req_id for name, ctx in self.manager.contexts if name == hook)
+            Counter(ctx for name, ctx in self.manager.contexts if name == hook)
             for hook in ("on_new_request", "on_request_finished")
         )
         assert opened == ended

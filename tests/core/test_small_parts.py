@@ -172,11 +172,43 @@ def test_a_log_that_announces_anew_still_knows_what_can_be_removed():
 
 
 def test_the_oldest_events_are_dropped_when_nobody_reads():
+    """The bound counts keys: an event may have one or thousands."""
+    log = log_of(bound=4)
+    for names in "ab", "c", "de", "f":
+        log.add(ks(names), removed=False)
+    assert (log.dropped, log.dropped_keys) == (1, 2)
+    assert [keys for keys, _, _ in taken(log)] == [ks("c"), ks("de"), ks("f")]
+    log.add(ks("abcd"), removed=True)
+    assert log.dropped == 1, "what was taken does not count any more"
+
+
+def test_the_latest_event_is_kept_however_large_it_is():
     log = log_of(bound=2)
-    for name in "abc":
-        log.add(ks(name), removed=False)
+    log.add(ks("a"), removed=False)
+    log.add(ks("bcd"), removed=False)
     assert log.dropped == 1
-    assert [keys for keys, _, _ in taken(log)] == [ks("b"), ks("c")]
+    assert [keys for keys, _, _ in taken(log)] == [ks("bcd")]
+
+
+def test_events_are_numbered_and_a_dropped_one_leaves_a_gap():
+    log = log_of(bound=2)
+    numbers = []
+    for names in "a", "bcd", "ef", "g":
+        log.add(ks(names), removed=False)
+        if names != "bcd":
+            numbers += [event.sequence for event in log.take(lambda _: False)]
+    assert numbers == [1, 3, 4]
+    log.add(ks("a"), removed=True, metadata_only=True)
+    log.add(ks("b"), removed=True, metadata_only=True)
+    (event,) = log.take(lambda key: key == k("a"))
+    assert event.sequence == 5, "what is left out on purpose leaves no gap"
+
+
+def test_a_log_that_remembers_leaves_repetitions_out():
+    log = log_of(remembers=True)
+    log.add(ks("aba"), removed=False)
+    log.add(ks("aab"), removed=True)
+    assert taken(log) == [(ks("ab"), False, False), (ks("ab"), True, False)]
 
 
 def test_a_disabled_log_collects_nothing():

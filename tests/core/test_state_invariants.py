@@ -75,12 +75,17 @@ def damage_p4_pin(world):
     world.primary._refs[slot_of(world, "i")] += 1
 
 
+def request_of(world, req_id):
+    (found,) = [r for ctx, r in world.planner.requests.items() if ctx.req_id == req_id]
+    return found
+
+
 def damage_p4_write(world):
-    world.planner.requests["r"].writing.clear()
+    request_of(world, "r").writing.clear()
 
 
 def damage_p4_not_written(world):
-    world.planner.requests["r"].writing.add(k("i"))
+    request_of(world, "r").writing.add(k("i"))
 
 
 def damage_p4_slot(world):
@@ -113,11 +118,11 @@ def damage_p7_cap(world):
 
 
 def damage_p7_kept_for_nobody(world):
-    world.planner.requests["r"].is_finished = True
+    request_of(world, "r").is_finished = True
 
 
 def damage_p10(world):
-    request = world.planner.requests["s"]
+    request = request_of(world, "s")
     request.is_finished = True
     request.parked.clear()
     request.unflushed_promotions = 0
@@ -136,7 +141,7 @@ def damage_p13_twice(world):
 
 
 def damage_p16(world):
-    world.planner.requests["s"].parked.clear()
+    request_of(world, "s").parked.clear()
     world.planner.tiers[0].jobs._records.clear()
     world.planner.counters.job_results = world.planner.counters.jobs_submitted
 

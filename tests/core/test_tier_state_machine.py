@@ -52,6 +52,7 @@ class TierStateMachine(RuleBasedStateMachine):
         self.asked: dict = {}
         self.verdicts: dict = {}
         self.is_closed = False
+        self.contexts = {req_id: ReqContext(req_id) for req_id in "rst"}
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class TierStateMachine(RuleBasedStateMachine):
     @rule(req_id=REQUESTS, name=NAMES)
     def look_up(self, req_id, name):
         key = k(name)
-        answer = self.tier.lookup(key, ReqContext(req_id))
+        answer = self.tier.lookup(key, self.contexts[req_id])
         self.asked.setdefault(key, set()).add(req_id)
         expected = {None: RETRY, True: HIT, False: MISS}[self.verdicts.get(key)]
         assert answer is expected
@@ -137,7 +138,7 @@ class TierStateMachine(RuleBasedStateMachine):
 
     @rule(req_id=REQUESTS)
     def forget_a_request(self, req_id):
-        self.tier.finish_request(ReqContext(req_id))
+        self.tier.finish_request(self.contexts[req_id])
         for key, requests in list(self.asked.items()):
             requests.discard(req_id)
             if not requests:

@@ -117,7 +117,8 @@ class World:
         if output is not None and output.keys_to_store:
             slots = output.store_spec.block_ids.tolist()
             self._expect_untouched(slots)
-            self.writes.append(Write(ctx, list(output.keys_to_store), slots))
+            generation = output.store_spec.generation
+            self.writes.append(Write(ctx, list(output.keys_to_store), slots, generation))
             self.memory.soil(slots)
         self._absorb()
         return output
@@ -149,7 +150,7 @@ class World:
         """prepare_load; the copy to the device then waits in `reads`."""
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
         slots = self.planner.prepare_load(keys, ctx)
-        self.reads.append(Read(ctx, keys, slots))
+        self.reads.append(Read(ctx, keys, slots, self.primary.generation))
         self.memory.read(keys, slots)
         self._absorb()
         return slots
@@ -267,16 +268,13 @@ class World:
         self.planner.reset_flushed()
 
     def _complete_stale(self, copy):
-        # The adapter drops stale completions; without a newer copy of the same keys the planner
-        # must not mind them either.
-        newer = [c for c in (*self.writes, *self.reads) if c.ctx.req_id == copy.ctx.req_id]
-        if newer:
-            return
+        # Whatever the request has granted since: its generation tells what is meant.
         before = whole_state(self.primary)
         if isinstance(copy, Write):
-            self.planner.complete_store(copy.keys, copy.ctx, success=True)
+            generation = copy.generation
+            self.planner.complete_store(copy.keys, copy.ctx, success=True, generation=generation)
         else:
-            self.planner.complete_load(copy.keys, copy.ctx)
+            self.planner.complete_load(copy.keys, copy.ctx, copy.generation)
         self._absorb()
         self.history.record(StaleCompletionSeen(0, before, whole_state(self.primary)))
 

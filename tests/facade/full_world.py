@@ -4,6 +4,7 @@ import asyncio
 
 from facade.worlds import (
     EXCLUSIVE,
+    HIT,
     PROBED,
     REQUEST_LEVEL,
     SLOT_BYTES,
@@ -15,7 +16,7 @@ from facade.worlds import (
 
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.testing import ScriptedTier
+from kvoffload_async.testing import Operation, ScriptedTier
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.example import ExampleTier
 
@@ -84,6 +85,9 @@ class FullWorld(World):
         for key, slot in copy.slots.items():
             self.rows[slot] = content_of(key, SLOT_BYTES)
 
+    def is_stale(self, copy):
+        return copy.generation != self.primary.core.generation
+
     def check_bytes(self, key, slot):
         assert bytes(self.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
 
@@ -92,6 +96,32 @@ class FullWorld(World):
     def operations(self):
         tiers = (self.probed, self.whole, self.loose_tier)
         return [(tier, parked) for tier in tiers for parked in tier.parked]
+
+    def parked_stores(self):
+        """The stores under way of tiers with an exact index, which announce what they evict."""
+        exclusive = (self.whole, self.loose_tier)
+        return [
+            (tier, parked)
+            for tier, parked in self.operations()
+            if tier in exclusive and parked.kind is Operation.STORE and parked.keys
+        ]
+
+    def evictable(self):
+        open_tiers = [tier for tier in (self.whole, self.loose_tier) if tier.is_open]
+        return [(tier, key) for tier in open_tiers for key in tier.blocks]
+
+    def check_indexes(self):
+        """What is known of a tier with an exact index is what it has."""
+        self.loose.get_finished_jobs()
+        for manager, blocks in (
+            (self.secondaries[0], self.example._blocks),
+            (self.secondaries[2], self.whole.blocks),
+            (self.loose, self.loose_tier.blocks),
+        ):
+            if manager._report is None:  # else it was shut down
+                index = manager.tier_state.index
+                assert len(index) == len(blocks)
+                assert all(index.lookup(key, "") is HIT for key in blocks)
 
     def calls(self):
         return [(pool, call) for pool in self.host.pools for call in pool.parked]
@@ -118,8 +148,9 @@ class FullWorld(World):
             (self.loads, self.manager.complete_load),
         ):
             for copy in copies:
-                self.write(copy)
-                complete(list(copy.slots), copy.ctx)
+                if not self.is_stale(copy):
+                    self.write(copy)
+                complete(list(copy.slots), copy.ctx, generation=copy.generation)
         for ctx in self.contexts.values():
             self.manager.on_request_finished(ctx)
         for _ in range(20):

@@ -1,11 +1,12 @@
 """The three shipped tiers below one manager, and a consumer that replays its events."""
 
+import asyncio
 import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
 
-from facade.worlds import SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, ks
+from facade.worlds import HIT, SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, ks
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import content_of
@@ -100,6 +101,10 @@ class ReplayWorld(World):
     def calls(self):
         return [(pool, call) for pool in self.host.pools for call in pool.parked]
 
+    def job_tasks(self):
+        tasks = {task.get_name(): task for task in asyncio.all_tasks(self.runner.loop)}
+        return {name: task for name, task in tasks.items() if ":store:" in name or ":load:" in name}
+
     def settle_all(self):
         self.runner.run_ready()
         while self.calls():
@@ -146,6 +151,13 @@ class ReplayWorld(World):
         assert self.replay.at(Medium.STORAGE, "tier0") == on_disk
         assert self.replay.at(Medium.STORAGE, "tier1") == set(self.slab._store.catalog.keys())
         assert self.replay.at(Medium.CPU, "tier2") == set(self.example._blocks)
+        self._check_index(1, set(self.slab._store.catalog.keys()))
+        self._check_index(2, set(self.example._blocks))
+
+    def _check_index(self, tier, contents):
+        index = self.secondaries[tier].tier_state.index
+        assert len(index) == len(contents)
+        assert all(index.lookup(key, "") is HIT for key in contents)
 
     def remove_a_file(self):
         """Do what another process may do to a shared directory."""

@@ -53,7 +53,7 @@ class Facade(RuleBasedStateMachine):
         """Begin with requests and, mostly, with blocks in the tiers, so that much can happen."""
         self.build(foreign)
         for _ in range(num_requests):
-            self.begin(ALL_TIERS)
+            self.begin(ALL_TIERS, 0)
         if is_warm:
             self.world.warm()
 
@@ -63,10 +63,13 @@ class Facade(RuleBasedStateMachine):
     has_request = precondition(lambda self: not self.closed and self.world.contexts)
 
     @precondition(lambda self: not self.closed and len(self.world.contexts) < 4)
-    @rule(filters=st.sampled_from([ALL_TIERS] * 4 + [frozenset()]))
-    def begin(self, filters):
+    @rule(filters=st.sampled_from([ALL_TIERS] * 4 + [frozenset()]), number=st.integers(0, 3))
+    def begin(self, filters, number):
+        """An id is used again as soon as its request has finished, or its copies still run."""
         self.born += 1
-        self.world.begin(f"r{self.born}", load_tier_filter=filters)
+        req_id = f"r{number or self.born}"
+        if req_id not in self.world.contexts:
+            self.world.begin(req_id, load_tier_filter=filters)
 
     @has_request
     @rule(data=st.data(), touched=st.lists(NUMBERS, max_size=2))
@@ -85,8 +88,9 @@ class Facade(RuleBasedStateMachine):
                 self.world.check_bytes(key, self.world.primary.core.slot_of(key))
                 hits.append(key)
         if hits and data.draw(st.booleans(), "load them"):
-            slots = self.manager.prepare_load(hits, ctx).block_ids.tolist()
-            self.world.loads.append(DeviceCopy(ctx, dict(zip(hits, slots, strict=True))))
+            spec = self.manager.prepare_load(hits, ctx)
+            slots = dict(zip(hits, spec.block_ids.tolist(), strict=True))
+            self.world.loads.append(DeviceCopy(ctx, slots, spec.generation))
         if steps:
             self.step(turns=True, observes=False)
 
@@ -95,9 +99,10 @@ class Facade(RuleBasedStateMachine):
     def end_load(self, data):
         loads = self.world.loads
         load = loads.pop(data.draw(st.integers(0, len(loads) - 1), "load"))
-        for key, slot in load.slots.items():
-            self.world.check_bytes(key, slot)
-        self.manager.complete_load(list(load.slots), load.ctx)
+        if not self.world.is_stale(load):
+            for key, slot in load.slots.items():
+                self.world.check_bytes(key, slot)
+        self.manager.complete_load(list(load.slots), load.ctx, load.generation)
 
     @has_request
     @rule(data=st.data(), numbers=BATCHES, ends=st.booleans(), steps=st.booleans())
@@ -105,8 +110,9 @@ class Facade(RuleBasedStateMachine):
         ctx = self._request(data)
         output = self.manager.prepare_store(ks(*numbers), ctx)
         if output is not None and output.keys_to_store:
-            slots = output.store_spec.block_ids.tolist()
-            copy = DeviceCopy(ctx, dict(zip(output.keys_to_store, slots, strict=True)))
+            spec = output.store_spec
+            slots = dict(zip(output.keys_to_store, spec.block_ids.tolist(), strict=True))
+            copy = DeviceCopy(ctx, slots, spec.generation)
             if ends:
                 self._end_store(copy, success=True)
             else:
@@ -137,10 +143,8 @@ class Facade(RuleBasedStateMachine):
             self.reset()
 
     def reset(self):
+        """The device's copies from before are fenced by the scheduler, but their ends reported."""
         self.manager.reset_cache()
-        # The device's copies from before are fenced by the scheduler, which reports none of them.
-        self.world.stores.clear()
-        self.world.loads.clear()
 
     @is_open
     @rule()
@@ -196,9 +200,31 @@ class Facade(RuleBasedStateMachine):
         tier, parked = data.draw(st.sampled_from(self.world.operations()), "operation")
         if data.draw(st.booleans(), "some blocks only") and parked.job and parked.keys:
             failed = data.draw(st.sets(st.integers(0, len(parked.keys) - 1), min_size=1))
+            failed -= parked.landed
+            if not parked.job.is_promotion:
+                tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
+                return
+            for index in failed:  # as a tier does that finds a block corrupt
+                tier.blocks.pop(parked.keys[index], None)
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
         else:
             tier.settle(parked, error=error)
+
+    @precondition(lambda self: self.world.parked_stores())
+    @rule(data=st.data(), evicts=st.booleans())
+    def land_early(self, data, evicts):
+        """One block of a store is there before the store ends, and may be gone before it ends."""
+        tier, parked = data.draw(st.sampled_from(self.world.parked_stores()), "store")
+        index = data.draw(st.integers(0, len(parked.keys) - 1), "block")
+        tier.land(parked, index)
+        if evicts and parked.keys[index] in tier.blocks:
+            tier.evict([parked.keys[index]])
+
+    @precondition(lambda self: self.world.evictable())
+    @rule(data=st.data())
+    def evict(self, data):
+        tier, key = data.draw(st.sampled_from(self.world.evictable()), "block")
+        tier.evict([key])
 
     @precondition(lambda self: self.world.calls())
     @rule(
@@ -256,6 +282,7 @@ class Facade(RuleBasedStateMachine):
         if not self.closed:
             self.world.come_to_rest()
             check_quiescent(self.manager.planner)
+            self.world.check_indexes()
             self.world.rows = None
             self.manager.shutdown(1.0)
         self.world.loose.shutdown(1.0)
@@ -283,8 +310,9 @@ class Facade(RuleBasedStateMachine):
         return contexts[data.draw(st.sampled_from(sorted(contexts)), "request")]
 
     def _end_store(self, store, *, success):
-        self.world.write(store)
-        self.manager.complete_store(list(store.slots), store.ctx, success)
+        if not self.world.is_stale(store):
+            self.world.write(store)
+        self.manager.complete_store(list(store.slots), store.ctx, success, store.generation)
 
 
 TestFacade = pytest.mark.stateful(Facade.TestCase)
@@ -299,10 +327,10 @@ def test_the_machine_reaches_a_promotion_with_bytes(foreign):
     """A path that the rules must be able to take; else the machine would prove little."""
     machine = Facade()
     machine.build(foreign)
-    machine.begin(ALL_TIERS)
+    machine.begin(ALL_TIERS, 0)
     ctx = machine.world.contexts["r1"]
     (slot,) = machine.manager.prepare_store(ks(1), ctx).store_spec.block_ids.tolist()
-    machine.world.stores.append(DeviceCopy(ctx, {k(1): slot}))
+    machine.world.stores.append(DeviceCopy(ctx, {k(1): slot}, 0))
     machine.world.rows[slot] = content_of(k(1), SLOT_BYTES)
     machine.manager.complete_store(ks(1), ctx)
     machine.world.stores.clear()

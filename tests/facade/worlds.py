@@ -326,3 +326,4 @@ class DeviceCopy:
 
     ctx: ReqContext
     slots: dict
+    generation: int | None = None

@@ -25,7 +25,14 @@ some_keys = st.lists(st.sampled_from(K), unique=True, max_size=6)
 # -- maps ---------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.sampled_from(["update", "set", "discard", "take"]), some_keys)))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["update", "set", "discard", "discard_present", "change", "take"]),
+            some_keys,
+        )
+    )
+)
 def test_a_map_is_a_dictionary(steps):
     found, model = KeyMap(), {}
     for number, (what, keys) in enumerate(steps):
@@ -34,10 +41,16 @@ def test_a_map_is_a_dictionary(steps):
             there = [key for key in keys if key in model]
             assert found.take(there) == [model.pop(key) for key in there]
             continue
-        if what == "discard":
-            found.discard(keys)
+        if what.startswith("discard"):
+            there = [key for key in keys if key in model]
+            assert getattr(found, what)(keys) in (None, there)
             for key in keys:
                 model.pop(key, None)
+            continue
+        if what == "change":
+            other = [key for key in keys if model.get(key) != 7]
+            assert found.change([*keys, *keys], 7) == other
+            model.update(dict.fromkeys(keys, 7))
             continue
         model.update(zip(keys, numbers, strict=True))
         if what == "update":

@@ -84,7 +84,7 @@ class KVOffloadManager(base.OffloadingManager):
         """Pin blocks that were hits in this step; return their slots, in key order."""
         request = convert.request_of(req_context)
         keys = self._positioned(keys, req_context, request)
-        state = self.manager.planner.requests.get(request.req_id)
+        state = self.manager.planner.requests.get(request)
         promoted = state.retained.keys() & set(keys) if state is not None else set()
         spec = self.manager.prepare_load(keys, request)
         self._promoted[request.req_id] = promoted

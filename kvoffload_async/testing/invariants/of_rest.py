@@ -57,6 +57,6 @@ def nothing_is_lost(rest: Rest) -> Iterator[str]:
 
 def no_request_waits(rest: Rest) -> Iterator[str]:
     """P10."""
-    for req_id, request in rest.planner.requests.items():
+    for ctx, request in rest.planner.requests.items():
         if request.is_finished:
-            yield f"the tiers were not told that request {req_id!r} has finished"
+            yield f"the tiers were not told that request {ctx.req_id!r} has finished"

@@ -137,6 +137,10 @@ class Space:
         self._admit(news[surplus:])
         return news[:surplus]
 
+    def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return those of these blocks that are known to be there."""
+        return [key for key in keys if key in self._policy]
+
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop blocks whose files are gone."""
         self._policy.discard(keys)

@@ -167,6 +167,12 @@ class SlabTier(AsyncTier):
             if present:
                 store.catalog.used(job.keys)
             return await self._store_absent(store, job, absent)
+        except BaseException:
+            # The job fails as a whole, but what is in the journal is in the store.
+            places = store.catalog.find(missing)
+            stored = [key for key, place in zip(missing, places, strict=True) if place is not None]
+            self._environment().blocks_appeared(stored)
+            raise
         finally:
             for key in missing:
                 del self._writing[key]
@@ -285,9 +291,8 @@ class SlabTier(AsyncTier):
         try:
             await self._stores.move(batch)
         except BaseException:
-            # The job fails as a whole, but what is in the journal is in the store.
             if batch.is_journalled:
-                self._environment().blocks_appeared(self._take_in(store, batch, mine, places))
+                self._take_in(store, batch, mine, places)
             else:
                 store.catalog.release(places)
             raise
@@ -296,15 +301,14 @@ class SlabTier(AsyncTier):
 
     def _take_in(
         self, store: OpenStore, batch: StoreBatch, keys: Sequence[OffloadKey], places: list[Place]
-    ) -> Sequence[OffloadKey]:
-        """Note which blocks of a batch are there now; return them."""
+    ) -> None:
+        """Note which blocks of a batch are there now."""
         bad = batch.failures
         store.catalog.release([places[index] for index in bad])
         if bad:
             good = [index for index in range(len(keys)) if index not in bad]
             keys, places = [keys[i] for i in good], [places[i] for i in good]
         store.catalog.admit(keys, places)
-        return keys
 
     # -- the rest -------------------------------------------------------------------------------
 
