@@ -14,6 +14,7 @@ from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.shares import Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import (
@@ -33,14 +34,16 @@ class PlannerLimits:
     """The planner's bounds.
 
     Attributes:
-        promotion_slots: Primary slots that promotions may occupy until they are loaded.
+        promotion_slots: Primary slots that one tier's promotions may occupy until they are loaded.
         cascade_blocks: Blocks in cascade to one tier; what is over it is dropped and counted.
         deferral_s: Seconds that a request may be deferred in all; then pending means missing.
+        reserved_fraction: Part of the primary that tiers never occupy; see `Shares`.
     """
 
     promotion_slots: int
     cascade_blocks: int
     deferral_s: float
+    reserved_fraction: float = 0.0
 
 
 @dataclass(slots=True)
@@ -70,7 +73,14 @@ class Planner:
         self.sources: list[TierLookup] = list(self.tiers)
         self.limits = limits
         self.counters = PlannerCounters()
-        self.promotions = Promotions(primary, limits.promotion_slots)
+        self.shares = Shares(
+            primary.num_slots,
+            self.tiers,
+            promotion_slots=limits.promotion_slots,
+            cascade_blocks=limits.cascade_blocks,
+            reserved_fraction=limits.reserved_fraction,
+        )
+        self.promotions = Promotions(primary, self.tiers, self.shares)
         self.requests: dict[str, RequestState] = {}
         self.promotions_paused = False
         self._parking: dict[str, RequestState] = {}
@@ -254,8 +264,8 @@ class Planner:
         if result.disowned:
             self.promotions.disown(failed)
         else:
-            self.promotions.land(landed, request)
-            self.promotions.fail(failed)
+            self.promotions.land(index, landed, request)
+            self.promotions.fail(index, failed)
         if request is not None:
             request.failed.update((index, key) for key in failed)
 
@@ -294,7 +304,7 @@ class Planner:
     def _cascade(self, index: int, request: RequestState, keys: Sequence[OffloadKey]) -> None:
         """Pin readable keys and send them to a tier: as long a head of them as it takes now."""
         tier = self.tiers[index]
-        room = max(0, self.limits.cascade_blocks - tier.cascading_blocks)
+        room = self.shares.room_to_store(index)
         taken = keys[:room] if tier.takes_store(self._now_s) else keys[:0]
         tier.counters.dropped_blocks += len(keys) - len(taken)
         if taken:

@@ -77,6 +77,8 @@ class TierState:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
         cascading_blocks: Blocks of stores whose copies may still run.
+        promotion_slots: Slots of promotions, from their reservation until their block is loaded or
+            given up, and no copy runs.
         effects: What waits to be handed over.
     """
 
@@ -111,7 +113,7 @@ class TierState:
         self.medium = medium
         self.locality = locality
         self.backpressure = backpressure
-        self.cascading_blocks = 0
+        self.cascading_blocks = self.promotion_slots = 0
         self.counters = TierCounters()
         self._events = events
         self.effects: list[TierEffect] = []
@@ -238,7 +240,9 @@ class TierState:
         """Detach the planner's disowned jobs whose memory became free since the last call."""
         released = self.jobs.take_released()
         for record in released:
-            if not record.job.is_promotion:
+            if record.job.is_promotion:
+                self.promotion_slots -= len(record.job.keys)
+            else:
                 self.cascading_blocks -= len(record.job.keys)
         return released
 

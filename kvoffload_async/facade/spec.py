@@ -293,6 +293,7 @@ class TieringOffloadingSpec(_Spec):
             primary,
             tiers,
             bridge=self.runtime,
+            reserved_fraction=config.reserved_fraction,
             promotion_fraction=config.promotion_fraction,
             cascade_fraction=config.cascade_fraction,
             deferral_timeout_s=config.deferral_timeout_s,

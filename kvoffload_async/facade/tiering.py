@@ -50,6 +50,7 @@ class TieringOffloadingManager(OffloadingManager):
         secondary_tiers: Sequence[SecondaryTierManager],
         *,
         bridge: Bridge | None = None,
+        reserved_fraction: float = 0.25,
         promotion_fraction: float = 0.5,
         cascade_fraction: float = 0.5,
         deferral_timeout_s: float = 30.0,
@@ -67,8 +68,9 @@ class TieringOffloadingManager(OffloadingManager):
             secondary_tiers: In the order of lookup.
             bridge: The bridge that the tiers share; then this manager hands jobs over once a
                 step. None: each tier hands its own over.
-            promotion_fraction: Share of the primary that promotions may occupy until loaded.
-            cascade_fraction: Share of the primary that may be in cascade to one tier.
+            reserved_fraction: Part of the primary that no tier's transfers occupy; see `Shares`.
+            promotion_fraction: Part of it that one tier's promotions may occupy until loaded.
+            cascade_fraction: Part of it that may be in cascade to one tier.
             deferral_timeout_s: Seconds that a request may be deferred in all.
             breaker: When a failing tier is left alone.
             drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
@@ -101,6 +103,7 @@ class TieringOffloadingManager(OffloadingManager):
                 promotion_slots=max(1, int(slots * promotion_fraction)),
                 cascade_blocks=max(1, int(slots * cascade_fraction)),
                 deferral_s=deferral_timeout_s,
+                reserved_fraction=reserved_fraction,
             ),
         )
         seen: Counter[str] = Counter()

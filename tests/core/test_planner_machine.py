@@ -46,6 +46,7 @@ SETUPS = st.fixed_dictionaries(
         "cap": st.sampled_from([4, 1, 2, 8, 0]),
         "cascade_blocks": st.sampled_from([1_000, 4, 1]),
         "faults": st.sampled_from([1_000, 2, 1]),
+        "reserved": st.sampled_from([0.25, 0.0, 0.5]),
         "accept_prefix": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
     }
@@ -62,7 +63,9 @@ class PlannerMachine(RuleBasedStateMachine):
             setup["num_slots"],
             tiers,
             policy=setup["policy"],
-            limits=PlannerLimits(setup["cap"], setup["cascade_blocks"], DEFERRAL_S),
+            limits=PlannerLimits(
+                setup["cap"], setup["cascade_blocks"], DEFERRAL_S, setup["reserved"]
+            ),
             breaker=BreakerSettings(setup["faults"], retry_after_s=3.0),
             request_level=sorted(setup["request_level"] & set(range(tiers))),
             pressed_tier=1,
@@ -221,7 +224,7 @@ class TestPlanner(PlannerMachine.TestCase):
 def test_completion_order_does_not_change_the_outcome(orders, policy):
     history = History()
     for order in orders:
-        world = World(8, 2, policy=policy)
+        world = World(16, 2, policy=policy)
         for req_id, names in ("r", "abc"), ("s", "bcd"), ("t", "efg"):
             ctx = world.begin(req_id, key_positions={k(n): i for i, n in enumerate(names)})
             world.offer(ctx, names)
