@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload_async.abc.events import JobSettled
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.breaker import Breaker
+from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import FinishRequest
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
@@ -30,7 +30,7 @@ class ForeignTierState(TierState):
         name: str,
         source: TierLookup,
         *,
-        breaker: Breaker | None = None,
+        breaker: BreakerSettings | None = None,
         medium: Medium = Medium.STORAGE,
         locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,

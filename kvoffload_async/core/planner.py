@@ -86,7 +86,7 @@ class Planner:
         self._parking: dict[str, RequestState] = {}
         self._hits_of_step: set[OffloadKey] = set()
         self._next_job_id: JobId = 0
-        self._now_s = 0.0
+        self.begin_step(0.0)
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
@@ -171,6 +171,8 @@ class Planner:
     def begin_step(self, now_s: float) -> None:
         """Note the time of the scheduler's step, at its first call."""
         self._now_s = now_s
+        for tier in self.tiers:
+            tier.begin_step(now_s)
 
     def collect(self) -> None:
         """Take in the results and the releases that the tiers' states have."""
@@ -233,8 +235,7 @@ class Planner:
             request.forget_blocks()
             self._end_if_done(request)
         for tier in self.tiers:
-            if tier.backpressure is not None:
-                tier.backpressure.clear()
+            tier.reset()
         self._hits_of_step.clear()
         self.promotions_paused = True
 

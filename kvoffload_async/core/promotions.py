@@ -54,7 +54,7 @@ class Promotions:
         batch[1].append(key)
         batch[2].append(slot)
         request.unflushed_promotions += 1
-        self._tiers[tier].promotion_slots += 1
+        self._tiers[tier].reserve_slot()
         return True
 
     def flush(self) -> Iterator[tuple[int, RequestState, Sequence[OffloadKey], Sequence[int]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from kvoffload_async.core.breaker import Breaker
+from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import FinishRequest, StartJob
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.ledger import refused
@@ -42,7 +42,7 @@ class ForeignTier:
         state: What the planner drives.
     """
 
-    def __init__(self, manager: SecondaryTierManager, breaker: Breaker) -> None:
+    def __init__(self, manager: SecondaryTierManager, breaker: BreakerSettings) -> None:
         self.state = ForeignTierState(
             manager.tier_type,
             manager,

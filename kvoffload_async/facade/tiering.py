@@ -7,7 +7,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload_async.core.breaker import Breaker, BreakerSettings
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.tier_state import TierState
@@ -96,7 +97,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.planner = Planner(
             primary.core,
             [
-                self._join(index, Breaker(breaker or BreakerSettings()))
+                self._join(index, breaker or BreakerSettings())
                 for index in range(len(self.secondary_tiers))
             ],
             PlannerLimits(
@@ -314,7 +315,7 @@ class TieringOffloadingManager(OffloadingManager):
             foreign.hand_over()
             self.planner.collect_from(index)
 
-    def _join(self, index: int, breaker: Breaker) -> TierState:
+    def _join(self, index: int, breaker: BreakerSettings) -> TierState:
         """Return the state of a tier that the planner is to drive."""
         tier = self.secondary_tiers[index]
         if is_foreign(tier):
@@ -323,6 +324,7 @@ class TieringOffloadingManager(OffloadingManager):
             return foreign.state
         self._sources.append(tier)
         state = tier.tier_state
-        state.breaker, state.backpressure = breaker, tier.backpressure_detector
+        state.health = TierHealth(breaker)
+        state.backpressure = tier.backpressure_detector
         state.medium, state.locality = tier.medium, tier.locality
         return state

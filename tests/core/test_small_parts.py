@@ -6,7 +6,6 @@ from core.terms import k, ks
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import StateError
