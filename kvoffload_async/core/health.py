@@ -53,8 +53,12 @@ class TierHealth:
         event = BreakerEvent.WORKED if result.success else _event_of(result.error)
         breaker.note(event, now_s, begun_s=job.submit_time, error=result.error)
 
-    def fault(self, error: Exception) -> None:
-        """Note that the tier failed, outside of any job, in whatever it was asked."""
+    def lookup_failed(self, error: BaseException) -> None:
+        """Note that the tier could not say what it has."""
+        self.loads.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
+
+    def reports_failed(self, error: BaseException) -> None:
+        """Note that the tier could not say what has become of its jobs, whichever they were."""
         for breaker in (self.loads, self.stores):
             breaker.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
 

@@ -304,9 +304,11 @@ def test_without_a_planner_nobody_heeds_the_breakers():
         tier.handle(ProbeAnswered(probe.generation, frozenset(), DOWN))
 
 
-def test_a_fault_outside_of_any_job_counts_in_both_directions():
+def test_a_fault_outside_of_any_job_counts_where_it_belongs():
     health = TierHealth(ONE_FAULT)
-    health.fault(OSError(5, "io"))
+    health.lookup_failed(OSError(5, "io"))
+    assert (health.loads.state, health.stores.state) == (OPEN, CLOSED)
+    health.reports_failed(OSError(5, "io"))
     assert (health.loads.state, health.stores.state) == (OPEN, OPEN)
 
 
