@@ -10,6 +10,7 @@ from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import FinishRequest, StartJob
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.ledger import JobState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.facade.guard import GUARDED, TierGuard, wrong
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -40,6 +41,13 @@ def is_foreign(manager: SecondaryTierManager) -> bool:
     )
 
 
+def share_health(state: TierState, manager: SecondaryTierManager) -> None:
+    """Have the probes of a manager's own state count where the planner looks."""
+    own = getattr(manager, "tier_state", None)
+    if isinstance(own, TierState):
+        own.health = state.health
+
+
 class ForeignTier:
     """Carries effects to such a manager, and its results back; no error of its escapes.
 
@@ -63,6 +71,7 @@ class ForeignTier:
         )
         self.guard = TierGuard(manager, self.state, clock)
         self._manager = manager
+        share_health(self.state, manager)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the manager says."""

@@ -15,6 +15,7 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.reopening import create_tier
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -277,9 +278,7 @@ class TieringOffloadingSpec(_Spec):
         try:
             for tier_config in self._tier_configs():
                 tiers.append(  # noqa: PERF401 - each is closed again if a later one fails
-                    SecondaryTierFactory.create_secondary_tier(
-                        tier_config, primary.get_primary_kv_view(), self
-                    )
+                    create_tier(tier_config, primary.get_primary_kv_view(), self)
                 )
         except BaseException:
             for tier in reversed(tiers):

@@ -18,6 +18,7 @@ from kvoffload_async.facade.foreign import ForeignTier, is_foreign
 from kvoffload_async.facade.guard import TierGuard
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.types import (
@@ -326,6 +327,8 @@ class TieringOffloadingManager(OffloadingManager):
             foreign = self._foreign[index] = ForeignTier(tier, breaker, self._clock)
             self._sources.append(foreign)
             self._guards.append(foreign.guard)
+            if isinstance(tier, ReopeningTierManager):
+                tier.attach(foreign.state)
             return foreign.state
         self._sources.append(tier)
         state = tier.tier_state
