@@ -17,6 +17,7 @@ from kvoffload_async.errors import TierTimeoutError, TierUnavailableError
 from kvoffload_async.facade.foreign import share_health
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -54,7 +55,10 @@ def create_tier(
         if tier_config.get("required", True):
             raise
         longest_s = tier_config.get("reopen_pause_s", _LONGEST_PAUSE_S)
-        return ReopeningTierManager(tier_config["type"], create, error, longest_s)
+        name = tier_config["type"]
+        bridge: Bridge | None = getattr(offloading_spec, "runtime", None)
+        hangs = partial(bridge.opening_hangs, name) if bridge is not None else bool
+        return ReopeningTierManager(name, create, error, longest_s, hangs)
 
 
 def pauses_s(longest_s: float) -> Iterator[float]:
@@ -79,6 +83,7 @@ class ReopeningTierManager(SecondaryTierManager):
         create: Callable[[], SecondaryTierManager],
         error: Exception,
         longest_pause_s: float,
+        hangs: Callable[[], bool] = bool,
     ) -> None:
         """Begin to try.
 
@@ -87,6 +92,7 @@ class ReopeningTierManager(SecondaryTierManager):
             create: Creates and opens the tier; waits for that, on the thread.
             error: Why it could not be opened so far.
             longest_pause_s: Bound on the pauses between two tries, which double from a second on.
+            hangs: Tells whether a thread of the last try still hangs: then none is begun.
         """
         # Not the base's constructor, which opens a tier.
         self.tier_type = tier_type
@@ -97,6 +103,7 @@ class ReopeningTierManager(SecondaryTierManager):
         self._name: str | None = tier_type
         self._create = create
         self._longest_pause_s = longest_pause_s
+        self._hangs = hangs
         self._state: TierState | None = None
         self._live: dict[str, ReqContext] = {}
         self._opened: deque[SecondaryTierManager] = deque()
@@ -229,6 +236,8 @@ class ReopeningTierManager(SecondaryTierManager):
         for pause_s in pauses_s(self._longest_pause_s):
             if self._stop.wait(pause_s):
                 return
+            if self._hangs():
+                continue
             try:
                 tier = self._create()
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is tried again

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
@@ -217,6 +217,7 @@ class TieringOffloadingSpec(_Spec):
         super().__init__(config)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
+        self._is_shut_down = False
         self._manager: TieringOffloadingManager | None = None
 
     def __enter__(self) -> Self:
@@ -232,9 +233,15 @@ class TieringOffloadingSpec(_Spec):
 
     @property
     def runtime(self) -> Bridge:
-        """Where this spec's tiers run; its threads start with the first use."""
+        """Where this spec's tiers run; its threads start with the first use.
+
+        Raises:
+            ClosedError: The spec was shut down: a tier that is still being opened comes too late.
+        """
         if self._runtime is not None:
             return self._runtime
+        if self._is_shut_down:
+            raise ClosedError("the spec was shut down")
         if self._host is None:
             self._host = RuntimeHost()
         return self._host.bridge
@@ -259,6 +266,7 @@ class TieringOffloadingSpec(_Spec):
             OffloadError: A tier failed to close; everything else is closed all the same.
         """
         timeout_s = self.config.shutdown_timeout_s if timeout is None else timeout
+        self._is_shut_down = True
         try:
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)

@@ -88,7 +88,8 @@ class TierLink:
         try:
             self._bridge.runner.run(self.actor.open(), timeout_s)
         except BaseException:
-            self._pool.close(_STOP_THREADS_S)
+            if self._pool.close(_STOP_THREADS_S):
+                self._bridge.hung_openings[self.state.name] = self._pool
             raise
         self._bridge.links.append(self)
 
@@ -147,6 +148,13 @@ class Bridge:
         self.create_pool = create_pool
         self.links: list[TierLink] = []
         self.wake_ups = 0
+        self.hung_openings: dict[str, PoolRunner] = {}
+        """Tier -> the pool of its last opening that failed with a thread in a call."""
+
+    def opening_hangs(self, tier: str) -> bool:
+        """Tell whether a thread still hangs from when a tier could not be opened. Thread: any."""
+        pool = self.hung_openings.get(tier)
+        return pool is not None and pool.close(0.0) > 0
 
     def flush(self) -> None:
         """Hand over what the tiers are to do: one wake-up of the loop, or none. Never waits.

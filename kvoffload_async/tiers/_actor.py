@@ -160,6 +160,8 @@ class TierActor:
         self._loop = asyncio.get_running_loop()
         try:
             await contained(self._tier.open, self._env)
+        except GeneratorExit:  # the loop has ended meanwhile: nothing can be awaited on it
+            raise
         except BaseException:
             await self._close_tier(_FAILED_OPEN_CLOSE_S)
             raise
