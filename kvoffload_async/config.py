@@ -103,6 +103,13 @@ def parse_fraction(value: object, key: str) -> float:
     return float(value)
 
 
+def parse_part(value: object, key: str) -> float:
+    """Return a number of at least 0 and below 1; raises ConfigError."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        _reject(key, value, "a number of at least 0 and below 1")
+    return float(value)
+
+
 def parse_bool(value: object, key: str) -> bool:
     """Return a truth value; raises ConfigError."""
     if not isinstance(value, bool):
@@ -159,8 +166,12 @@ class OffloadConfig:
         max_tracker_size: Keys whose offers are remembered.
         accept_prefix: Store the longest head of a batch that fits, instead of all or nothing.
         enable_kv_cache_events: Record events for `take_events`.
-        promotion_fraction: Share of the primary that promotions may occupy until loaded.
-        cascade_fraction: Share of the primary that may be in cascade to one tier at once.
+        reserved_fraction: Part of the primary that no tier's transfers occupy. The rest is divided
+            equally among the tiers; of its share a tier keeps the same part for each direction.
+        promotion_fraction: Part of the primary that one tier's promotions may occupy until loaded,
+            as far as its share reaches.
+        cascade_fraction: Part of the primary that may be in cascade to one tier at once, as far
+            as its share reaches.
         deferral_timeout_s: Seconds that a request may be deferred in all.
         breaker_fault_threshold: Faults in a row after which a tier is left alone.
         breaker_retry_s: Seconds until a tier that was left alone is tried again.
@@ -183,6 +194,7 @@ class OffloadConfig:
     max_tracker_size: int = _option(at_least(1), 64_000)
     accept_prefix: bool = _option(parse_bool, default=False)
     enable_kv_cache_events: bool = _option(parse_bool, default=False)
+    reserved_fraction: float = _option(parse_part, 0.25)
     promotion_fraction: float = _option(parse_fraction, 0.5)
     cascade_fraction: float = _option(parse_fraction, 0.5)
     deferral_timeout_s: float = _option(parse_seconds, 30.0)

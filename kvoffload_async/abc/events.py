@@ -44,6 +44,8 @@ class ProbeAnswered:
 
     generation: int
     present: frozenset[OffloadKey]
+    error: TierError | None = field(default=None, compare=False)
+    """Why the tier did not answer; then nothing is in `present`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,9 +157,11 @@ class RunningTransfers:
         error = None if task.cancelled() else task.exception()
         if running not in self._running:  # abandoned
             return
-        if task.cancelled():
-            self._follow(running)
+        if task.cancelled() and task.cancelling():
+            self._follow(running)  # somebody has cancelled the task, and not the copy
             return
+        if task.cancelled():  # followed again, it would only say so again
+            error = TransportError("the transport has cancelled the copy by itself")
         outcome = task.result() if error is None else TransferOutcome(0, error=_as_error(error))
         del self._running[running]
         try:

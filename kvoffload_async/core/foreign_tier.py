@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload_async.abc.events import JobSettled
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.breaker import Breaker
+from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import FinishRequest
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
@@ -30,7 +30,7 @@ class ForeignTierState(TierState):
         name: str,
         source: TierLookup,
         *,
-        breaker: Breaker | None = None,
+        breaker: BreakerSettings | None = None,
         medium: Medium = Medium.STORAGE,
         locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,
@@ -47,6 +47,7 @@ class ForeignTierState(TierState):
             backpressure=backpressure,
         )
         self._source = source
+        self._given_up: set[JobId] = set()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the tier says."""
@@ -56,12 +57,20 @@ class ForeignTierState(TierState):
         """Tell the tier, behind the jobs of the request."""
         self.effects.append(FinishRequest(ctx))
 
+    def abandon_rest(self) -> list[JobId]:
+        """Fail everything that has no result yet; a late one says that the copy has ended."""
+        self._given_up.update(self.jobs.ids_in(JobState.FLYING))
+        return super().abandon_rest()
+
     def answer(self, result: JobResult) -> None:
         """Take in a result that the tier has given.
 
         Raises:
             StateError: The job is not this tier's, or has a result.
         """
+        if result.job_id in self._given_up and not result.disowned:
+            self.release(result.job_id)
+            return
         if self.jobs.state_of(result.job_id) is not JobState.FLYING:
             raise StateError(
                 f"tier {self.name!r} reported job {result.job_id}, which is not its job"
@@ -79,4 +88,5 @@ class ForeignTierState(TierState):
         """
         if self.jobs.state_of(job_id) is not JobState.DISOWNED:
             raise StateError(f"tier {self.name!r} released job {job_id}, which is not its job")
+        self._given_up.discard(job_id)
         self.jobs.handle(JobSettled(job_id))

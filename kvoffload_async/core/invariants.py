@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """Something that always holds of a subject.
 
     Attributes:
-        name: P1 to P20.
+        name: P1 to P21.
         statement: What always holds.
         violations: Returns what does not, in words.
     """
@@ -82,29 +82,41 @@ def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
     yield from _pins(planner, {key: max(refs, 0) for key, (_, refs) in blocks.items()})
     yield from _writes(planner, {key for key, (_, refs) in blocks.items() if refs < 0})
     yield from _slots_of_jobs(planner, {key: slot for key, (slot, _) in blocks.items()})
-    for tier in planner.tiers:
-        late = (record.job for record in tier.jobs.disowned())
-        jobs = chain(tier.jobs.unreported(), late)
-        cascading = sum(len(job.keys) for job in jobs if not job.is_promotion)
-        if tier.cascading_blocks != cascading:
-            yield f"tier {tier.name!r} counts {tier.cascading_blocks} blocks, not {cascading}"
 
 
 def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     """P7."""
-    under_way = Counter(_promoted_keys(planner))
-    for key, count in under_way.items():
+    for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
             yield f"block {key.hex()} has {count} promotions under way"
-    outstanding = under_way.total() + sum(len(r.retained) for r in planner.requests.values())
-    counted = planner.promotions.outstanding_slots
-    if counted != outstanding:
-        yield f"{counted} promotion slots are counted, {outstanding} are outstanding"
-    if counted > planner.limits.promotion_slots:
-        yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
+    cap = planner.limits.promotion_slots
+    for tier in planner.tiers:
+        if tier.promotion_slots > cap:
+            yield f"{tier.promotion_slots} promotion slots of {tier.name!r} exceed the cap of {cap}"
     for ctx, request in planner.requests.items():
         if request.is_finished and request.retained:
             yield f"blocks are kept for request {ctx.req_id!r}, which has finished"
+
+
+def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
+    """P21."""
+    shares = planner.shares
+    promised = Counter(tier for tier, _, _ in planner.promotions.unflushed())
+    for request in planner.requests.values():
+        promised.update(request.retained.values())
+    for index, tier in enumerate(planner.tiers):
+        loads, stores = promised[index], 0
+        for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.disowned())):
+            loads += len(job.keys) if job.is_promotion else 0
+            stores += 0 if job.is_promotion else len(job.keys)
+        counted = (tier.promotion_slots, tier.cascading_blocks)
+        if counted != (loads, stores):
+            yield f"tier {tier.name!r} counts {counted} slots, but occupies {(loads, stores)}"
+        bounds = (shares.promotions, shares.cascades)
+        if loads + stores > shares.each or loads > bounds[0] or stores > bounds[1]:
+            yield f"tier {tier.name!r} occupies {counted} slots of {bounds}, {shares.each} in all"
+    if shares.occupied > shares.total:
+        yield f"the tiers occupy {shares.occupied} slots of {shares.total}"
 
 
 def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
@@ -181,7 +193,7 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
         for job in chain(_readers(planner), _writers(planner))
         for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True)
     ]
-    named += [("a reservation", key, slot) for key, slot in planner.promotions.unflushed()]
+    named += [("a reservation", key, slot) for _, key, slot in planner.promotions.unflushed()]
     for who, key, slot in named:
         if slots.get(key) != slot:
             yield f"{who} names slot {slot}, but block {key.hex()} is in {slots.get(key)}"
@@ -199,7 +211,7 @@ def _writers(planner: Planner) -> Iterator[JobMetadata]:
 
 def _promoted_keys(planner: Planner) -> Iterator[OffloadKey]:
     yield from chain.from_iterable(job.keys for job in _writers(planner))
-    yield from (key for key, _ in planner.promotions.unflushed())
+    yield from (key for _, key, _ in planner.promotions.unflushed())
 
 
 STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
@@ -214,7 +226,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P7",
-        "at most one promotion a key is under way, and no more slots than the cap",
+        "at most one promotion a key is under way, and no more slots of a tier than the cap",
         promotions_are_single_and_capped,
     ),
     Invariant(
@@ -231,6 +243,11 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "P16",
         "work is pending if and only if a job has no result or a key is parked",
         pending_work_is_known,
+    ),
+    Invariant(
+        "P21",
+        "each tier occupies what it counts and no more than its share, and the reserve is kept",
+        shares_are_true_and_kept,
     ),
 )
 

@@ -14,6 +14,7 @@ from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.shares import Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import (
@@ -33,14 +34,16 @@ class PlannerLimits:
     """The planner's bounds.
 
     Attributes:
-        promotion_slots: Primary slots that promotions may occupy until they are loaded.
+        promotion_slots: Primary slots that one tier's promotions may occupy until they are loaded.
         cascade_blocks: Blocks in cascade to one tier; what is over it is dropped and counted.
         deferral_s: Seconds that a request may be deferred in all; then pending means missing.
+        reserved_fraction: Part of the primary that tiers never occupy; see `Shares`.
     """
 
     promotion_slots: int
     cascade_blocks: int
     deferral_s: float
+    reserved_fraction: float = 0.0
 
 
 @dataclass(slots=True)
@@ -70,13 +73,20 @@ class Planner:
         self.sources: list[TierLookup] = list(self.tiers)
         self.limits = limits
         self.counters = PlannerCounters()
-        self.promotions = Promotions(primary, limits.promotion_slots)
+        self.shares = Shares(
+            primary.num_slots,
+            self.tiers,
+            promotion_slots=limits.promotion_slots,
+            cascade_blocks=limits.cascade_blocks,
+            reserved_fraction=limits.reserved_fraction,
+        )
+        self.promotions = Promotions(primary, self.tiers, self.shares)
         self.requests: dict[ReqContext, RequestState] = {}
         self.promotions_paused = False
         self._parking: dict[ReqContext, RequestState] = {}
         self._hits_of_step: set[OffloadKey] = set()
         self._next_job_id: JobId = 0
-        self._now_s = 0.0
+        self.begin_step(0.0)
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
@@ -170,6 +180,8 @@ class Planner:
     def begin_step(self, now_s: float) -> None:
         """Note the time of the scheduler's step, at its first call."""
         self._now_s = now_s
+        for tier in self.tiers:
+            tier.begin_step(now_s)
 
     def collect(self) -> None:
         """Take in the results and the releases that the tiers' states have."""
@@ -233,8 +245,7 @@ class Planner:
             request.forget_blocks()
             self._end_if_done(request)
         for tier in self.tiers:
-            if tier.backpressure is not None:
-                tier.backpressure.clear()
+            tier.reset()
         self._hits_of_step.clear()
         self.promotions_paused = True
 
@@ -262,8 +273,8 @@ class Planner:
         if result.disowned:
             self.promotions.disown(failed)
         else:
-            self.promotions.land(landed, request)
-            self.promotions.fail(failed)
+            self.promotions.land(index, landed, request)
+            self.promotions.fail(index, failed)
         if request is not None:
             request.failed.update((index, key) for key in failed)
 
@@ -302,7 +313,7 @@ class Planner:
     def _cascade(self, index: int, request: RequestState, keys: Sequence[OffloadKey]) -> None:
         """Pin readable keys and send them to a tier: as long a head of them as it takes now."""
         tier = self.tiers[index]
-        room = max(0, self.limits.cascade_blocks - tier.cascading_blocks)
+        room = self.shares.room_to_store(index)
         taken = keys[:room] if tier.takes_store(self._now_s) else keys[:0]
         tier.counters.dropped_blocks += len(keys) - len(taken)
         if taken:

@@ -3,47 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import repeat
 
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.shares import Shares
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.types import OffloadKey, ReqContext
 
 _Batch = tuple[RequestState, list[OffloadKey], list[int]]
 
 
 class Promotions:
-    """Reserves primary slots for blocks that come back, up to a cap.
+    """Reserves primary slots for blocks that come back, up to each tier's share.
 
-    A reservation counts against the cap until its block has been loaded, or its request has
-    ended: waiting requests can neither fill the primary nor evict what each other waits for.
+    A reservation counts against its tier's share until its block has been loaded, or its request
+    has ended: waiting requests can neither fill the primary nor evict what each other waits for.
+    One that was given up while its copy runs counts until the copy has ended.
 
     Thread: owner.
     """
 
-    def __init__(self, primary: Primary, cap_slots: int) -> None:
+    def __init__(self, primary: Primary, tiers: Sequence[TierState], shares: Shares) -> None:
         self._primary = primary
-        self._cap_slots = cap_slots
-        self._in_flight = 0
-        self._retained = 0
-        self._batches: dict[
-            tuple[int, ReqContext], tuple[RequestState, list[OffloadKey], list[int]]
-        ] = {}
+        self._tiers = tiers
+        self._shares = shares
+        self._batches: dict[tuple[int, ReqContext], _Batch] = {}
 
     @property
     def outstanding_slots(self) -> int:
-        """Slots that count against the cap."""
-        return self._in_flight + self._retained
+        """Slots that count against the tiers' shares."""
+        return sum(tier.promotion_slots for tier in self._tiers)
 
-    def unflushed(self) -> Iterator[tuple[OffloadKey, int]]:
-        """Iterate over (key, slot) of this step's reservations. For invariants and inspection."""
-        for _, keys, slots in self._batches.values():
-            yield from zip(keys, slots, strict=True)
+    def unflushed(self) -> Iterator[tuple[int, OffloadKey, int]]:
+        """Iterate over (tier, key, slot) of this step's reservations.
+
+        For invariants and inspection.
+        """
+        for (tier, _), (_, keys, slots) in self._batches.items():
+            yield from zip(repeat(tier), keys, slots)
 
     def reserve(
         self, tier: int, request: RequestState, key: OffloadKey, protected: Collection[OffloadKey]
     ) -> bool:
         """Reserve a slot for an absent key and queue it; False if there is no room for it."""
-        if self.outstanding_slots >= self._cap_slots:
+        if not self._shares.room_to_load(tier):
             return False
         slot = self._primary.reserve(key, protected)
         if slot is None:
@@ -52,7 +56,7 @@ class Promotions:
         batch[1].append(key)
         batch[2].append(slot)
         request.unflushed_promotions += 1
-        self._in_flight += 1
+        self._tiers[tier].reserve_slot()
         return True
 
     def flush(self) -> Iterator[tuple[int, RequestState, Sequence[OffloadKey], Sequence[int]]]:
@@ -62,34 +66,38 @@ class Promotions:
             request.unflushed_promotions -= len(keys)
             yield tier, request, keys, slots
 
-    def land(self, keys: Sequence[OffloadKey], request: RequestState | None) -> None:
+    def land(self, tier: int, keys: Sequence[OffloadKey], request: RequestState | None) -> None:
         """Make promoted blocks readable, and keep them for the request if it still waits."""
-        self._in_flight -= len(keys)
         self._primary.complete_write(keys, success=True)
         if request is None or request.is_finished:
+            self._tiers[tier].promotion_slots -= len(keys)
             return
         self._primary.pin(keys)
-        request.retained.update(dict.fromkeys(keys))
-        self._retained += len(keys)
+        request.retained.update(dict.fromkeys(keys, tier))
 
-    def fail(self, keys: Sequence[OffloadKey]) -> None:
+    def fail(self, tier: int, keys: Sequence[OffloadKey]) -> None:
         """Free the slots of blocks that did not come; the keys become absent."""
-        self._in_flight -= len(keys)
+        self._tiers[tier].promotion_slots -= len(keys)
         self._primary.complete_write(keys, success=False)
 
     def disown(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Give up blocks whose copy still runs; return their slots, which stay held."""
-        self._in_flight -= len(keys)
+        """Give up blocks whose copy still runs; return their slots, which stay held, and count."""
         return self._primary.disown_write(keys)
 
     def release(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
         """Stop keeping landed blocks for the request."""
-        unpinned = [key for key in keys if request.retained.pop(key, self) is None]
-        self._retained -= len(unpinned)
+        unpinned = []
+        for key in keys:
+            tier = request.retained.pop(key, None)
+            if tier is not None:
+                self._tiers[tier].promotion_slots -= 1
+                unpinned.append(key)
         self._primary.unpin(unpinned)
 
     def reset(self) -> None:
-        """Forget everything; the primary is about to be emptied."""
+        """Forget all but what copies still occupy; the primary is about to be emptied."""
         for _ in self.flush():
             pass  # flushing detaches the batches; the jobs are never made
-        self._in_flight = self._retained = 0
+        for tier in self._tiers:
+            late = (record.job for record in tier.jobs.disowned())
+            tier.promotion_slots = sum(len(job.keys) for job in late if job.is_promotion)

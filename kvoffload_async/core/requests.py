@@ -36,8 +36,8 @@ class RequestState:
         """Slots reserved in this step whose job is not submitted yet."""
         self.parked: dict[OffloadKey, None] = {}
         """Keys to cascade to the request-level tiers once another request has written them."""
-        self.retained: dict[OffloadKey, None] = {}
-        """Promoted blocks that landed and wait, pinned, to be loaded."""
+        self.retained: dict[OffloadKey, int] = {}
+        """Promoted blocks that landed and wait, pinned, to be loaded; from which tier."""
         self.failed: set[tuple[int, OffloadKey]] = set()
         """Promotions that failed: not tried again for this request."""
         self._deferred_s = 0.0

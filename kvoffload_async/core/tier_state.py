@@ -1,4 +1,4 @@
-"""One tier on the owner's side: its jobs, its index, its breaker, its counters, its effects."""
+"""One tier on the owner's side: its jobs, its index, its breakers, its counters, its effects."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kvoffload_async.abc.events import (
     TierEvent,
 )
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings
+from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.index import KeyIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
 from kvoffload_async.errors import (
@@ -26,7 +27,6 @@ from kvoffload_async.errors import (
     CorruptBlockError,
     StateError,
     TierClosedError,
-    TierFullError,
 )
 from kvoffload_async.types import (
     JobId,
@@ -41,7 +41,6 @@ from kvoffload_async.types import (
 )
 
 _GONE = (BlockMissingError, CorruptBlockError)
-_FAULT_OF_ONE_BLOCK = (BlockMissingError, CorruptBlockError, TierFullError)
 
 
 class TierLookup(Protocol):
@@ -72,7 +71,7 @@ class TierState:
 
     Effects pile up until `take_effects`, which also launches the jobs among them: until then a
     job is certainly untouched by the tier. What happened in the tier comes in through `handle`.
-    Breaker, back-pressure and counters are the planner's: a manager alone does without them.
+    Breakers, back-pressure and counters are the planner's: a manager alone does without them.
 
     Thread: owner.
 
@@ -80,8 +79,12 @@ class TierState:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
         cascading_blocks: Blocks of stores whose copies may still run.
+        promotion_slots: Slots of promotions, from their reservation until their block is loaded or
+            given up, and no copy runs.
         effects: What waits to be handed over.
         event_log: What `take_events` tells, and what of it was dropped.
+        health: When the planner leaves a failing tier alone.
+        is_available: Whether the tier is open; it may not be yet, or not any more.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class TierState:
         slot_bytes: int,
         events: EventLog,
         *,
-        breaker: Breaker | None = None,
+        breaker: BreakerSettings | None = None,
         medium: Medium = Medium.STORAGE,
         locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,
@@ -103,7 +106,7 @@ class TierState:
             index: What is known of the tier's contents; owned by this object from now on.
             slot_bytes: Bytes a row.
             events: Where changes of the tier's contents are announced.
-            breaker: When the planner leaves a failing tier alone.
+            breaker: When the planner leaves a failing tier alone, in each direction.
             medium: Where the tier's blocks lie.
             locality: How far away that is.
             backpressure: Spares the tier some cascades when it is slow.
@@ -111,14 +114,15 @@ class TierState:
         self.name = name
         self.index = index
         self.jobs = Ledger(slot_bytes)
-        self.breaker = breaker or Breaker(BreakerSettings())
+        self.health = TierHealth(breaker or BreakerSettings())
         self.medium = medium
         self.locality = locality
         self.backpressure = backpressure
-        self.cascading_blocks = 0
+        self.cascading_blocks = self.promotion_slots = 0
         self.counters = TierCounters()
         self.event_log = events
         self.effects: list[TierEffect] = []
+        self.is_available = True
         self._closed = False
 
     # -- questions ------------------------------------------------------------------------------
@@ -129,13 +133,15 @@ class TierState:
 
     def may_load(self, ctx: ReqContext, now_s: float) -> bool:
         """Tell whether a request may be promoted from here now."""
-        return self.breaker.permits(now_s) and any(
-            matcher.matches(self.medium, self.locality) for matcher in ctx.load_tier_filter
+        return (
+            self.is_available
+            and self.health.loads.permits(now_s)
+            and any(matcher.matches(self.medium, self.locality) for matcher in ctx.load_tier_filter)
         )
 
     def takes_store(self, now_s: float) -> bool:
         """Tell whether one more cascade may be submitted now."""
-        if not self.breaker.permits(now_s):
+        if not self.is_available or not self.health.stores.permits(now_s):
             return False
         return self.backpressure is None or not self.backpressure.drops_store(now_s)
 
@@ -150,6 +156,23 @@ class TierState:
             or self.jobs.has_ended
             or (self.index.is_waiting and not self._closed)
         )
+
+    # -- what the planner tells -----------------------------------------------------------------
+
+    def begin_step(self, now_s: float) -> None:
+        """Note the time; from the first call on the breakers are heeded for probes too."""
+        self.health.now_s = now_s
+
+    def reserve_slot(self) -> None:
+        """Count a slot that was reserved for a promotion."""
+        self.promotion_slots += 1
+        self.health.promotion_reserved()
+
+    def reset(self) -> None:
+        """Forget what a reset of the primary has made void."""
+        self.health.reset()
+        if self.backpressure is not None:
+            self.backpressure.clear()
 
     # -- what the owner wants -------------------------------------------------------------------
 
@@ -177,8 +200,8 @@ class TierState:
 
     def take_on(self, job: JobMetadata) -> None:
         """Accept a job of the planner's; it counts, and so does what `take_ended` says of it."""
-        self.breaker.note(BreakerEvent.TRIED, job.submit_time)
         if not job.is_promotion:
+            self.health.store_submitted(job)
             self.cascading_blocks += len(job.keys)
         self.submit(job)
 
@@ -192,12 +215,13 @@ class TierState:
         self.index.forget_request(ctx)
 
     def end_step(self) -> None:
-        """Queue the probe for what was asked in this step."""
-        if self._closed:
+        """Queue the probe for what was asked in this step, unless the tier is left alone."""
+        if self._closed or not self.health.permits_probe():
             return
         probe: StartProbe | None = self.index.next_probe()
         if probe is not None:
             self.effects.append(probe)
+            self.health.probe_started(probe.generation)
 
     def take_effects(self) -> list[TierEffect]:
         """Detach the effects; the jobs among them now belong to the tier until they settle."""
@@ -224,6 +248,7 @@ class TierState:
                     self.index.vanished(job.keys, surely=False)
             case ProbeAnswered():
                 self.index.answered(event.generation, event.present)
+                self.health.probe_ended(event)
             case BlocksAppeared():
                 self.index.appeared(event.keys)
                 self.event_log.add(event.keys, removed=False)
@@ -244,7 +269,9 @@ class TierState:
         """Detach the planner's disowned jobs whose memory became free since the last call."""
         released = self.jobs.take_released()
         for record in released:
-            if not record.job.is_promotion:
+            if record.job.is_promotion:
+                self.promotion_slots -= len(record.job.keys)
+            else:
                 self.cascading_blocks -= len(record.job.keys)
         return released
 
@@ -257,6 +284,7 @@ class TierState:
     def close(self) -> None:
         """Stop the intake; jobs that were not handed over fail now, the others go on."""
         self._closed = True
+        self.is_available = False
         self.effects.clear()
         self._abandon(JobState.QUEUED)
 
@@ -302,8 +330,7 @@ class TierState:
             )
 
     def _count(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
-        worked = result.success or isinstance(result.error, _FAULT_OF_ONE_BLOCK)
-        self.breaker.note(BreakerEvent.WORKED if worked else BreakerEvent.FAULTED, now_s)
+        self.health.job_ended(job, result, now_s)
         self.counters.failed_jobs += not result.success
         self.counters.failed_loads += job.is_promotion and not result.success
         num_bytes = result.transfer_bytes or 0

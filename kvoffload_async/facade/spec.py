@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.reopening import create_tier
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -216,6 +217,7 @@ class TieringOffloadingSpec(_Spec):
         super().__init__(config)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
+        self._is_shut_down = False
         self._manager: TieringOffloadingManager | None = None
 
     def __enter__(self) -> Self:
@@ -231,9 +233,15 @@ class TieringOffloadingSpec(_Spec):
 
     @property
     def runtime(self) -> Bridge:
-        """Where this spec's tiers run; its threads start with the first use."""
+        """Where this spec's tiers run; its threads start with the first use.
+
+        Raises:
+            ClosedError: The spec was shut down: a tier that is still being opened comes too late.
+        """
         if self._runtime is not None:
             return self._runtime
+        if self._is_shut_down:
+            raise ClosedError("the spec was shut down")
         if self._host is None:
             self._host = RuntimeHost()
         return self._host.bridge
@@ -258,6 +266,7 @@ class TieringOffloadingSpec(_Spec):
             OffloadError: A tier failed to close; everything else is closed all the same.
         """
         timeout_s = self.config.shutdown_timeout_s if timeout is None else timeout
+        self._is_shut_down = True
         try:
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)
@@ -277,9 +286,7 @@ class TieringOffloadingSpec(_Spec):
         try:
             for tier_config in self._tier_configs():
                 tiers.append(  # noqa: PERF401 - each is closed again if a later one fails
-                    SecondaryTierFactory.create_secondary_tier(
-                        tier_config, primary.get_primary_kv_view(), self
-                    )
+                    create_tier(tier_config, primary.get_primary_kv_view(), self)
                 )
         except BaseException:
             for tier in reversed(tiers):
@@ -293,6 +300,7 @@ class TieringOffloadingSpec(_Spec):
             primary,
             tiers,
             bridge=self.runtime,
+            reserved_fraction=config.reserved_fraction,
             promotion_fraction=config.promotion_fraction,
             cascade_fraction=config.cascade_fraction,
             deferral_timeout_s=config.deferral_timeout_s,

@@ -10,7 +10,14 @@ from typing import Any
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier
-from kvoffload_async.config import OffloadConfig, nearest, reject_unknown
+from kvoffload_async.config import (
+    OffloadConfig,
+    Parser,
+    nearest,
+    parse_bool,
+    parse_seconds,
+    reject_unknown,
+)
 from kvoffload_async.core.backpressure import (
     LOCAL_BACKPRESSURE,
     Backpressure,
@@ -33,6 +40,7 @@ class SecondaryTierFactory:
 
     * `type`: the registered name, or with `module_path` the class's name in that module;
     * `module_path`: the module of an out-of-tree tier;
+    * `required` (true) and `reopen_pause_s`: see `facade.reopening`;
     * `backpressure_cls` (`"ema"`) and `backpressure` (its settings): see `Backpressure`;
     * everything else goes to the constructor.
     """
@@ -152,11 +160,18 @@ class SecondaryTierFactory:
             loaded = cls.get_tier_class(tier_type)
         else:
             loaded = cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
+        for key, parse in _OF_THE_ENGINE.items():
+            if key in config:
+                parse(config.pop(key), key)
         _move_backpressure(config)
         accepted = accepted_options(loaded) | accepted_options(SecondaryTierManager)
         for name in config:
             if name not in accepted:
-                names = sorted(accepted - _HIDDEN | {"backpressure_cls", "backpressure"})
+                names = sorted(
+                    accepted - _HIDDEN
+                    | _OF_THE_ENGINE.keys()
+                    | {"backpressure_cls", "backpressure"}
+                )
                 raise UnknownOptionError(
                     f"secondary tier {tier_type!r}: unknown key {name!r}{nearest(name, names)}; "
                     f"allowed: {', '.join(names)}"
@@ -185,6 +200,8 @@ SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.slab", "SlabT
 
 _GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})
 _HIDDEN = frozenset({"backpressure_detector", "ops"})
+_OF_THE_ENGINE: Mapping[str, Parser] = {"required": parse_bool, "reopen_pause_s": parse_seconds}
+"""Keys of a tier that say what is done with it, and never reach it."""
 _RENAMED = {"fs_python": "fs"}
 
 

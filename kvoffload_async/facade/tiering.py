@@ -7,14 +7,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload_async.core.breaker import Breaker, BreakerSettings
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
+from kvoffload_async.facade.breaker_log import BreakerLog
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
+from kvoffload_async.facade.guard import TierGuard
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.types import (
@@ -50,6 +54,7 @@ class TieringOffloadingManager(OffloadingManager):
         secondary_tiers: Sequence[SecondaryTierManager],
         *,
         bridge: Bridge | None = None,
+        reserved_fraction: float = 0.25,
         promotion_fraction: float = 0.5,
         cascade_fraction: float = 0.5,
         deferral_timeout_s: float = 30.0,
@@ -67,8 +72,9 @@ class TieringOffloadingManager(OffloadingManager):
             secondary_tiers: In the order of lookup.
             bridge: The bridge that the tiers share; then this manager hands jobs over once a
                 step. None: each tier hands its own over.
-            promotion_fraction: Share of the primary that promotions may occupy until loaded.
-            cascade_fraction: Share of the primary that may be in cascade to one tier.
+            reserved_fraction: Part of the primary that no tier's transfers occupy; see `Shares`.
+            promotion_fraction: Part of it that one tier's promotions may occupy until loaded.
+            cascade_fraction: Part of it that may be in cascade to one tier.
             deferral_timeout_s: Seconds that a request may be deferred in all.
             breaker: When a failing tier is left alone.
             drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
@@ -91,18 +97,21 @@ class TieringOffloadingManager(OffloadingManager):
         slots = primary.core.num_slots
         self._sources: list[SecondaryTierManager | ForeignTier] = []
         self._foreign: dict[int, ForeignTier] = {}
+        self._guards: list[TierGuard] = []
         self.planner = Planner(
             primary.core,
             [
-                self._join(index, Breaker(breaker or BreakerSettings()))
+                self._join(index, breaker or BreakerSettings())
                 for index in range(len(self.secondary_tiers))
             ],
             PlannerLimits(
                 promotion_slots=max(1, int(slots * promotion_fraction)),
                 cascade_blocks=max(1, int(slots * cascade_fraction)),
                 deferral_s=deferral_timeout_s,
+                reserved_fraction=reserved_fraction,
             ),
         )
+        self._breaker_log = BreakerLog(self.planner.tiers)
         seen: Counter[str] = Counter()
         for tier in self.secondary_tiers:
             tier.flushes_on_poll = bridge is None
@@ -133,8 +142,8 @@ class TieringOffloadingManager(OffloadingManager):
             raise StateError(f"request {req_context.req_id!r} is known already")
         wanting = [
             index
-            for index, tier in enumerate(self.secondary_tiers)
-            if tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
+            for index, guard in enumerate(self._guards)
+            if guard.wants_whole_requests(req_context)
         ]
         self.planner.on_new_request(req_context, wanting)
         policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
@@ -164,8 +173,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.planner.touch(keys, req_context)
-        for tier in self.secondary_tiers:
-            tier.touch(keys, req_context)
+        for guard in self._guards:
+            guard.touch(keys, req_context)
 
     # -- stores ---------------------------------------------------------------------------------
 
@@ -201,8 +210,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._polled_this_step = False
         self.planner.end_step()
         self._hand_over()
-        for tier in self.secondary_tiers:
-            tier.on_schedule_end(context)
+        for guard in self._guards:
+            guard.end_step(context)
         if self._bridge is not None:
             self._bridge.flush()
         if self._check_invariants:
@@ -211,8 +220,8 @@ class TieringOffloadingManager(OffloadingManager):
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
         events = list(self._primary.take_events())
-        for tier in self.secondary_tiers:
-            events.extend(tier.take_events())
+        for guard in self._guards:
+            events.extend(guard.take_events())
         return iter(events)
 
     @property
@@ -223,7 +232,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         return self.planner.has_pending_work or any(
-            tier.has_pending_work() for tier in self.secondary_tiers
+            guard.has_pending_work() for guard in self._guards
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -251,11 +260,13 @@ class TieringOffloadingManager(OffloadingManager):
         until `on_reset_flushed`.
         """
         self._ensure_open()
-        for tier in self.secondary_tiers:
-            if not tier.drain_jobs(self._drain_timeout_s):
-                tier.abandon_jobs()
+        for guard in self._guards:
+            guard.drain_jobs(self._drain_timeout_s)
         self._poll()
         self._polled_this_step = False
+        for foreign in self._foreign.values():
+            foreign.state.abandon_rest()  # what its manager did not report
+        self.planner.collect()
         self.planner.reset_cache()
         self._hand_over()
 
@@ -281,18 +292,15 @@ class TieringOffloadingManager(OffloadingManager):
         deadline_s = self._clock() + (self._shutdown_timeout_s if timeout is None else timeout)
         errors: list[Exception] = []
         unfinished = 0
-        for tier in self.secondary_tiers:
-            try:
-                report = tier.shutdown(max(0.0, deadline_s - self._clock()))
-            except Exception as error:  # noqa: BLE001 - the other tiers must have their chance
-                errors.append(error)
-                continue
+        for guard in self._guards:
+            report = guard.shutdown(max(0.0, deadline_s - self._clock()))
             unfinished += len(report.unfinished_jobs)
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
         self._collect()
         for state in self.planner.tiers:
-            state.abandon_rest()  # only a tier whose own shutdown failed leaves jobs behind
+            # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
+            unfinished += len(state.abandon_rest())
         self.planner.collect()
         if not errors and not unfinished:
             self._primary.shutdown()
@@ -317,6 +325,7 @@ class TieringOffloadingManager(OffloadingManager):
         for source in self._sources:
             source.poll_tier()
         self.planner.collect()
+        self._breaker_log.update(self._clock())
 
     def _hand_over(self) -> None:
         """Tell foreign tiers now what they are to do; the others wait for the end of the step."""
@@ -324,15 +333,20 @@ class TieringOffloadingManager(OffloadingManager):
             foreign.hand_over()
             self.planner.collect_from(index)
 
-    def _join(self, index: int, breaker: Breaker) -> TierState:
+    def _join(self, index: int, breaker: BreakerSettings) -> TierState:
         """Return the state of a tier that the planner is to drive."""
         tier = self.secondary_tiers[index]
         if is_foreign(tier):
-            foreign = self._foreign[index] = ForeignTier(tier, breaker)
+            foreign = self._foreign[index] = ForeignTier(tier, breaker, self._clock)
             self._sources.append(foreign)
+            self._guards.append(foreign.guard)
+            if isinstance(tier, ReopeningTierManager):
+                tier.attach(foreign.state)
             return foreign.state
         self._sources.append(tier)
         state = tier.tier_state
-        state.breaker, state.backpressure = breaker, tier.backpressure_detector
+        state.health = TierHealth(breaker)
+        state.backpressure = tier.backpressure_detector
         state.medium, state.locality = tier.medium, tier.locality
+        self._guards.append(TierGuard(tier, state, self._clock))
         return state

@@ -51,6 +51,10 @@ class LoopRunner(Protocol):
         """Wake whoever waits in `wait_until`. Thread: any."""
         ...
 
+    def has_ended(self) -> bool:
+        """Tell whether the loop is gone for good, so that nothing on it will ever end."""
+        ...
+
     def now_s(self) -> float:
         """Return this runner's monotonic time."""
         ...
@@ -118,6 +122,10 @@ class ThreadsafeRunner:
         """See `LoopRunner.notify`."""
         if self._is_waited_for:
             self._progress.set()
+
+    def has_ended(self) -> bool:
+        """See `LoopRunner.has_ended`."""
+        return self._loop.is_closed()
 
     def now_s(self) -> float:
         """See `LoopRunner.now_s`."""
@@ -210,7 +218,7 @@ class LoopThread(ThreadsafeRunner):
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            self._run_until_closed()
         finally:
             left = asyncio.all_tasks(self._loop)
             if left:
@@ -219,6 +227,16 @@ class LoopThread(ThreadsafeRunner):
                 self._cancel(left)
                 self._loop.set_exception_handler(_repeat_quietly)
             self._loop.close()
+
+    def _run_until_closed(self) -> None:
+        """Run the loop; it is its owner's to stop, and one tier must not stop the others."""
+        self._loop.run_forever()
+        if not self._closed:
+            logger.error(
+                "%s was stopped by something that ran on it, and goes on", self._thread.name
+            )
+        while not self._closed:
+            self._loop.run_forever()
 
     def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
         """Cancel what is left, one turn of the loop: a copy in flight holds on to its task."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -20,7 +20,6 @@ from kvoffload_async.abc.events import (
     BlockFailures,
     JobOverdue,
     JobSettled,
-    ProbeAnswered,
 )
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
@@ -30,11 +29,21 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierError,
     TierTimeoutError,
+    TierUnavailableError,
     UnknownSlotError,
 )
 from kvoffload_async.tiers._announcements import Watch
-from kvoffload_async.tiers._ending import as_contained, contained, drop_tracebacks, error_of, judged
+from kvoffload_async.tiers._ending import (
+    ENDS_LOOP,
+    as_contained,
+    contained,
+    drop_tracebacks,
+    error_of,
+    judged,
+    text_of,
+)
 from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.tiers._probes import Probes
 from kvoffload_async.tiers._recheck import Recheck
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
@@ -96,22 +105,20 @@ class TierActor:
             tier: What to run; closed by this actor.
             env: What the tier may use; its `post` receives every event, in order.
             io_timeout_s: Seconds from a job's acceptance to its deadline, waiting included.
-            probe_timeout_s: Seconds until an unanswered probe counts as "absent".
+            probe_timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
         """
         self.name = name
         self._tier = tier
         self._env = env
         self._post = env.post
         self._io_timeout_s = io_timeout_s
-        self._probe_timeout_s = probe_timeout_s
         self._loads = _Side(f"{name}:load")
         self._stores = _Side(f"{name}:store")
         self._due: dict[JobId, _Run] = {}
         """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
         self._next_deadline: asyncio.TimerHandle | None = None
         self._recheck = Recheck(name, tier, env.announcements, env.post)
-        self._probes: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
-        self._unanswered: dict[int, asyncio.TimerHandle] = {}
+        self._probes = Probes(name, tier, env.post, probe_timeout_s)
         self._closing = False
         # Asked for once: the interpreter makes a system call for every answer.
         self._loop: asyncio.AbstractEventLoop
@@ -120,13 +127,24 @@ class TierActor:
         """Open the tier; on failure it is closed again, and the error goes on."""
         self._loop = asyncio.get_running_loop()
         try:
-            await self._tier.open(self._env)
+            await contained(self._tier.open, self._env)
+        except GeneratorExit:  # the loop has ended meanwhile: nothing can be awaited on it
+            raise
         except BaseException:
             await self._close_tier(_FAILED_OPEN_CLOSE_S)
             raise
 
     def start_job(self, job: JobMetadata) -> None:
         """Accept a job: from now on it settles exactly once."""
+        try:
+            self._accept(job)
+        except Exception as error:  # noqa: BLE001 - a third party's bounds; the job must end
+            side = self._loads if job.is_promotion else self._stores
+            side.waiting.pop(job.job_id, None)
+            failure = TierUnavailableError(f"{self.name} cannot run it: {text_of(error)}")
+            self._settle_unrun(_Run(job, side, self._loop.time()), failure)
+
+    def _accept(self, job: JobMetadata) -> None:
         side = self._loads if job.is_promotion else self._stores
         run = _Run(job, side, self._loop.time())
         if self._closing:
@@ -143,25 +161,14 @@ class TierActor:
 
     def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
-        if self._closing:
-            self._post(ProbeAnswered(generation, frozenset()))
-            return
-        loop = self._loop
-        task = loop.create_task(
-            contained(self._tier.contains, keys), name=f"{self.name}:probe:{generation}"
-        )
-        self._probes[task] = None
-        self._unanswered[generation] = loop.call_later(
-            self._probe_timeout_s, self._answer_probe, generation, frozenset()
-        )
-        task.add_done_callback(lambda ended: self._probe_ended(ended, generation))
+        self._probes.start(generation, keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
         try:
             self._tier.touch(keys)
-        except Exception:
-            logger.exception("%s: touch failed", self.name)  # what comes behind it must still run
+        except BaseException:
+            logger.exception("%s: touch failed", self.name)
 
     async def close(self, timeout_s: float) -> CloseReport:
         """Stop the intake, fail what waits, let what runs end, cancel the rest, close the tier.
@@ -175,6 +182,7 @@ class TierActor:
         """
         self._closing = True
         self._recheck.close()
+        self._probes.close()
         loop = self._loop
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
@@ -202,7 +210,7 @@ class TierActor:
     def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
         """Return what runs, in the order in which it began: loads, stores, probes."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
-        return [*(run.task for run in runs if run.task), *self._probes, *self._recheck.tasks]
+        return [*(run.task for run in runs if run.task), *self._probes.tasks, *self._recheck.tasks]
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
@@ -246,7 +254,7 @@ class TierActor:
         )
         try:
             failures = await operation(run.job) if run.job.keys else {}
-        except SystemExit as error:
+        except ENDS_LOOP as error:
             raise as_contained(error) from error
         self._settle(run, *judged(failures, len(run.job.keys)))
 
@@ -339,27 +347,6 @@ class TierActor:
         else:
             logger.error("%s", error)
             self._post(JobOverdue(run.job.job_id, error))
-
-    def _probe_ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
-        del self._probes[task]
-        present: frozenset[OffloadKey] = frozenset()
-        if task.cancelled():
-            logger.warning("%s: probe %s was cancelled", self.name, generation)
-        elif (error := task.exception()) is not None:
-            logger.warning("%s: probe %s failed: %s", self.name, generation, error)
-        else:
-            found: object = task.result()
-            if isinstance(found, Collection):
-                present = frozenset(found)
-            else:
-                logger.warning("%s: probe %s returned %r", self.name, generation, found)
-        self._answer_probe(generation, present)
-
-    def _answer_probe(self, generation: int, present: frozenset[OffloadKey]) -> None:
-        timer = self._unanswered.pop(generation, None)
-        if timer is not None:  # else the deadline has answered already
-            timer.cancel()
-            self._post(ProbeAnswered(generation, present))
 
 
 def _described(job: JobMetadata) -> str:

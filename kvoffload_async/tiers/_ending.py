@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailableError
+
+ENDS_LOOP = (SystemExit, KeyboardInterrupt)
+"""What asyncio does not keep in the task that raises it."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,11 +21,11 @@ async def contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwarg
     """Await an operation of a tier; one that would end the loop only fails itself."""
     try:
         return await operation(*args, **kwargs)
-    except SystemExit as error:
+    except ENDS_LOOP as error:
         raise as_contained(error) from error
 
 
-def as_contained(error: SystemExit) -> TierUnavailableError:
+def as_contained(error: BaseException) -> TierUnavailableError:
     """Return what stands in for an exit that a tier has asked for."""
     return TierUnavailableError(f"a tier raised {error!r}")
 
@@ -36,16 +39,19 @@ def drop_tracebacks(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def error_of(task: asyncio.Task[None]) -> TierError:
-    """Return why a job's task has failed, in the vocabulary of its owner."""
+def text_of(error: BaseException) -> str:
+    """Return what an error says; str() of a third party's may raise."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def error_of(task: asyncio.Task[Any]) -> TierError:
+    """Return why the task of a job or a probe has failed, in the vocabulary of its owner."""
     error = None if task.cancelled() else task.exception()
     if error is None:
-        return JobCancelledError("the job's task was cancelled")
+        return JobCancelledError("its task was cancelled")
     if isinstance(error, TierError):
         return error
-    # Not str(): an error of a third party's may raise there, and the job must end all the same.
-    text = "".join(traceback.format_exception_only(error)).strip()
-    failure = TierUnavailableError(text)
+    failure = TierUnavailableError(text_of(error))
     failure.__cause__ = error
     return failure
 

@@ -1,12 +1,11 @@
 """The planner's stores, and what they cascade."""
 
-from core.terms import HIT, MISS, PENDING, k, ks
+from core.terms import MISS, PENDING, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.errors import CorruptBlockError, TierFullError, TierUnavailableError
+from kvoffload_async.errors import TierFullError
 
 # -- storing ------------------------------------------------------------------------------------
 
@@ -114,33 +113,6 @@ def test_stores_that_fail_press_a_tier_too():
     world.flush_reset()
     world.store(ctx, "y")
     assert len(world.running) == 1
-    world.wind_down()
-
-
-def test_a_failing_tier_is_left_alone_and_tried_again_later():
-    world, ctx = stored_below(8, names="x", breaker=BreakerSettings(2, retry_after_s=5.0))
-    for name in "ab":
-        world.store(ctx, name)
-        world.settle(failed={0}, error=TierUnavailableError("down"))
-    world.store(ctx, "c")
-    assert world.running == {}
-    assert world.lookup(ctx, "x") is MISS
-    world.step(5.0)
-    assert world.lookup(ctx, "x") is PENDING
-    world.step()
-    world.settle()
-    assert world.lookup(ctx, "x") is HIT
-    world.store(ctx, "d")
-    assert len(world.running) == 1
-    world.wind_down()
-
-
-def test_the_fault_of_a_block_is_not_the_fault_of_its_tier():
-    world, ctx = stored_below(8, names="abc", breaker=BreakerSettings(1))
-    for name in "abc":
-        assert world.lookup(ctx, name) is PENDING
-        world.step()
-        world.settle(failed={0}, error=CorruptBlockError("flipped"))
     world.wind_down()
 
 

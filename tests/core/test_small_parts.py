@@ -6,8 +6,6 @@ from core.terms import k, ks
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import StateError
@@ -215,54 +213,6 @@ def test_a_disabled_log_collects_nothing():
     log = log_of(enabled=False)
     log.add(ks("a"), removed=False)
     assert taken(log) == []
-
-
-# -- promotions ---------------------------------------------------------------------------------
-
-
-def test_reservations_are_batched_by_tier_and_request():
-    promotions = Promotions(Primary(8, LruPolicy(8)), 8)
-    first, second = request("r"), request("s")
-    for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
-        assert promotions.reserve(tier, who, k(name), ())
-    assert list(promotions.unflushed()) == [(k("a"), 0), (k("d"), 3), (k("b"), 1), (k("c"), 2)]
-    assert first.unflushed_promotions == 3
-    batches = [(t, r.ctx.req_id, keys, slots) for t, r, keys, slots in promotions.flush()]
-    assert batches == [
-        (0, "r", ks("ad"), [0, 3]),
-        (1, "r", ks("b"), [1]),
-        (0, "s", ks("c"), [2]),
-    ]
-    assert first.unflushed_promotions == 0
-    assert list(promotions.flush()) == []
-
-
-def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
-    primary = Primary(8, LruPolicy(8))
-    promotions = Promotions(primary, 2)
-    waiting = request()
-    assert promotions.reserve(0, waiting, k("a"), ())
-    assert promotions.reserve(0, waiting, k("b"), ())
-    assert not promotions.reserve(0, waiting, k("c"), ())
-    promotions.land(ks("a"), waiting)
-    assert not promotions.reserve(0, waiting, k("c"), ())
-    promotions.release(waiting, ks("ax"))
-    assert promotions.reserve(0, waiting, k("c"), ())
-    promotions.fail(ks("b"))
-    assert promotions.disown(ks("c")) == [2]
-    assert promotions.outstanding_slots == 0
-
-
-def test_nothing_is_kept_for_a_request_that_is_gone_or_finished():
-    primary = Primary(8, LruPolicy(8))
-    promotions = Promotions(primary, 8)
-    finished = request()
-    finished.is_finished = True
-    for name, who in ("a", None), ("b", finished):
-        promotions.reserve(0, request(), k(name), ())
-        promotions.land(ks(name), who)
-    assert primary.counts["idle"] == 2
-    assert promotions.outstanding_slots == 0
 
 
 # -- requests -----------------------------------------------------------------------------------

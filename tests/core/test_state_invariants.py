@@ -20,9 +20,9 @@ from kvoffload_async.testing.invariants import (
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p20():
+def test_the_invariants_are_p1_to_p21():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 21)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 22)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -99,18 +99,10 @@ def damage_p4_retained(world):
     world.planner.disowned[4].holds_slots = False
 
 
-def damage_p4_cascading(world):
-    world.planner.tiers[0].cascading_blocks += 1
-
-
 def damage_p7_twice(world):
     _, job = world.planner.jobs[5]
     world.planner.tiers[0].jobs._records[99] = JobRecord(replace(job, job_id=99))
     world.planner.counters.jobs_submitted += 1
-
-
-def damage_p7_count(world):
-    world.planner.promotions._retained += 1
 
 
 def damage_p7_cap(world):
@@ -119,6 +111,26 @@ def damage_p7_cap(world):
 
 def damage_p7_kept_for_nobody(world):
     request_of(world, "r").is_finished = True
+
+
+def damage_p21_cascading(world):
+    world.planner.tiers[0].cascading_blocks += 1
+
+
+def damage_p21_promotions(world):
+    world.planner.tiers[0].promotion_slots += 1
+
+
+def damage_p21_direction(world):
+    world.planner.shares.promotions = 1
+
+
+def damage_p21_share(world):
+    world.planner.shares.each = 1
+
+
+def damage_p21_reserve(world):
+    world.planner.shares.total = 1
 
 
 def damage_p10(world):

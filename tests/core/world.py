@@ -12,7 +12,7 @@ from core.terms import k, ks
 from core.tiers import ScriptedTier
 
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
-from kvoffload_async.core.breaker import Breaker, BreakerSettings
+from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import FinishRequest
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.invariants import check_state
@@ -65,7 +65,7 @@ class World:
             ForeignTierState(
                 f"tier{i}",
                 tier,
-                breaker=Breaker(breaker),
+                breaker=breaker,
                 backpressure=Backpressure(LOCAL_BACKPRESSURE) if i == pressed_tier else None,
             )
             for i, tier in enumerate(self.tiers)

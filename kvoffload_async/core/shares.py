@@ -1,0 +1,76 @@
+"""Shares: how much of the primary each tier's transfers may occupy, in each direction.
+
+A slot counts against a tier from its reservation for a promotion until its block is loaded or given
+up, and for each cascade of its block; in both directions until the copy has ended, however long it
+is overdue. So what hangs keeps its own share and nothing else:
+
+    primary = reserved | share of tier 0 | share of tier 1 | ...
+    share   = left to the other direction | what this direction may occupy
+
+The same fraction is kept from the tiers, and within a share from each direction; but one slot can
+always be transferred.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvoffload_async.core.tier_state import TierState
+
+
+class Shares:
+    """Bounds what tiers occupy, by what their states count.
+
+    Thread: owner.
+
+    Attributes:
+        total: Slots that all tiers' transfers together may occupy.
+        each: Slots that one tier's transfers may occupy.
+        promotions: Slots that one tier's promotions may occupy.
+        cascades: Blocks that may be in cascade to one tier.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        tiers: Sequence[TierState],
+        *,
+        promotion_slots: int,
+        cascade_blocks: int,
+        reserved_fraction: float,
+    ) -> None:
+        """Divide `num_slots` equally among the tiers; the two caps bound a direction further."""
+        self._tiers = tiers
+        self.total = num_slots - _part_of(num_slots, reserved_fraction)
+        self.each = max(1, self.total // max(1, len(tiers)))
+        self._overlap = self.each * len(tiers) > self.total  # more tiers than slots
+        one_direction = self.each - _part_of(self.each, reserved_fraction)
+        self.promotions = min(promotion_slots, one_direction)
+        self.cascades = min(cascade_blocks, one_direction)
+
+    @property
+    def occupied(self) -> int:
+        """What all tiers occupy; a block in cascade to two of them counts twice."""
+        return sum(tier.promotion_slots + tier.cascading_blocks for tier in self._tiers)
+
+    def room_to_load(self, tier: int) -> int:
+        """Return how many more slots may be reserved for promotions from a tier."""
+        state = self._tiers[tier]
+        return self._room(state, self.promotions - state.promotion_slots)
+
+    def room_to_store(self, tier: int) -> int:
+        """Return how many more blocks may cascade to a tier."""
+        state = self._tiers[tier]
+        return self._room(state, self.cascades - state.cascading_blocks)
+
+    def _room(self, state: TierState, in_direction: int) -> int:
+        room = min(in_direction, self.each - state.promotion_slots - state.cascading_blocks)
+        if self._overlap:
+            room = min(room, self.total - self.occupied)
+        return max(0, room)
+
+
+def _part_of(slots: int, fraction: float) -> int:
+    """Return the slots that are kept back: the fraction, rounded up, but never all."""
+    return min(slots - 1, math.ceil(slots * fraction))
