@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """Something that always holds of a subject.
 
     Attributes:
-        name: P1 to P20.
+        name: P1 to P21.
         statement: What always holds.
         violations: Returns what does not, in words.
     """
@@ -96,15 +96,21 @@ def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     for key, count in under_way.items():
         if count > 1:
             yield f"block {key.hex()} has {count} promotions under way"
-    outstanding = under_way.total() + sum(len(r.retained) for r in planner.requests.values())
+    retained = {key for request in planner.requests.values() for key in request.retained}
+    outstanding = under_way.total() + len(retained)
     counted = planner.promotions.outstanding_slots
     if counted != outstanding:
         yield f"{counted} promotion slots are counted, {outstanding} are outstanding"
     if counted > planner.limits.promotion_slots:
         yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
+
+
+def what_is_retained_is_waited_for(planner: Planner) -> Iterator[str]:
+    """P21."""
     for req_id, request in planner.requests.items():
-        if request.is_finished and request.retained:
-            yield f"blocks are kept for request {req_id!r}, which has finished"
+        if request.retained and not planner.retention.has_reason(request):
+            count = len(request.retained)
+            yield f"{count} blocks are retained for request {req_id!r}, which does not wait"
 
 
 def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
@@ -147,8 +153,8 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
     reasons = planner.primary.loads()
     for job in _readers(planner):
         reasons.update(job.keys)
-    for request in planner.requests.values():
-        reasons.update(request.retained.keys())
+    reasons.update({key for request in planner.requests.values() for key in request.retained})
+    reasons.update(planner.retention.guarded)
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"block {key.hex()} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
@@ -213,7 +219,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P7",
-        "at most one promotion a key is under way, and no more slots than the cap",
+        "at most one promotion a key is under way, and with what is retained no more than the cap",
         promotions_are_single_and_capped,
     ),
     Invariant(
@@ -230,6 +236,11 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "P16",
         "work is pending if and only if a job has no result or a key is parked",
         pending_work_is_known,
+    ),
+    Invariant(
+        "P21",
+        "whoever a block is retained for is waiting for it",
+        what_is_retained_is_waited_for,
     ),
 )
 

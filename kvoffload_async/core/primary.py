@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.heads import split_where_it_fits, those_before
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
@@ -59,8 +60,8 @@ class Primary(ResidentBlocks):
         Args:
             num_slots: Capacity in blocks.
             policy: Ranks resident keys; owned by this object from now on.
-            accept_prefix: Whether `prepare_store` takes the longest head of a batch that fits,
-                instead of all or nothing.
+            accept_prefix: Whether `prepare_store` takes the longest head of a batch that fits
+                beside what its request has used, instead of all or nothing.
             admission: Filters what `prepare_store` takes.
             enable_events: Whether `take_events` has anything to tell.
         """
@@ -156,11 +157,15 @@ class Primary(ResidentBlocks):
         refs = self._refs
         missing, readable, protected = self._sorted_out(keys)
         wanted = missing if self._admission is None else self._admission.admitted(missing)
-        room = self._pool.free_count + self._idle - len(protected)
-        if len(wanted) > room:
-            if not self._accept_prefix or not room:
+        left_out: Sequence[OffloadKey] = ()
+        if self._accept_prefix and len(wanted) > self._pool.free_count:
+            used = self._recency.used_by(ctx)
+            if len(wanted) > self._room_beside(protected) - len(used):
+                protected |= self._sorted_out(used)[2]  # else a tail evicts its own head
+            room = self._room_beside(protected)
+            wanted, left_out = split_where_it_fits(wanted, ctx.key_positions, room)
+            if not wanted:
                 return None
-            wanted = wanted[:room]
         may_go: Callable[[int], bool] = lambda slot: not refs[slot]  # noqa: E731 - one of two
         if protected:
             may_go = lambda slot: not refs[slot] and slot not in protected  # noqa: E731
@@ -169,11 +174,15 @@ class Primary(ResidentBlocks):
             return None
         slots, evicted = granted
         if self._admission is not None:
-            self._admission.offered(missing)
+            self._admission.offered(those_before(left_out, missing, ctx.key_positions))
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(as_block_ids(slots)), evicted)
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(as_block_ids(slots)), evicted, left_out)
+
+    def _room_beside(self, protected: Collection[int]) -> int:
+        """Return how many blocks fit if those in some idle slots stay."""
+        return self._pool.free_count + self._idle - len(protected)
 
     def _sorted_out(
         self, keys: Sequence[OffloadKey]
@@ -193,8 +202,8 @@ class Primary(ResidentBlocks):
                     idle.add(slot)
         return missing, readable, idle
 
-    def reserve(self, key: OffloadKey, protected: Collection[OffloadKey]) -> int | None:
-        """Reserve a slot for one absent key, evicting at most one other that is not protected.
+    def reserve(self, key: OffloadKey) -> int | None:
+        """Reserve a slot for one absent key, evicting at most one other.
 
         Returns:
             The slot, or None if there is no room: then nothing has changed.
@@ -204,10 +213,8 @@ class Primary(ResidentBlocks):
         """
         if key in self._blocks:
             raise StateError(f"block {key.hex()} is present already")
-        refs, key_of = self._refs, self._blocks.key_of
-        granted = self._reserve(
-            [key], lambda slot: not refs[slot] and key_of(slot) not in protected, None
-        )
+        refs = self._refs
+        granted = self._reserve([key], lambda slot: not refs[slot], None)
         if granted is None:
             return None
         (slot,), _ = granted

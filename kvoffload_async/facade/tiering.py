@@ -67,7 +67,8 @@ class TieringOffloadingManager(OffloadingManager):
             secondary_tiers: In the order of lookup.
             bridge: The bridge that the tiers share; then this manager hands jobs over once a
                 step. None: each tier hands its own over.
-            promotion_fraction: Share of the primary that promotions may occupy until loaded.
+            promotion_fraction: Share of the primary that promotions and what is retained for
+                waiting requests may occupy.
             cascade_fraction: Share of the primary that may be in cascade to one tier.
             deferral_timeout_s: Seconds that a request may be deferred in all.
             breaker: When a failing tier is left alone.
@@ -156,6 +157,13 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         return CPULoadStoreSpec(as_block_ids(self.planner.prepare_load(keys, req_context)))
 
+    def on_request_scheduled(self, req_context: ReqContext) -> None:
+        """Learn that a request is computed without loading: nothing is retained for it any more.
+
+        For drivers that end steps without saying so in a `ScheduleEndContext`.
+        """
+        self.planner.on_request_scheduled(req_context)
+
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.planner.complete_load(keys, req_context)
 
@@ -192,7 +200,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
-        self.planner.end_step()
+        self.planner.end_step(() if context is None else context.new_req_ids)
         self._hand_over()
         for tier in self.secondary_tiers:
             tier.on_schedule_end(context)

@@ -64,23 +64,23 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.expect_eviction(output.evicted_keys, keys)
         self.refs.update(dict.fromkeys(output.keys_to_store, -1))
 
-    @rule(key=SOME, protected=BATCH)
-    def reserve(self, key, protected):
+    @rule(key=SOME)
+    def reserve(self, key):
         if key in self.refs:
             with pytest.raises(StateError):
-                self.primary.reserve(key, protected)
+                self.primary.reserve(key)
             return
-        room = self.room(protected)
+        room = self.room(())
         before = whole_state(self.primary)
         resident = set(self.refs)
-        slot = self.primary.reserve(key, protected)
+        slot = self.primary.reserve(key)
         assert (slot is not None) == (room > 0)
         if slot is None:
             assert whole_state(self.primary) == before
             return
         gone = resident - {key for key, _, _ in self.primary.resident()}
         assert len(gone) <= 1
-        self.expect_eviction(gone, protected)
+        self.expect_eviction(gone, ())
         self.refs[key] = -1
 
     @precondition(lambda self: -1 in self.refs.values())

@@ -8,6 +8,7 @@ from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
+from kvoffload_async.core.retention import Retention
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import StateError
@@ -188,11 +189,17 @@ def test_a_disabled_log_collects_nothing():
 # -- promotions ---------------------------------------------------------------------------------
 
 
+def promotions_of(cap_slots):
+    primary = Primary(8, LruPolicy(8))
+    retention = Retention(primary, cap_slots, 1.0)
+    return Promotions(primary, retention), retention
+
+
 def test_reservations_are_batched_by_tier_and_request():
-    promotions = Promotions(Primary(8, LruPolicy(8)), 8)
+    promotions = promotions_of(8)[0]
     first, second = request("r"), request("s")
     for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
-        assert promotions.reserve(tier, who, k(name), ())
+        assert promotions.reserve(tier, who, k(name))
     assert list(promotions.unflushed()) == [(k("a"), 0), (k("d"), 3), (k("b"), 1), (k("c"), 2)]
     assert first.unflushed_promotions == 3
     batches = [(t, r.ctx.req_id, keys, slots) for t, r, keys, slots in promotions.flush()]
@@ -206,30 +213,26 @@ def test_reservations_are_batched_by_tier_and_request():
 
 
 def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
-    primary = Primary(8, LruPolicy(8))
-    promotions = Promotions(primary, 2)
+    promotions, retention = promotions_of(2)
     waiting = request()
-    assert promotions.reserve(0, waiting, k("a"), ())
-    assert promotions.reserve(0, waiting, k("b"), ())
-    assert not promotions.reserve(0, waiting, k("c"), ())
+    retention.begin_round(waiting, 0.0)
+    assert promotions.reserve(0, waiting, k("a"))
+    assert promotions.reserve(0, waiting, k("b"))
+    assert not promotions.reserve(0, waiting, k("c"))
     promotions.land(ks("a"), waiting)
-    assert not promotions.reserve(0, waiting, k("c"), ())
-    promotions.release(waiting, ks("ax"))
-    assert promotions.reserve(0, waiting, k("c"), ())
+    assert not promotions.reserve(0, waiting, k("c"))
+    retention.load(waiting, ks("ax"))
+    assert promotions.reserve(0, waiting, k("c"))
     promotions.fail(ks("b"))
     assert promotions.disown(ks("c")) == [2]
     assert promotions.outstanding_slots == 0
 
 
-def test_nothing_is_kept_for_a_request_that_is_gone_or_finished():
-    primary = Primary(8, LruPolicy(8))
-    promotions = Promotions(primary, 8)
-    finished = request()
-    finished.is_finished = True
-    for name, who in ("a", None), ("b", finished):
-        promotions.reserve(0, request(), k(name), ())
+def test_nothing_is_kept_for_a_request_that_is_gone_or_does_not_wait():
+    promotions, _ = promotions_of(8)
+    for name, who in ("a", None), ("b", request()):
+        promotions.reserve(0, request(), k(name))
         promotions.land(ks(name), who)
-    assert primary.counts["idle"] == 2
     assert promotions.outstanding_slots == 0
 
 
