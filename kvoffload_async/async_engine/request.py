@@ -15,6 +15,8 @@ class EngineRequest:
         keys: The keys of its full blocks, head to tail.
         prefix_blocks: Blocks at the head that are pinned, ready to be loaded.
         slots: Where they lie.
+        left_out: Keys that the last `store` found no room for; they are a tail of what it was to
+            store.
     """
 
     def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...]) -> None:
@@ -22,3 +24,4 @@ class EngineRequest:
         self.keys = keys
         self.prefix_blocks = 0
         self.slots: Sequence[int] = ()
+        self.left_out: Sequence[OffloadKey] = ()

@@ -7,7 +7,7 @@ the order in one group is known, and a batch of several groups is not cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload_async.types import OffloadKey, get_offload_group_idx
 
@@ -48,3 +48,13 @@ def those_before(
         return keys[: keys.index(left_out[0])]
     first_out = min(positions[key] for key in left_out)
     return [key for key in keys if positions.get(key, first_out) < first_out]
+
+
+def used_before(
+    wanted: Sequence[OffloadKey],
+    used: Iterable[OffloadKey],
+    positions: Mapping[OffloadKey, int],
+) -> Sequence[OffloadKey]:
+    """Return what a request has used of the prompt before `wanted`: its tail must not evict it."""
+    first = min(positions.get(key, 0) for key in wanted)
+    return [key for key in used if positions.get(key, first) < first]

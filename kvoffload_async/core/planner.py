@@ -130,9 +130,18 @@ class Planner:
         request.proceed()
         return slots
 
-    def on_request_scheduled(self, ctx: ReqContext) -> None:
-        """Learn that a request is computed without loading anything, or no more than it has."""
-        self._proceed(self._live_request(ctx))
+    def on_request_scheduled(self, req_id: str) -> bool:
+        """Learn that a request waits for no loads any more, if it still is there.
+
+        Returns:
+            Whether blocks were retained for it until now.
+        """
+        request = self.requests.get(req_id)
+        if request is None:
+            return False
+        had_some = bool(request.retained)
+        self._proceed(request)
+        return had_some
 
     def complete_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Unpin what `prepare_load` pinned."""
@@ -197,8 +206,7 @@ class Planner:
             scheduled: Ids of requests that began to be computed in this step.
         """
         for req_id in scheduled:
-            if (request := self.requests.get(req_id)) is not None:
-                self._proceed(request)
+            self.on_request_scheduled(req_id)
         for tier, request, keys, slots in self.promotions.flush():
             self._submit(tier, request, keys, slots, is_promotion=True)
             self._end_if_done(request)

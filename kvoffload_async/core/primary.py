@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.heads import split_where_it_fits, those_before
+from kvoffload_async.core.heads import split_where_it_fits, those_before, used_before
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
@@ -156,12 +156,15 @@ class Primary(ResidentBlocks):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         refs = self._refs
         missing, readable, protected = self._sorted_out(keys)
-        wanted = missing if self._admission is None else self._admission.admitted(missing)
+        wanted: Sequence[OffloadKey] = missing
+        if self._admission is not None:
+            wanted = self._admission.admitted(missing)
         left_out: Sequence[OffloadKey] = ()
         if self._accept_prefix and len(wanted) > self._pool.free_count:
             used = self._recency.used_by(ctx)
             if len(wanted) > self._room_beside(protected) - len(used):
-                protected |= self._sorted_out(used)[2]  # else a tail evicts its own head
+                head = used_before(wanted, used, ctx.key_positions)
+                protected |= self._sorted_out(head)[2]
             room = self._room_beside(protected)
             wanted, left_out = split_where_it_fits(wanted, ctx.key_positions, room)
             if not wanted:
@@ -183,24 +186,6 @@ class Primary(ResidentBlocks):
     def _room_beside(self, protected: Collection[int]) -> int:
         """Return how many blocks fit if those in some idle slots stay."""
         return self._pool.free_count + self._idle - len(protected)
-
-    def _sorted_out(
-        self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
-        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
-        refs = self._refs
-        missing: list[OffloadKey] = []
-        readable: list[OffloadKey] = []
-        idle: set[int] = set()
-        unique = list(dict.fromkeys(keys))
-        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
-            if slot is None:
-                missing.append(key)
-            elif refs[slot] >= 0:
-                readable.append(key)
-                if not refs[slot]:
-                    idle.add(slot)
-        return missing, readable, idle
 
     def reserve(self, key: OffloadKey) -> int | None:
         """Reserve a slot for one absent key, evicting at most one other.

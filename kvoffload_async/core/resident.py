@@ -101,6 +101,24 @@ class ResidentBlocks:
         """
         return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
 
+    def _sorted_out(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
+        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
+        refs = self._refs
+        missing: list[OffloadKey] = []
+        readable: list[OffloadKey] = []
+        idle: set[int] = set()
+        unique = list(dict.fromkeys(keys))
+        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
+            if slot is None:
+                missing.append(key)
+            elif refs[slot] >= 0:
+                readable.append(key)
+                if not refs[slot]:
+                    idle.add(slot)
+        return missing, readable, idle
+
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots = []
         for key, slot in zip(keys, self._blocks.find(keys), strict=True):

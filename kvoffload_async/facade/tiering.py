@@ -157,12 +157,15 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         return CPULoadStoreSpec(as_block_ids(self.planner.prepare_load(keys, req_context)))
 
-    def on_request_scheduled(self, req_context: ReqContext) -> None:
-        """Learn that a request is computed without loading: nothing is retained for it any more.
+    def on_request_scheduled(self, req_context: ReqContext) -> bool:
+        """Learn that a request waits for no loads any more, or that it has ended.
 
         For drivers that end steps without saying so in a `ScheduleEndContext`.
+
+        Returns:
+            Whether blocks were retained for it until now.
         """
-        self.planner.on_request_scheduled(req_context)
+        return self.planner.on_request_scheduled(req_context.req_id)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.planner.complete_load(keys, req_context)

@@ -8,9 +8,9 @@ from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
-from kvoffload_async.core.retention import Retention
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.retention import Retention
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy

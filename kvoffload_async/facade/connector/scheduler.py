@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.jobs import ConnectorJob, JobTable
@@ -16,7 +16,6 @@ from kvoffload_async.facade.connector.plans import (
     plan_store,
 )
 from kvoffload_async.facade.connector.protocol import (
-    NULL_BLOCK,
     BlockTables,
     ConnectorGeometry,
     ConnectorOutput,
@@ -26,6 +25,7 @@ from kvoffload_async.facade.connector.protocol import (
     TransferJobSpec,
 )
 from kvoffload_async.facade.connector.requests import ConnectorRequest
+from kvoffload_async.facade.connector.step import Step
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -35,29 +35,6 @@ from kvoffload_async.types import (
     ReqContext,
     ScheduleEndContext,
 )
-
-
-@dataclass(slots=True)
-class _Step:
-    """What has gathered in the step under way.
-
-    Attributes:
-        load_jobs: Loads that were prepared in it.
-        flush: Jobs to flush.
-        allocated: Device blocks that somebody is about to write.
-        placed_req_ids: Requests that were given their block tables in it.
-        computed_req_ids: Requests that were given blocks to be computed, without a load.
-    """
-
-    load_jobs: dict[JobId, TransferJobSpec] = field(default_factory=dict)
-    flush: set[JobId] = field(default_factory=set)
-    allocated: set[int] = field(default_factory=set)
-    placed_req_ids: set[str] = field(default_factory=set)
-    computed_req_ids: set[str] = field(default_factory=set)
-
-    def note_allocated(self, blocks: Iterable[int]) -> None:
-        self.allocated.update(blocks)
-        self.allocated.discard(NULL_BLOCK)
 
 
 @dataclass(slots=True)
@@ -101,7 +78,7 @@ class OffloadingConnectorScheduler:
         self.counters = ConnectorCounters()
         self._requests: dict[str, ConnectorRequest] = {}
         self._jobs = JobTable(geometry.num_workers)
-        self._step = _Step()
+        self._step = Step()
         self._ending: list[ConnectorRequest] = []
         self._invalid_blocks: set[int] = set()
         self._least_load_tokens = min(map(geometry.tokens_per_chunk, range(len(geometry.groups))))
@@ -209,7 +186,7 @@ class OffloadingConnectorScheduler:
         for state in self._ending:
             self._signal_finish(state)
         self._ending.clear()
-        self._step = _Step()
+        self._step = Step()
         self.manager.on_schedule_end(
             ScheduleEndContext(
                 frozenset(step.computed_req_ids), frozenset(output.preempted_req_ids)
