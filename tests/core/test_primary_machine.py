@@ -25,8 +25,9 @@ class PrimaryMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 6),
         policy=st.sampled_from(sorted(POLICIES)),
         accept_prefix=st.booleans(),
+        has_positions=st.booleans(),
     )
-    def build(self, num_slots, policy, accept_prefix):
+    def build(self, num_slots, policy, accept_prefix, has_positions):
         self.num_slots = num_slots
         self.accept_prefix = accept_prefix
         self.primary = Primary(
@@ -35,8 +36,23 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.refs: dict = {}
         self.held: list[int] = []
         self.replayed: set = set()
-        self.ctx = ReqContext("r0")
+        self.positions = {key: end for end, key in enumerate(KEYS, 1)} if has_positions else {}
+        self.begin()
+
+    def begin(self):
+        self.ctx = ReqContext("r0", key_positions=self.positions)
+        self.used: set = set()
         self.primary.open_request(self.ctx)
+
+    def head_before(self, missing):
+        """What the request has used before all of the missing keys: these must not evict it."""
+        first = min((self.positions.get(key, 0) for key in missing), default=0)
+        return {key for key in self.used if self.positions.get(key, first) < first}
+
+    def head_that_fits(self, missing, room):
+        order = sorted(missing, key=lambda key: self.positions.get(key, 0))
+        taken = set(order[:room] if self.accept_prefix or len(missing) <= room else ())
+        return [key for key in missing if key in taken]
 
     def room(self, protected):
         idle = [key for key, refs in self.refs.items() if refs == 0 and key not in protected]
@@ -50,7 +66,8 @@ class PrimaryMachine(RuleBasedStateMachine):
     @rule(keys=BATCH)
     def offer(self, keys):
         missing = [key for key in dict.fromkeys(keys) if key not in self.refs]
-        room = self.room(keys)
+        head = self.head_before(missing) if self.accept_prefix else set()
+        room = self.room(head | set(keys))
         before = whole_state(self.primary)
         output = self.primary.prepare_store(self.ctx, keys)
         if output is None:
@@ -58,7 +75,12 @@ class PrimaryMachine(RuleBasedStateMachine):
             assert not (self.accept_prefix and room)
             assert whole_state(self.primary) == before
             return
-        assert output.keys_to_store == missing[:room]
+        granted = self.head_that_fits(missing, room)
+        assert list(output.keys_to_store) == granted
+        assert list(output.keys_left_out) == [key for key in missing if key not in granted]
+        if output.keys_left_out:
+            assert head.isdisjoint(output.evicted_keys)
+        self.used.update(granted, (key for key in keys if self.refs.get(key, -1) >= 0))
         spare = self.num_slots - len(self.refs) - len(self.held)
         assert len(output.evicted_keys) == max(0, len(output.keys_to_store) - spare)
         self.expect_eviction(output.evicted_keys, keys)
@@ -125,10 +147,10 @@ class PrimaryMachine(RuleBasedStateMachine):
     @rule(keys=BATCH, ends=st.booleans())
     def use(self, keys, ends):
         self.primary.touch(self.ctx, keys)
+        self.used.update(keys)
         if ends:
             self.primary.close_request(self.ctx)
-            self.ctx = ReqContext("r0")
-            self.primary.open_request(self.ctx)
+            self.begin()
 
     @rule(really=st.sampled_from([False, False, True]), data=st.data())
     def reset(self, really, data):

@@ -256,7 +256,8 @@ def test_a_reset_releases_what_is_retained():
     ctx = world.begin()
     [world.lookup(ctx, name) for name in "abc"]
     world.step()
-    assert states(world, "a") == [PINNED]
+    world.settle_all()
+    assert states(world, "abc") == [PINNED] * 3
     world.reset()
     world.check()
     world.flush_reset()
@@ -326,4 +327,15 @@ def test_a_head_that_a_store_has_evicted_beyond_the_cap_is_not_retained():
     world.step()
     assert states(world, "ab") == [PINNED, ABSENT]
     check_state(world.planner)
+    world.wind_down()
+
+
+def test_a_request_that_asks_again_after_a_load_goes_on_waiting():
+    world = world_of(4, below="abc")
+    ctx = waiting_for(world, "ab")
+    [world.lookup(ctx, name) for name in "ab"]
+    world.load(ctx, "a")
+    assert [world.lookup(ctx, name) for name in "bc"] == [HIT, PENDING]
+    world.step()
+    assert world.planner.requests["r"].retained.keys() == {k("b")} | {k("a")}
     world.wind_down()
