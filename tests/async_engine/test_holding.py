@@ -1,4 +1,4 @@
-"""What a request holds while it waits, and what a store does where there is no room for all of it."""
+"""What a request holds while it waits, and what a store does where not all of it fits."""
 
 import asyncio
 

@@ -85,6 +85,7 @@ def promoted(world, desk, request):
     world.evict_everything()
     assert desk.ask(request) == (None, False)
     desk.step()
+    world.runner.run_ready()
     world.settle_all()
 
 
