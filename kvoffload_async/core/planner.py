@@ -297,8 +297,9 @@ class Planner:
 
     def _proceed(self, request: RequestState) -> None:
         request.proceed()
-        self.retention.proceed(request)
-        self._asking = None
+        if request.waits or request.retained:
+            self.retention.proceed(request)
+            self._asking = None
 
     def _live_request(self, ctx: ReqContext) -> RequestState:
         request = self.requests.get(ctx.req_id)

@@ -140,6 +140,26 @@ class Retention:
 
     def end_step(self, now_s: float) -> None:
         """Retain what deferred requests have found; release what nobody waits for any more."""
+        self._stepped_at_s = now_s
+        if self._rounds or self._proceeding:
+            self._end_rounds()
+        while self._waiting:
+            request = next(iter(self._waiting.values()))
+            if now_s - request.asked_at_s <= self._patience_s:
+                break
+            self.proceed(request)
+
+    def reset(self) -> None:
+        """Forget everything; the primary is about to be emptied."""
+        self.in_flight = 0
+        self._holders.clear()
+        self._waiting.clear()
+        self._guarded.clear()
+        self._forget_step()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _end_rounds(self) -> None:
         for request in self._proceeding:
             if not request.waits:  # else it has asked again
                 self.proceed(request)
@@ -156,22 +176,6 @@ class Retention:
             self._waiting.pop(request.ctx.req_id, None)
             self._waiting[request.ctx.req_id] = request
         self._forget_step()
-        self._stepped_at_s = now_s
-        while self._waiting:
-            request = next(iter(self._waiting.values()))
-            if now_s - request.asked_at_s <= self._patience_s:
-                break
-            self.proceed(request)
-
-    def reset(self) -> None:
-        """Forget everything; the primary is about to be emptied."""
-        self.in_flight = 0
-        self._holders.clear()
-        self._waiting.clear()
-        self._guarded.clear()
-        self._forget_step()
-
-    # -- inside ---------------------------------------------------------------------------------
 
     def _found_by_request(self) -> Iterable[tuple[RequestState, Sequence[OffloadKey]]]:
         """Return the requests that asked in this step, each with what it has found."""
