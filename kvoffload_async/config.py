@@ -192,7 +192,7 @@ class OffloadConfig:
     eviction_policy: str = _option(parse_name, "lru")
     store_threshold: int = _option(at_least(0), 0)
     max_tracker_size: int = _option(at_least(1), 64_000)
-    accept_prefix: bool = _option(parse_bool, default=False)
+    accept_prefix: bool = _option(parse_bool, default=True)
     enable_kv_cache_events: bool = _option(parse_bool, default=False)
     reserved_fraction: float = _option(parse_part, 0.25)
     promotion_fraction: float = _option(parse_fraction, 0.5)

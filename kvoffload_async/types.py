@@ -248,11 +248,14 @@ class PrepareStoreOutput:
         keys_to_store: The input's missing keys, in input order.
         store_spec: Their slots, parallel to `keys_to_store`.
         evicted_keys: Keys that made room.
+        keys_left_out: Missing keys that there was no room for: all from some token on, over all
+            KV-cache groups. Offer them again later.
     """
 
     keys_to_store: Sequence[OffloadKey]
     store_spec: CPULoadStoreSpec
     evicted_keys: Sequence[OffloadKey]
+    keys_left_out: Sequence[OffloadKey] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +286,12 @@ class OffloadingEvent:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEndContext:
-    """What happened in the step that ends."""
+    """What happened in the step that ends.
+
+    Attributes:
+        new_req_ids: Requests that began to be computed in it.
+        preempted_req_ids: Requests that lost their device blocks.
+    """
 
     new_req_ids: Collection[str] = ()
     preempted_req_ids: Collection[str] = ()

@@ -16,6 +16,8 @@ class EngineRequest:
         prefix_blocks: Blocks at the head that are pinned, ready to be loaded.
         slots: Where they lie.
         generation: Of the primary that they lie in: a reset makes them void.
+        left_out: Keys that the last `store` found no room for; they are a tail of what it was to
+            store.
     """
 
     def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...]) -> None:
@@ -24,3 +26,4 @@ class EngineRequest:
         self.prefix_blocks = 0
         self.slots: Sequence[int] = ()
         self.generation = 0
+        self.left_out: Sequence[OffloadKey] = ()

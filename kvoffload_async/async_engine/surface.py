@@ -18,10 +18,11 @@ from kvoffload_async.abc.transport import Transport
 from kvoffload_async.async_engine.limiter import EngineBounds
 from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.async_engine.steps import Steps
+from kvoffload_async.async_engine.stores import Stores
 from kvoffload_async.async_engine.to_thread import to_thread
 from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
+from kvoffload_async.errors import ClosedError, ConfigError, StateError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
@@ -30,7 +31,6 @@ from kvoffload_async.types import (
     LookupResult,
     OffloadingEvent,
     OffloadKey,
-    PrepareStoreOutput,
     ReqContext,
     make_offload_key,
 )
@@ -108,6 +108,7 @@ class OffloadEngine:
             await to_thread(self._end, self._config.shutdown_timeout_s)
             raise
         self._transfers = Transfers(self._transport, self._bounds)
+        self._stores = Stores(self._manager, self._steps, self._transfers)
         self._is_open = True
         self._steps.begin(self._manager)
         return self
@@ -172,7 +173,11 @@ class OffloadEngine:
                 return self._pin(request, len(list(hits)))
             # The core's own limit on deferrals takes effect when it is asked.
             limit_s = self._loop.time() + self._config.deferral_timeout_s
-            await self._steps.next_progress(min(deadline_s, limit_s))
+            try:
+                await self._steps.next_progress(min(deadline_s, limit_s))
+            except BaseException:
+                self._stop_waiting(request)
+                raise
 
     async def load(
         self, request: EngineRequest, device_blocks: Sequence[int], timeout_s: float = 30.0
@@ -230,6 +235,9 @@ class OffloadEngine:
     ) -> int:
         """Copy blocks from the device, behind what has been computed so far; then they cascade.
 
+        What there is room for is stored at once, head first, the rest as room comes, as long as it
+        can come; `request.left_out` is what was not stored in the end.
+
         The device blocks must stay as they are until the call returns, or, if it was cancelled or
         gave up, until `quiesce` has returned.
 
@@ -246,7 +254,7 @@ class OffloadEngine:
             StateError: The request has no such blocks.
             BusyError: Too many stores are waiting, or there was no room until the deadline.
             TimeoutError: The deadline passed; a copy that has begun goes on.
-            TransportError: The copy failed; nothing was stored.
+            TransportError: A copy failed; those before it stay stored.
         """
         self._require_open()
         count = self._count(device_blocks)
@@ -254,23 +262,7 @@ class OffloadEngine:
         if first_block < 0 or len(keys) != count:
             raise StateError(f"the request has no {count} blocks from block {first_block} on")
         deadline_s = self._loop.time() + timeout_s
-        async with self._transfers.permit(Direction.STORE, deadline_s) as permit:
-            granted = await self._reserve(request, keys, deadline_s)
-            new = granted.keys_to_store
-            if new:
-                per_chunk = self._config.blocks_per_chunk
-                first = {key: index * per_chunk for index, key in enumerate(keys)}
-                blocks = [block for key in new for block in device_blocks[first[key] :][:per_chunk]]
-                slots = granted.store_spec.block_ids.tolist()
-                await self._transfers.run(
-                    Direction.STORE,
-                    blocks,
-                    slots,
-                    permit=permit,
-                    ended=partial(self._store_ended, granted, request.ctx),
-                    deadline_s=deadline_s,
-                )
-        return len(new)
+        return await self._stores.store(request, keys, device_blocks, deadline_s)
 
     async def quiesce(self, timeout_s: float = 30.0) -> bool:
         """Wait until no copy to or from the device runs; False at the deadline."""
@@ -367,7 +359,12 @@ class OffloadEngine:
             spec = self._manager.prepare_load(request.keys[:count], request.ctx)
             request.slots, request.generation = spec.block_ids.tolist(), spec.generation
         request.prefix_blocks = count
+        self._stop_waiting(request)
         return count
+
+    def _stop_waiting(self, request: EngineRequest) -> None:
+        if self._manager.on_request_scheduled(request.ctx):
+            self._steps.note_progress()
 
     def _unpin(self, request: EngineRequest) -> None:
         count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, ()
@@ -375,26 +372,8 @@ class OffloadEngine:
             self._manager.complete_load(request.keys[:count], request.ctx, request.generation)
             self._steps.note_progress()
 
-    async def _reserve(
-        self, request: EngineRequest, keys: Sequence[OffloadKey], deadline_s: float
-    ) -> PrepareStoreOutput:
-        """Wait for room; what is granted belongs to the caller, who must not await before using."""
-        self._require_open()
-        while (granted := self._manager.prepare_store(keys, request.ctx)) is None:
-            self._steps.schedule()
-            if self._loop.time() >= deadline_s:
-                raise BusyError("no room in the primary: everything in it is in use")
-            await self._steps.next_progress(deadline_s)
-        self._steps.schedule()
-        return granted
-
     def _load_ended(
         self, keys: Sequence[OffloadKey], ctx: ReqContext, generation: int, _success: bool
     ) -> None:
         self._manager.complete_load(keys, ctx, generation)
-        self._steps.note_progress()
-
-    def _store_ended(self, granted: PrepareStoreOutput, ctx: ReqContext, success: bool) -> None:
-        generation = granted.store_spec.generation
-        self._manager.complete_store(granted.keys_to_store, ctx, success, generation)
         self._steps.note_progress()

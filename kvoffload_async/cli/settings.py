@@ -82,7 +82,6 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": scratch.path}]
     config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
-    config.setdefault("accept_prefix", True)
     _size_primary(config, flags)
     return TieringOffloadingSpec(config)
 

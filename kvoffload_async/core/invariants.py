@@ -89,21 +89,27 @@ def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
             yield f"block {key.hex()} has {count} promotions under way"
-    cap = planner.limits.promotion_slots
-    for tier in planner.tiers:
-        if tier.promotion_slots > cap:
-            yield f"{tier.promotion_slots} promotion slots of {tier.name!r} exceed the cap of {cap}"
+    retained = {key for request in planner.requests.values() for key in request.retained}
+    under_way = sum(1 for _ in _promoted_keys(planner))
+    counted = planner.promotions.outstanding_slots
+    if counted != under_way + len(retained):
+        yield f"{counted} slots are counted, {under_way} promoted and {len(retained)} retained"
+    if counted > planner.limits.promotion_slots:
+        yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
+
+
+def what_is_retained_is_waited_for(planner: Planner) -> Iterator[str]:
+    """P22."""
     for ctx, request in planner.requests.items():
-        if request.is_finished and request.retained:
-            yield f"blocks are kept for request {ctx.req_id!r}, which has finished"
+        if request.retained and not planner.retention.has_reason(request):
+            count = len(request.retained)
+            yield f"{count} blocks are retained for request {ctx.req_id!r}, which does not wait"
 
 
 def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
     """P21."""
     shares = planner.shares
     promised = Counter(tier for tier, _, _ in planner.promotions.unflushed())
-    for request in planner.requests.values():
-        promised.update(request.retained.values())
     for index, tier in enumerate(planner.tiers):
         loads, stores = promised[index], 0
         for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.disowned())):
@@ -116,7 +122,9 @@ def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
         if loads + stores > shares.each or loads > bounds[0] or stores > bounds[1]:
             yield f"tier {tier.name!r} occupies {counted} slots of {bounds}, {shares.each} in all"
     if shares.occupied > shares.total:
-        yield f"the tiers occupy {shares.occupied} slots of {shares.total}"
+        yield f"tiers and waiting requests occupy {shares.occupied} slots of {shares.total}"
+    if shares.retained_slots != planner.retention.retained_slots:
+        yield f"{shares.retained_slots} retained slots are counted, not as many as are retained"
 
 
 def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
@@ -160,8 +168,8 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
     reasons = planner.primary.loads()
     for job in _readers(planner):
         reasons.update(job.keys)
-    for request in planner.requests.values():
-        reasons.update(request.retained.keys())
+    reasons.update({key for request in planner.requests.values() for key in request.retained})
+    reasons.update(planner.retention.guarded)
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"block {key.hex()} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
@@ -226,7 +234,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P7",
-        "at most one promotion a key is under way, and no more slots of a tier than the cap",
+        "at most one promotion a key is under way, and with what is retained no more than the cap",
         promotions_are_single_and_capped,
     ),
     Invariant(
@@ -248,6 +256,11 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "P21",
         "each tier occupies what it counts and no more than its share, and the reserve is kept",
         shares_are_true_and_kept,
+    ),
+    Invariant(
+        "P22",
+        "whoever a block is retained for is waiting for it",
+        what_is_retained_is_waited_for,
     ),
 )
 

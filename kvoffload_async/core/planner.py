@@ -7,13 +7,14 @@ clock: time comes in with `begin_step`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.retention import Retention
 from kvoffload_async.core.shares import Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.errors import StateError
@@ -34,7 +35,8 @@ class PlannerLimits:
     """The planner's bounds.
 
     Attributes:
-        promotion_slots: Primary slots that one tier's promotions may occupy until they are loaded.
+        promotion_slots: Primary slots that promotions may occupy until they are loaded, together
+            with what is retained for requests that wait.
         cascade_blocks: Blocks in cascade to one tier; what is over it is dropped and counted.
         deferral_s: Seconds that a request may be deferred in all; then pending means missing.
         reserved_fraction: Part of the primary that tiers never occupy; see `Shares`.
@@ -80,11 +82,15 @@ class Planner:
             cascade_blocks=limits.cascade_blocks,
             reserved_fraction=limits.reserved_fraction,
         )
-        self.promotions = Promotions(primary, self.tiers, self.shares)
+        self.retention = Retention(primary, self.shares, limits.promotion_slots, limits.deferral_s)
+        self.promotions = Promotions(primary, self.tiers, self.shares, self.retention)
         self.requests: dict[ReqContext, RequestState] = {}
+        self._newest: dict[str, RequestState] = {}
+        """Request id -> the live request that has it; of several, the one that came last."""
         self.promotions_paused = False
         self._parking: dict[ReqContext, RequestState] = {}
-        self._hits_of_step: set[OffloadKey] = set()
+        self._asking: RequestState | None = None
+        self._found = self.retention.found
         self._next_job_id: JobId = 0
         self.begin_step(0.0)
 
@@ -95,14 +101,14 @@ class Planner:
         if ctx in self.requests:
             raise StateError(f"request {ctx.req_id!r} is known already")
         self.primary.open_request(ctx)
-        self.requests[ctx] = RequestState(ctx, request_level_tiers)
+        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: commit its recency now, tell the tiers as soon as nothing can follow."""
         request = self._live_request(ctx)
         self.primary.close_request(ctx)
         request.is_finished = True
-        self.promotions.release(request, list(request.retained))
+        self.retention.proceed(request)
         self._end_if_done(request)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
@@ -112,9 +118,12 @@ class Planner:
             StateError: The request is unknown or has finished.
         """
         request = self._live_request(ctx)
+        if request is not self._asking:
+            self._asking = request
+            self.retention.begin_round(request, self._now_s)
         answer = self.primary.lookup(key)
         if answer is LookupResult.HIT:
-            self._hits_of_step.add(key)
+            self._found.append(key)
             return answer
         if answer is LookupResult.MISS and not request.is_expired:
             answer = self._search(key, request)
@@ -128,9 +137,23 @@ class Planner:
         """Pin keys that were HIT in this step; return their slots, in key order."""
         request = self._live_request(ctx)
         slots = self.primary.prepare_load(ctx, keys)
-        self.promotions.release(request, keys)
+        self.retention.load(request, keys)
+        self._asking = None
         request.proceed()
         return slots
+
+    def on_request_scheduled(self, ctx: ReqContext) -> bool:
+        """Learn that a request waits for no loads any more, if it still is there.
+
+        Returns:
+            Whether blocks were retained for it until now.
+        """
+        request = self.requests.get(ctx)
+        if request is None:
+            return False
+        had_some = bool(request.retained)
+        self._proceed(request)
+        return had_some
 
     def complete_load(
         self, keys: Sequence[OffloadKey], ctx: ReqContext, generation: int | None = None
@@ -141,12 +164,14 @@ class Planner:
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for missing keys; None if there is no room, and then nothing changed."""
+        """Reserve slots for missing keys, or None if there is no room; the request proceeds."""
         request = self._live_request(ctx)
+        self._proceed(request)
+        if len(keys) > self.primary.pool.free_count:
+            self.retention.guard_from_store()
         output = self.primary.prepare_store(ctx, keys)
         if output is None:
             return None
-        request.proceed()
         request.writing.update(output.keys_to_store)
         if request.request_level_tiers:
             self._cascade_present(request, keys, frozenset(output.keys_to_store))
@@ -197,15 +222,22 @@ class Planner:
         for record in tier.take_released():
             self._job_released(record)
 
-    def end_step(self) -> None:
-        """Submit the step's promotions; retry what is parked."""
+    def end_step(self, scheduled: Iterable[str] = ()) -> None:
+        """Submit the step's promotions; retry what is parked; release what nobody waits for.
+
+        Args:
+            scheduled: Ids of requests that began to be computed in this step.
+        """
+        for req_id in scheduled:
+            if req_id in self._newest:
+                self._proceed(self._newest[req_id])
         for tier, request, keys, slots in self.promotions.flush():
             self._submit(tier, request, keys, slots, is_promotion=True)
             self._end_if_done(request)
         for request in list(self._parking.values()):
             self._retry_parked(request)
-        self._hits_of_step.clear()
-        self.primary.end_protection()
+        self._asking = None
+        self.retention.end_step(self._now_s)
 
     @property
     def has_pending_work(self) -> bool:
@@ -246,7 +278,7 @@ class Planner:
             self._end_if_done(request)
         for tier in self.tiers:
             tier.reset()
-        self._hits_of_step.clear()
+        self._asking = None
         self.promotions_paused = True
 
     def reset_flushed(self) -> None:
@@ -284,6 +316,12 @@ class Planner:
         else:
             self.primary.unpin(record.job.keys)
 
+    def _proceed(self, request: RequestState) -> None:
+        request.proceed()
+        if request.waits or request.retained:
+            self.retention.proceed(request)
+            self._asking = None
+
     def _live_request(self, ctx: ReqContext) -> RequestState:
         request = self.requests.get(ctx)
         if request is None or request.is_finished:
@@ -302,7 +340,7 @@ class Planner:
                 continue
             answer = self.sources[index].lookup(key, request.ctx)
             if answer is LookupResult.HIT:
-                if self.promotions.reserve(index, request, key, self._hits_of_step):
+                if self.promotions.reserve(index, request, key):
                     return LookupResult.HIT_PENDING
                 self.counters.promotions_refused += 1
                 return LookupResult.MISS
@@ -376,5 +414,7 @@ class Planner:
         if not request.can_end:
             return
         del self.requests[request.ctx]
+        if self._newest.get(request.ctx.req_id) is request:
+            del self._newest[request.ctx.req_id]
         for tier in self.tiers:
             tier.finish_request(request.ctx)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.heads import split_where_it_fits, those_before, used_before
 from kvoffload_async.core.loads import Loads
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
@@ -60,8 +61,8 @@ class Primary(ResidentBlocks):
         Args:
             num_slots: Capacity in blocks.
             policy: Ranks resident keys; owned by this object from now on.
-            accept_prefix: Whether `prepare_store` takes the longest head of a batch that fits,
-                instead of all or nothing.
+            accept_prefix: Whether `prepare_store` takes the longest head of a batch that fits
+                beside what its request has used, instead of all or nothing.
             admission: Filters what `prepare_store` takes.
             enable_events: Whether `take_events` has anything to tell.
         """
@@ -154,13 +155,19 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         missing, readable, idle = self._sorted_out(keys)
-        wanted = missing if self._admission is None else self._admission.admitted(missing)
-        room = self._pool.free_count + self._idle - len(idle)
-        if len(wanted) > room:
-            if not self._accept_prefix or not room:
+        wanted: Sequence[OffloadKey] = missing
+        if self._admission is not None:
+            wanted = self._admission.admitted(missing)
+        left_out: Sequence[OffloadKey] = ()
+        if self._accept_prefix and len(wanted) > self._pool.free_count:
+            used = self._recency.used_by(ctx)
+            if len(wanted) > self._room_beside(idle) - len(used):
+                head = used_before(wanted, used, ctx.key_positions)
+                idle |= self._sorted_out(head)[2]
+            room = self._room_beside(idle)
+            wanted, left_out = split_where_it_fits(wanted, ctx.key_positions, room)
+            if not wanted:
                 return None
-            wanted = wanted[:room]
-        self.end_protection()
         if idle:
             granted = self._reserve_beside(idle, wanted, ctx)
         else:
@@ -169,36 +176,19 @@ class Primary(ResidentBlocks):
             return None
         slots, evicted = granted
         if self._admission is not None:
-            self._admission.offered(missing)
+            self._admission.offered(those_before(left_out, missing, ctx.key_positions))
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
-        return PrepareStoreOutput(wanted, spec, evicted)
+        return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
-    def _sorted_out(
-        self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[OffloadKey], list[OffloadKey], list[int]]:
-        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
-        refs = self._refs
-        missing: list[OffloadKey] = []
-        readable: list[OffloadKey] = []
-        idle: list[int] = []
-        unique = list(dict.fromkeys(keys))
-        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
-            if slot is None:
-                missing.append(key)
-            elif refs[slot] >= 0:
-                readable.append(key)
-                if not refs[slot]:
-                    idle.append(slot)
-        return missing, readable, idle
+    def _room_beside(self, idle: Collection[int]) -> int:
+        """Return how many blocks fit if those in some idle slots stay."""
+        return self._pool.free_count + self._idle - len(idle)
 
-    def reserve(self, key: OffloadKey, protected: Collection[OffloadKey]) -> int | None:
-        """Reserve a slot for one absent key, evicting at most one other that is not protected.
-
-        Until `end_protection`, keys may be added to those that are protected, but none taken out.
-        A `prepare_store` ends it as well.
+    def reserve(self, key: OffloadKey) -> int | None:
+        """Reserve a slot for one absent key, evicting at most one other.
 
         Returns:
             The slot, or None if there is no room: then nothing has changed.
@@ -208,7 +198,7 @@ class Primary(ResidentBlocks):
         """
         if key in self._blocks:
             raise StateError(f"block {key.hex()} is present already")
-        granted = self._reserve([key], self._evictable_unless(protected), None)
+        granted = self._reserve([key], self._may_go, None)
         if granted is None:
             return None
         (slot,), _ = granted
@@ -272,7 +262,6 @@ class Primary(ResidentBlocks):
         self._writers.clear()
         self._loads.clear()
         self._policy.clear()
-        self._protected.clear()
         if self._admission is not None:
             self._admission.clear()
         self._pool.reset(still_touched)
@@ -322,7 +311,7 @@ class Primary(ResidentBlocks):
     # -- inside ---------------------------------------------------------------------------------
 
     def _reserve_beside(
-        self, idle: Sequence[int], missing: Sequence[OffloadKey], writer: ReqContext
+        self, idle: Collection[int], missing: Sequence[OffloadKey], writer: ReqContext
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Reserve as `_reserve` does, with the blocks in these idle slots pinned."""
         refs = self._refs
@@ -333,7 +322,7 @@ class Primary(ResidentBlocks):
         finally:
             for slot in idle:
                 refs[slot] = 0
-            self._policy.released(idle)
+            self._policy.released(tuple(idle))
 
     def _reserve(
         self,

@@ -6,7 +6,7 @@ transfers end, and lets the tail of a prompt go before its head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey, ReqContext
@@ -52,6 +52,10 @@ class RecencyLog:
                 accesses.setdefault(key, reused)
         else:
             accesses.update(dict.fromkeys(keys, reused))
+
+    def used_by(self, ctx: ReqContext) -> Collection[OffloadKey]:
+        """Return what a live request has used so far."""
+        return self._accesses[ctx].keys()
 
     def commit(self, ctx: ReqContext) -> None:
         """End a request: rank what it used.

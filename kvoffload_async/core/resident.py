@@ -14,7 +14,7 @@ a million, under LRU: 164 with its key of 36, 95 without; 38 more once blocks ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
@@ -41,8 +41,6 @@ class ResidentBlocks:
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._idle = 0
-        self._protected: dict[int, None] = {}
-        """Slots that were not evicted only because they were protected."""
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
@@ -93,13 +91,6 @@ class ResidentBlocks:
             self._idle += len(released)
             self._policy.released(released)
 
-    def end_protection(self) -> None:
-        """Let go again whatever was protected; see `Primary.reserve`."""
-        if self._protected:
-            refs = self._refs
-            self._policy.released([slot for slot in self._protected if not refs[slot]])
-            self._protected.clear()
-
     def slot_of(self, key: OffloadKey) -> int:
         """Return a resident key's slot; raises StateError if it is absent."""
         slot = self._blocks.get(key)
@@ -128,8 +119,7 @@ class ResidentBlocks:
 
         For invariants and inspection.
         """
-        skipped = [slot for slot in self._policy.skipped() if slot not in self._protected]
-        return self._blocks.keys_of([slot for slot in skipped if not self._refs[slot]])
+        return self._blocks.keys_of([s for s in self._policy.skipped() if not self._refs[s]])
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
         """Iterate over (key, slot, reference count), -1 for writing.
@@ -138,6 +128,24 @@ class ResidentBlocks:
         """
         return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
 
+    def _sorted_out(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
+        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
+        refs = self._refs
+        missing: list[OffloadKey] = []
+        readable: list[OffloadKey] = []
+        idle: set[int] = set()
+        unique = list(dict.fromkeys(keys))
+        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
+            if slot is None:
+                missing.append(key)
+            elif refs[slot] >= 0:
+                readable.append(key)
+                if not refs[slot]:
+                    idle.add(slot)
+        return missing, readable, idle
+
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots = []
         for key, slot in zip(keys, self._blocks.find(keys), strict=True):
@@ -145,20 +153,6 @@ class ResidentBlocks:
                 raise StateError(f"block {key.hex()} is not being written")
             slots.append(slot)
         return slots
-
-    def _evictable_unless(self, protected: Collection[OffloadKey]) -> Callable[[int], bool]:
-        """Return whether the block in a slot may go, and is not protected, which is noted."""
-        refs, key_of, noted = self._refs, self._blocks.key_of, self._protected
-
-        def may_go(slot: int) -> bool:
-            if refs[slot]:
-                return False
-            if key_of(slot) in protected:
-                noted[slot] = None
-                return False
-            return True
-
-        return may_go
 
     def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
         """Tell the policy what a request used, head to tail; absent keys are left out."""

@@ -1,14 +1,15 @@
 """Shares: how much of the primary each tier's transfers may occupy, in each direction.
 
-A slot counts against a tier from its reservation for a promotion until its block is loaded or given
-up, and for each cascade of its block; in both directions until the copy has ended, however long it
-is overdue. So what hangs keeps its own share and nothing else:
+A slot counts against a tier from its reservation for a promotion until its block has landed or was
+given up, and for each cascade of its block; in both directions until the copy has ended, however
+long it is overdue. So what hangs keeps its own share and nothing else:
 
     primary = reserved | share of tier 0 | share of tier 1 | ...
     share   = left to the other direction | what this direction may occupy
 
 The same fraction is kept from the tiers, and within a share from each direction; but one slot can
-always be transferred.
+always be transferred. What is retained for requests that wait is nobody's share, but keeps out of
+what is reserved as well.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class Shares:
     Thread: owner.
 
     Attributes:
-        total: Slots that all tiers' transfers together may occupy.
+        total: Slots that all tiers' transfers, and what is retained, may occupy together.
         each: Slots that one tier's transfers may occupy.
         promotions: Slots that one tier's promotions may occupy.
         cascades: Blocks that may be in cascade to one tier.
+        retained_slots: What is retained for requests; written by `Retention`.
     """
 
     def __init__(
@@ -44,15 +46,21 @@ class Shares:
         self._tiers = tiers
         self.total = num_slots - _part_of(num_slots, reserved_fraction)
         self.each = max(1, self.total // max(1, len(tiers)))
-        self._overlap = self.each * len(tiers) > self.total  # more tiers than slots
+        self.retained_slots = 0
         one_direction = self.each - _part_of(self.each, reserved_fraction)
         self.promotions = min(promotion_slots, one_direction)
         self.cascades = min(cascade_blocks, one_direction)
 
     @property
     def occupied(self) -> int:
-        """What all tiers occupy; a block in cascade to two of them counts twice."""
-        return sum(tier.promotion_slots + tier.cascading_blocks for tier in self._tiers)
+        """What tiers occupy and what is retained; a block with several uses counts for each."""
+        used = (tier.promotion_slots + tier.cascading_blocks for tier in self._tiers)
+        return self.retained_slots + sum(used)
+
+    @property
+    def spare_slots(self) -> int:
+        """What is left of the total."""
+        return self.total - self.occupied
 
     def room_to_load(self, tier: int) -> int:
         """Return how many more slots may be reserved for promotions from a tier."""
@@ -66,9 +74,7 @@ class Shares:
 
     def _room(self, state: TierState, in_direction: int) -> int:
         room = min(in_direction, self.each - state.promotion_slots - state.cascading_blocks)
-        if self._overlap:
-            room = min(room, self.total - self.occupied)
-        return max(0, room)
+        return max(0, min(room, self.spare_slots))
 
 
 def _part_of(slots: int, fraction: float) -> int:

@@ -60,7 +60,13 @@ class OffloadingManager(ABC):
     ) -> PrepareStoreOutput | None:
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
-        All or nothing: with None nothing is stored, nothing evicted and nothing changed.
+        With None nothing is stored and nothing evicted. If there is room for a head only, that may
+        be granted: what `keys_left_out` names is to be offered again.
+
+        Args:
+            keys: Grouped by KV-cache group, head to tail in each; `ReqContext.key_positions` tells
+                where those of several groups lie.
+            req_context: The request, which is computed now: it waits for no loads any more.
         """
 
     @abstractmethod

@@ -35,7 +35,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         *,
         cache_policy: str = "lru",
         buffer: PrimaryBuffer | None = None,
-        accept_prefix: bool = False,
+        accept_prefix: bool = True,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
         enable_events: bool = False,
@@ -46,7 +46,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             num_blocks: Capacity.
             cache_policy: Name of the eviction policy.
             buffer: The memory behind the slots; owned from now on. None: account only.
-            accept_prefix: Store the longest head of a batch that fits, not all or nothing.
+            accept_prefix: Store the longest head of a batch that fits, over all KV-cache groups,
+                not all or nothing.
             store_threshold: A block is stored at its n-th offer; 0 and 1 mean at once.
             max_tracker_size: Keys whose offers are remembered.
             enable_events: Record events for `take_events`.

@@ -72,8 +72,10 @@ class TieringOffloadingManager(OffloadingManager):
             secondary_tiers: In the order of lookup.
             bridge: The bridge that the tiers share; then this manager hands jobs over once a
                 step. None: each tier hands its own over.
-            reserved_fraction: Part of the primary that no tier's transfers occupy; see `Shares`.
-            promotion_fraction: Part of it that one tier's promotions may occupy until loaded.
+            reserved_fraction: Part of the primary that is neither for tiers' transfers nor for what
+                is retained for requests; see `Shares`.
+            promotion_fraction: Part of it that promotions and what is retained for waiting
+                requests may occupy.
             cascade_fraction: Part of it that may be in cascade to one tier.
             deferral_timeout_s: Seconds that a request may be deferred in all.
             breaker: When a failing tier is left alone.
@@ -166,6 +168,16 @@ class TieringOffloadingManager(OffloadingManager):
         slots = self.planner.prepare_load(keys, req_context)
         return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
 
+    def on_request_scheduled(self, req_context: ReqContext) -> bool:
+        """Learn that a request waits for no loads any more, or that it has ended.
+
+        For drivers that end steps without saying so in a `ScheduleEndContext`.
+
+        Returns:
+            Whether blocks were retained for it until now.
+        """
+        return self.planner.on_request_scheduled(req_context)
+
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
     ) -> None:
@@ -208,7 +220,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
-        self.planner.end_step()
+        self.planner.end_step(() if context is None else context.new_req_ids)
         self._hand_over()
         for guard in self._guards:
             guard.end_step(context)

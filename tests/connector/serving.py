@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
-from connector.worlds import Recorder
+from connector.worlds import Watched
 from facade.worlds import SLOT_BYTES, World
 
 from kvoffload_async.core.invariants import check_state
@@ -78,7 +78,7 @@ class Serving:
         self.groups = groups
         self.num_workers = num_workers
         self.world = World(*tiers, num_slots=num_slots, **(limits or {}))
-        self.manager = Recorder(self.world.manager)
+        self.manager = Watched(self.world.manager)
         self.geometry = ConnectorGeometry(
             groups, TOKENS_PER_HASH, num_workers=num_workers, **options
         )
@@ -349,6 +349,7 @@ class Serving:
 
     def check(self):
         check_state(self.world.manager.planner)
+        self.manager.check(self.connector)
         owned = [b for r in self.live for table in r.tables for b in table if b != NULL_BLOCK]
         assert len(set(owned) | set(self.free)) == len(owned) + len(self.free)
         if self.copies or self.deferred:

@@ -85,10 +85,10 @@ class Counted:
         self.primary.complete_store(self.ctx, keys, success=True)
         return granted.evicted_keys
 
-    def reserve(self, key, protected=()):
+    def reserve(self, key):
         """Make room for one block, which comes at once; return what had to go for it."""
         before = set(self.primary.ranked())
-        assert self.primary.reserve(key, protected) is not None
+        assert self.primary.reserve(key) is not None
         self.primary.complete_write([key], success=True)
         return before - set(self.primary.ranked())
 
@@ -103,7 +103,7 @@ def test_promotions_ask_about_each_pinned_block_once(policy, num_twice):
     cache = Counted(policy, twice=K[:num_twice])
     cache.primary.pin(K[:NUM_PINNED])
     for key in NEW[:1000]:
-        assert cache.primary.reserve(key, ()) is not None
+        assert cache.primary.reserve(key) is not None
     assert cache.num_questions <= NUM_PINNED + 2 * 1000
 
 
@@ -116,22 +116,6 @@ def test_unpinning_costs_one_more_question_a_block(policy):
         cache.primary.unpin(K[number : number + 1])
         cache.primary.pin(K[number : number + 1])
     assert cache.num_questions <= NUM_PINNED + 4 * 300
-
-
-@BOUNDED
-def test_promotions_ask_about_each_hit_of_their_step_once(policy):
-    cache = Counted(policy)
-    hits = set(K[:NUM_PINNED])
-    for number, key in enumerate(NEW[:1000]):
-        assert cache.primary.reserve(key, hits) is not None
-        hits.add(K[-1 - number // 10])
-    assert cache.num_questions <= NUM_PINNED + 2 * 1000
-    assert not cache.primary.forgotten()
-    cache.num_questions = 0
-    cache.primary.end_protection()
-    assert not list(cache.primary.policy.skipped())
-    assert cache.reserve(NEW[2000]) == {K[0]}
-    assert cache.num_questions <= 2
 
 
 @BOUNDED
@@ -173,13 +157,6 @@ def test_what_a_store_offers_again_may_go_for_the_next_one(policy):
     cache = Counted(policy, num_slots=4)
     assert cache.store([*K[:2], NEW[0]]) == [K[2]]
     assert not cache.primary.forgotten()
-    assert cache.store(NEW[1:3]) == K[:2]
-
-
-@ALL
-def test_a_store_ends_the_protection_of_what_a_reservation_left_in_place(policy):
-    cache = Counted(policy, num_slots=4)
-    assert cache.reserve(NEW[0], set(K[:2])) == {K[2]}
     assert cache.store(NEW[1:3]) == K[:2]
 
 

@@ -131,6 +131,13 @@ class PlannerMachine(RuleBasedStateMachine):
         self.deferred.discard(ctx.req_id)
         self.world.finish(ctx)
 
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data())
+    def compute_without_loading(self, data):
+        ctx = self.request(data)
+        self.deferred.discard(ctx.req_id)
+        self.world.planner.on_request_scheduled(ctx.req_id)
+
     @rule(seconds=st.sampled_from([0.5, 0.0, 4.0]), settles=st.booleans())
     def step(self, seconds, settles):
         self.world.step(seconds)

@@ -6,8 +6,14 @@ from core.terms import k, ks
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import ExactIndex
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.retention import Retention
+from kvoffload_async.core.shares import Shares
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
@@ -213,6 +219,65 @@ def test_a_disabled_log_collects_nothing():
     log = log_of(enabled=False)
     log.add(ks("a"), removed=False)
     assert taken(log) == []
+
+
+# -- promotions ---------------------------------------------------------------------------------
+
+
+def promotions_of(cap_slots):
+    primary = Primary(8, LruPolicy(8))
+    tiers = [
+        TierState(name, ExactIndex(), 1, EventLog(Medium.STORAGE, enabled=False)) for name in "pq"
+    ]
+    shares = Shares(8, tiers, promotion_slots=8, cascade_blocks=8, reserved_fraction=0.01)
+    retention = Retention(primary, shares, cap_slots, 1.0)
+    return Promotions(primary, tiers, shares, retention), retention
+
+
+def test_reservations_are_batched_by_tier_and_request():
+    promotions = promotions_of(8)[0]
+    first, second = request("r"), request("s")
+    for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
+        assert promotions.reserve(tier, who, k(name))
+    assert list(promotions.unflushed()) == [
+        (0, k("a"), 0),
+        (0, k("d"), 3),
+        (1, k("b"), 1),
+        (0, k("c"), 2),
+    ]
+    assert first.unflushed_promotions == 3
+    batches = [(t, r.ctx.req_id, keys, slots) for t, r, keys, slots in promotions.flush()]
+    assert batches == [
+        (0, "r", ks("ad"), [0, 3]),
+        (1, "r", ks("b"), [1]),
+        (0, "s", ks("c"), [2]),
+    ]
+    assert first.unflushed_promotions == 0
+    assert list(promotions.flush()) == []
+
+
+def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
+    promotions, retention = promotions_of(2)
+    waiting = request()
+    retention.begin_round(waiting, 0.0)
+    assert promotions.reserve(0, waiting, k("a"))
+    assert promotions.reserve(0, waiting, k("b"))
+    assert not promotions.reserve(0, waiting, k("c"))
+    promotions.land(0, ks("a"), waiting)
+    assert not promotions.reserve(0, waiting, k("c"))
+    retention.load(waiting, ks("ax"))
+    assert promotions.reserve(0, waiting, k("c"))
+    promotions.fail(0, ks("b"))
+    assert promotions.disown(ks("c")) == [2]
+    assert promotions.outstanding_slots == 0
+
+
+def test_nothing_is_kept_for_a_request_that_is_gone_or_does_not_wait():
+    promotions, _ = promotions_of(8)
+    for name, who in ("a", None), ("b", request()):
+        promotions.reserve(0, request(), k(name))
+        promotions.land(0, ks(name), who)
+    assert promotions.outstanding_slots == 0
 
 
 # -- requests -----------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ def test_the_invariants_are_p1_to_p21():
 
 def busy_world():
     """Everything at once: idle, pinned, writing, held and free slots, jobs of all kinds."""
-    world = World(10, 1, request_level=[0])
-    world.fill(0, ks("xyzu"))
-    ctx, other = world.begin("r"), world.begin("s")
+    world = World(11, 1, request_level=[0])
+    world.fill(0, ks("xyzuv"))
+    ctx, other, waiting = world.begin("r"), world.begin("s"), world.begin("t")
     world.store(ctx, "ij")
     world.settle()
     world.store(ctx, "c")
@@ -44,6 +44,9 @@ def busy_world():
         world.step()
     world.settle(3)
     world.disown(4)
+    world.lookup(waiting, "v")
+    world.step()
+    world.settle(6)
     world.load(ctx, "i")
     world.offer(ctx, "w")
     world.offer(other, "w")
@@ -105,12 +108,12 @@ def damage_p7_twice(world):
     world.planner.counters.jobs_submitted += 1
 
 
+def damage_p7_count(world):
+    world.planner.retention.in_flight += 1
+
+
 def damage_p7_cap(world):
     world.planner.limits = type(world.planner.limits)(1, 1_000, 1.0)
-
-
-def damage_p7_kept_for_nobody(world):
-    request_of(world, "r").is_finished = True
 
 
 def damage_p21_cascading(world):
@@ -131,6 +134,27 @@ def damage_p21_share(world):
 
 def damage_p21_reserve(world):
     world.planner.shares.total = 1
+
+
+def damage_p21_retained(world):
+    world.planner.shares.retained_slots += 1
+
+
+def damage_p22_for_one_that_has_finished(world):
+    world.planner.lookup(B, world.live["t"])
+    request_of(world, "t").is_finished = True
+
+
+def damage_p22_for_one_that_was_computed(world):
+    request_of(world, "t").waits = False
+
+
+def damage_p22_for_one_that_asked_long_ago(world):
+    request_of(world, "t").asked_at_s -= 2 * world.planner.limits.deferral_s
+
+
+def damage_p22_for_one_that_is_forgotten(world):
+    world.planner.retention._waiting.clear()
 
 
 def damage_p10(world):
@@ -195,7 +219,7 @@ def test_damage_violates_its_invariant(damage):
 def test_a_violation_names_its_invariant_and_says_what_is_wrong():
     world = busy_world()
     damage_p1(world)
-    with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 6 jobs were submi"):
+    with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 7 jobs were submi"):
         check_state(world.planner)
 
 

@@ -42,6 +42,24 @@ NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
 MIB = 1 << 20
 
 
+class WatchedPrimary(Primary):
+    """Records what it is asked for, and what it evicts for that."""
+
+    def __init__(self, history, *args, **options):
+        super().__init__(*args, **options)
+        self.history = history
+
+    def prepare_store(self, ctx, keys):
+        in_use = frozenset(key for key, _, refs in self.resident() if refs)
+        before = whole_state(self)
+        output = super().prepare_store(ctx, keys)
+        evicted = () if output is None else tuple(output.evicted_keys)
+        granted = output is not None
+        fact = RoomAsked(tuple(keys), in_use, granted, evicted, before, whole_state(self))
+        self.history.record(fact)
+        return output
+
+
 class World:
     """A planner, `tiers` scripted tiers, and everything that moves."""
 
@@ -58,8 +76,13 @@ class World:
         **primary_options,
     ):
         self.tiers = [ScriptedTier() for _ in range(tiers)]
-        self.primary = Primary(
-            num_slots, POLICIES[policy](num_slots), enable_events=True, **primary_options
+        self.history = History()
+        self.primary = WatchedPrimary(
+            self.history,
+            num_slots,
+            POLICIES[policy](num_slots),
+            enable_events=True,
+            **primary_options,
         )
         slots = [
             ForeignTierState(
@@ -80,7 +103,6 @@ class World:
         self.ended: list[tuple[int, str]] = []
         self.kept: set[OffloadKey] = set()
         self.refusing: set[int] = set()
-        self.history = History()
         self.memory = Memory(num_slots, self.history)
         self.now_s = 0.0
 
@@ -101,19 +123,7 @@ class World:
     def offer(self, ctx, names):
         """prepare_store; the copy from the device then waits in `writes`."""
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
-        blocks = list(self.primary.resident())
-        before = whole_state(self.primary)
         output = self.planner.prepare_store(keys, ctx)
-        self.history.record(
-            RoomAsked(
-                tuple(keys),
-                frozenset(key for key, _, refs in blocks if refs),
-                output is not None,
-                () if output is None else tuple(output.evicted_keys),
-                before,
-                whole_state(self.primary),
-            )
-        )
         if output is not None and output.keys_to_store:
             slots = output.store_spec.block_ids.tolist()
             self._expect_untouched(slots)

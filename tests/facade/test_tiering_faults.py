@@ -126,8 +126,8 @@ def test_a_promoted_block_is_not_evicted_before_it_is_read_50014(worlds):
     world.settle()
     world.poll()
     world.begin("s")
-    assert world.prepare_store(10, 11, 12, 13, req_id="s") is None
-    assert world.prepare_store(10, 11, 12, req_id="s") is not None
+    granted = world.prepare_store(10, 11, 12, 13, req_id="s")
+    assert granted.keys_left_out == [k(13)]
     assert world.lookup(1) is HIT
     world.load(1)
 

@@ -222,6 +222,11 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["block_size"] = min(self.tokens_per_block)
         options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
+        has_groups = len(self.config.groups) > 1  # vLLM never offers again what was left out
+        if options.setdefault("accept_prefix", not has_groups) and has_groups:
+            raise ConfigError(
+                "accept_prefix: true is for models of one KV-cache group; leave it out"
+            )
         tiers = options.get("secondary_tiers")
         if isinstance(tiers, list | tuple):
             options["secondary_tiers"] = own_tiers = []
