@@ -10,7 +10,7 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobState
 from kvoffload_async.core.tier_state import TierLookup, TierState
-from kvoffload_async.errors import StateError
+from kvoffload_async.errors import StateError, TierError
 from kvoffload_async.types import (
     JobId,
     JobResult,
@@ -79,6 +79,14 @@ class ForeignTierState(TierState):
             self.jobs.handle(JobAbandoned(result.job_id, result.error), given=result)
         else:
             self.jobs.handle(JobSettled(result.job_id), given=result)
+
+    def fail(self, job_id: JobId, error: TierError) -> None:
+        """Give a job its result where the tier has given none: its copy has ended, or never began.
+
+        Raises:
+            IllegalTransitionError: The job is not this tier's, or has a result.
+        """
+        self.jobs.handle(JobSettled(job_id, job_error=error))
 
     def release(self, job_id: JobId) -> None:
         """Take in that the copy of a disowned job has ended.

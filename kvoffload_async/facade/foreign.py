@@ -120,7 +120,7 @@ class ForeignTier:
         text = "".join(traceback.format_exception_only(cause)).strip()
         error = TierUnavailableError(f"{what}: {text}")
         error.__cause__ = cause
-        self.state.answer(JobResult(job_id, success=False, error=error))
+        self.state.fail(job_id, error)
 
 
 def _checked(result: object) -> JobResult:

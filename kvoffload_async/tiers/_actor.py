@@ -167,7 +167,7 @@ class TierActor:
         """Pass a use of blocks on to the tier."""
         try:
             self._tier.touch(keys)
-        except BaseException:
+        except BaseException:  # it must end neither the loop nor the effects behind it
             logger.exception("%s: touch failed", self.name)
 
     async def close(self, timeout_s: float) -> CloseReport:

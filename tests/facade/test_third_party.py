@@ -317,7 +317,7 @@ def test_a_breaker_that_opens_and_closes_is_logged_once_with_the_reason(worlds, 
     world.begin("r")
     for number in range(3):  # it fails, and so do two tries
         world.store(number)
-        world.step()
+        world.poll()
         world.settle(error=TierUnavailableError("no such device"))
         world.poll()
         world.runner.advance(5.0)
