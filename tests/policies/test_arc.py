@@ -350,6 +350,10 @@ def damaged_with_a_ghost_without_its_key(policy):
     policy._ghost_sizes[1] += 1
 
 
+def damaged_with_a_target_beyond_the_cache(policy):
+    policy.p = 4.5
+
+
 def damaged_with_a_stamp_on_what_was_not_met(policy):
     policy._lists._stamps[0] = 1
 
@@ -360,6 +364,7 @@ def damaged_with_a_stamp_on_what_was_not_met(policy):
         (damaged_with_a_key_in_two_lists, "a key is in two lists"),
         (damaged_with_a_ghost_too_many, r"the lists have [1, 0, 0, 1] members, not [1, 0, 0, 0]"),
         (damaged_with_a_ghost_without_its_key, "a ghost is not found by its key"),
+        (damaged_with_a_target_beyond_the_cache, "|T1|=1 |T2|=0 |B1|=0 |B2|=0 p=4.5 c=4"),
         (
             damaged_with_a_stamp_on_what_was_not_met,
             "a member of list 0 has a stamp, but was not met",

@@ -18,6 +18,11 @@ class AskedPolicy(LruPolicy):
         super().__init__(capacity_blocks)
         self.asked: list[tuple[list[OffloadKey], int]] = []
         self.num_questions = 0
+        self.may_go: list[int] = []
+
+    def released(self, slots):
+        self.may_go += slots
+        super().released(slots)
 
     def make_room(self, incoming, count, is_evictable):
         self.asked.append((list(incoming), count))
@@ -91,7 +96,7 @@ def test_each_pinned_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_u
 
 
 def test_a_dropped_block_that_was_passed_over_is_not_confused_with_the_next_one_in_its_slot():
-    catalog, _ = filled(3, 3)
+    catalog, policy = filled(3, 3)
     oldest = list(catalog._ranking.resident())
     places = catalog.find(oldest)
     catalog.pin(places[:2])
@@ -102,6 +107,7 @@ def test_a_dropped_block_that_was_passed_over_is_not_confused_with_the_next_one_
     catalog.pin([taken])
     assert catalog.claim(K[11:12]) == ([], [], [])
     catalog.unpin(places[:1])
+    assert policy.may_go == []
     assert not list(catalog.violations())
     catalog.unpin([taken])
     _, victims, _ = catalog.claim(K[12:14])

@@ -128,6 +128,7 @@ def test_stamps_that_begin_anew_keep_the_rank_of_those_that_are_released_later()
     lists.append([2])
     lists.release([1])
     assert lists.take_first(2, {1, 2}.__contains__) == [1, 2]  # 2 is the fifth to have a stamp
+    assert list(lists.violations()) == []
     assert lists.take_first(3, anything) is None
     lists.release([3, 0])
     assert lists.take_first(2, anything) == [0, 3]
