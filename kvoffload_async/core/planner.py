@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from kvoffload_async.core.cascades import Cascades
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.own_context import OwnContext
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.core.touches import Touches
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import (
+    ENGINE_REQ_ID,
     JobId,
     JobMetadata,
     JobResult,
@@ -34,7 +39,7 @@ class PlannerLimits:
 
     Attributes:
         promotion_slots: Primary slots that promotions may occupy until they are loaded.
-        cascade_blocks: Blocks in cascade to one tier; what is over it is dropped and counted.
+        cascade_blocks: Blocks in cascade to one tier at once; the others wait their turn.
         deferral_s: Seconds that a request may be deferred in all; then pending means missing.
     """
 
@@ -60,6 +65,7 @@ class Planner:
     Thread: owner.
 
     Attributes:
+        now_s: When the step began.
         sources: Who answers a lookup in each tier: its state, or an observer around that.
     """
 
@@ -73,15 +79,25 @@ class Planner:
         self.promotions = Promotions(primary, limits.promotion_slots)
         self.requests: dict[str, RequestState] = {}
         self.promotions_paused = False
-        self._parking: dict[str, RequestState] = {}
+        self.own = OwnContext()
+        self.cascades = Cascades(
+            primary,
+            self.tiers,
+            limits.cascade_blocks,
+            self.own,
+            partial(self._submit, is_promotion=False),
+        )
+        self._touches = Touches(self.tiers, self.cascades, self.own)
         self._hits_of_step: set[OffloadKey] = set()
         self._next_job_id: JobId = 0
-        self._now_s = 0.0
+        self.now_s = 0.0
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
-        """Begin a request; raises StateError if its id is live."""
+        """Begin a request; raises StateError if its id is live, or the engine's own."""
+        if ctx.req_id == ENGINE_REQ_ID:
+            raise StateError(f"request {ctx.req_id!r}: the id is the engine's own; take another")
         if ctx.req_id in self.requests:
             raise StateError(f"request {ctx.req_id!r} is known already")
         self.primary.open_request(ctx)
@@ -90,7 +106,7 @@ class Planner:
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: commit its recency now, tell the tiers as soon as nothing can follow."""
         request = self._live_request(ctx)
-        self.primary.close_request(ctx)
+        self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self.promotions.release(request, list(request.retained))
         self._end_if_done(request)
@@ -110,7 +126,7 @@ class Planner:
             answer = self._search(key, request)
         if answer is LookupResult.MISS:
             return answer
-        if request.defer(self._now_s, self.limits.deferral_s):
+        if request.defer(self.now_s, self.limits.deferral_s):
             self.counters.deferrals_expired += 1
         return LookupResult.MISS if request.is_expired else answer
 
@@ -137,7 +153,8 @@ class Planner:
         request.proceed()
         request.writing.update(output.keys_to_store)
         if request.request_level_tiers:
-            self._cascade_present(request, keys, frozenset(output.keys_to_store))
+            new = frozenset(output.keys_to_store)
+            self.cascades.send_present(request, keys, new, self.now_s)
         return output
 
     def complete_store(self, keys: Sequence[OffloadKey], ctx: ReqContext, *, success: bool) -> None:
@@ -148,19 +165,20 @@ class Planner:
             return
         if success:
             for index in range(len(self.tiers)):
-                self._cascade(index, request, written)
+                self.cascades.send(index, request, written, self.now_s)
         request.writing.difference_update(written)
         self._end_if_done(request)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Note a use of keys."""
-        self.primary.touch(ctx, keys)
+        if self.primary.touch(ctx, keys):
+            self._touches.note(keys)
 
     # -- steps and jobs -------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
         """Note the time of the scheduler's step, at its first call."""
-        self._now_s = now_s
+        self.now_s = now_s
 
     def collect(self) -> None:
         """Take in the results and the releases that the tiers' states have."""
@@ -171,24 +189,26 @@ class Planner:
     def collect_from(self, index: int) -> None:
         """Take in what one tier's state has."""
         tier = self.tiers[index]
-        for job, result in tier.take_ended(self._now_s):
+        for job, result in tier.take_ended(self.now_s):
             self._job_ended(index, job, result)
         for record in tier.take_released():
-            self._job_released(record)
+            self._job_released(index, record)
 
     def end_step(self) -> None:
-        """Submit the step's promotions; retry what is parked."""
+        """Submit the step's promotions, and what waits to cascade; tell the tiers what was used."""
         for tier, request, keys, slots in self.promotions.flush():
-            self._submit(tier, request, keys, slots, is_promotion=True)
+            self._submit(tier, request.ctx, keys, slots, is_promotion=True)
             self._end_if_done(request)
-        for request in list(self._parking.values()):
-            self._retry_parked(request)
+        for request in self.cascades.retry_parked(self.now_s):
+            self._end_if_done(request)
+        self._touches.flush(self.now_s)
+        self.cascades.send_owed(self.now_s)
         self._hits_of_step.clear()
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job has no result yet, or a key is parked."""
-        return self.counters.jobs_submitted != self.counters.job_results or bool(self._parking)
+        """Whether a job has no result yet, or a block waits to cascade and may."""
+        return self.counters.jobs_submitted != self.counters.job_results or self.cascades.has_work
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
@@ -214,11 +234,11 @@ class Planner:
         if jobs := self.jobs:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
         self.promotions.reset()
+        self.cascades.forget()
         reading = [record for record in self.disowned.values() if not record.holds_slots]
         for record in reading:
             record.holds_slots = True
         self.primary.reset([slot for r in reading for slot in r.job.block_ids.tolist()])
-        self._parking.clear()
         for request in list(self.requests.values()):
             request.forget_blocks()
             self._end_if_done(request)
@@ -232,6 +252,11 @@ class Planner:
         """Learn that no copy from before the reset touches the primary any more."""
         self.promotions_paused = False
 
+    def close(self) -> None:
+        """Owe the tiers nothing any more, and end the engine's own request; idempotent."""
+        self.cascades.close()
+        self.own.close()
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _job_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
@@ -239,8 +264,8 @@ class Planner:
         self.counters.job_failures += not result.success
         if job.is_promotion:
             self._promotion_ended(index, job, result)
-        elif not result.disowned:
-            self.primary.unpin(job.keys)
+        else:
+            self.cascades.ended(index, job, result, self.now_s)
 
     def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
@@ -256,14 +281,15 @@ class Planner:
         else:
             self.promotions.land(landed, request)
             self.promotions.fail(failed)
+            self.cascades.offer_faster(index, landed, self.now_s)
         if request is not None:
             request.failed.update((index, key) for key in failed)
 
-    def _job_released(self, record: JobRecord) -> None:
+    def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:
             self.primary.release_slots(record.job.block_ids.tolist())
         else:
-            self.primary.unpin(record.job.keys)
+            self.cascades.released(index, record, self.now_s)
 
     def _live_request(self, ctx: ReqContext) -> RequestState:
         request = self.requests.get(ctx.req_id)
@@ -279,7 +305,7 @@ class Planner:
             return LookupResult.MISS
         unknown = False
         for index, tier in enumerate(self.tiers):
-            if (index, key) in request.failed or not tier.may_load(request.ctx, self._now_s):
+            if (index, key) in request.failed or not tier.may_load(request.ctx, self.now_s):
                 continue
             answer = self.sources[index].lookup(key, request.ctx)
             if answer is LookupResult.HIT:
@@ -291,51 +317,10 @@ class Planner:
             unknown = unknown or answer is not LookupResult.MISS
         return LookupResult.RETRY if unknown else LookupResult.MISS
 
-    def _cascade(self, index: int, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Pin readable keys and send them to a tier: as long a head of them as it takes now."""
-        tier = self.tiers[index]
-        room = max(0, self.limits.cascade_blocks - tier.cascading_blocks)
-        taken = keys[:room] if tier.takes_store(self._now_s) else keys[:0]
-        tier.counters.dropped_blocks += len(keys) - len(taken)
-        if taken:
-            self._submit(index, request, taken, self.primary.pin(taken), is_promotion=False)
-
-    def _cascade_present(
-        self, request: RequestState, keys: Sequence[OffloadKey], new: Collection[OffloadKey]
-    ) -> None:
-        """Send what is readable to the tiers that want whole requests; park what is not yet."""
-        readable = []
-        for key in dict.fromkeys(keys):
-            answer = self.primary.lookup(key)
-            if answer is LookupResult.HIT:
-                readable.append(key)
-            elif answer is LookupResult.HIT_PENDING and key not in new:
-                request.parked[key] = None
-        if request.parked:
-            self._parking[request.ctx.req_id] = request
-        if readable:
-            for index in request.request_level_tiers:
-                self._cascade(index, request, readable)
-
-    def _retry_parked(self, request: RequestState) -> None:
-        readable = []
-        for key in list(request.parked):
-            answer = self.primary.lookup(key)
-            if answer is not LookupResult.HIT_PENDING:
-                del request.parked[key]
-            if answer is LookupResult.HIT:
-                readable.append(key)
-        if readable:
-            for index in request.request_level_tiers:
-                self._cascade(index, request, readable)
-        if not request.parked:
-            del self._parking[request.ctx.req_id]
-            self._end_if_done(request)
-
     def _submit(
         self,
         index: int,
-        request: RequestState,
+        ctx: ReqContext,
         keys: Sequence[OffloadKey],
         slots: Sequence[int],
         *,
@@ -346,8 +331,8 @@ class Planner:
             tuple(keys),
             as_block_ids(slots),
             is_promotion,
-            request.ctx,
-            self._now_s,
+            ctx,
+            self.now_s,
         )
         self._next_job_id += 1
         self.counters.jobs_submitted += 1

@@ -76,6 +76,8 @@ class Primary(ResidentBlocks):
         self._loads: dict[str, Counter[OffloadKey]] = {}
         self._writing = 0
         self._epoch = 0
+        self.on_evicted: Callable[[Sequence[int]], None] | None = None
+        """Told which slots lose their blocks, while somebody needs to know."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -83,12 +85,19 @@ class Primary(ResidentBlocks):
         """Begin a request; raises StateError if it is live already."""
         self._recency.open(ctx)
 
-    def close_request(self, ctx: ReqContext) -> None:
-        """Commit what the request used to the policy; raises StateError if it is not live."""
-        self._recency.commit(ctx)
+    def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
+        """Commit what the request used to the policy; return what it found, head to tail.
 
-    def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> None:
+        Raises:
+            StateError: The request is not live.
+        """
+        return self._recency.commit(ctx)
+
+    def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> bool:
         """Note a use. Counts at the request's end, or at once if the request is unknown.
+
+        Returns:
+            Whether it counts already.
 
         Raises:
             StateError: Something is too short to be a key.
@@ -97,8 +106,9 @@ class Primary(ResidentBlocks):
             raise too_short(keys)
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
-        else:
-            self._rank(dict.fromkeys(keys, True).items())
+            return False
+        self._rank(dict.fromkeys(keys, True).items())
+        return True
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -338,6 +348,8 @@ class Primary(ResidentBlocks):
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None:
             return None
+        if self.on_evicted is not None and victims:
+            self.on_evicted(victims)
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
         self._events.add(evicted, removed=True)

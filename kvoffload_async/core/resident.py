@@ -83,6 +83,15 @@ class ResidentBlocks:
             self._idle += count == 1
             refs[slot] = count - 1
 
+    def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the slots of those of the keys that are readable, in their order."""
+        refs = self._refs
+        return [s for s in self._blocks.find(keys) if s is not None and refs[s] >= 0]
+
+    def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
+        """Return the keys of the blocks in slots that are taken."""
+        return self._blocks.keys_of(slots)
+
     def slot_of(self, key: OffloadKey) -> int:
         """Return a resident key's slot; raises StateError if it is absent."""
         slot = self._blocks.get(key)

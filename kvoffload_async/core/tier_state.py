@@ -18,7 +18,7 @@ from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import KeyIndex
+from kvoffload_async.core.index import ExactIndex, KeyIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -53,7 +53,13 @@ class TierLookup(Protocol):
 
 @dataclass(slots=True)
 class TierCounters:
-    """What a tier has done so far."""
+    """What a tier has done so far.
+
+    Attributes:
+        dropped_blocks: Evicted from the primary, or given up, before the tier had room for them.
+        late_blocks: Submitted after they had waited for room.
+        failed_store_blocks: Not stored, for a reason that does not pass, or too often to go on.
+    """
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -62,6 +68,8 @@ class TierCounters:
     failed_jobs: int = 0
     failed_loads: int = 0
     dropped_blocks: int = 0
+    late_blocks: int = 0
+    failed_store_blocks: int = 0
 
 
 class TierState:
@@ -135,6 +143,19 @@ class TierState:
             return False
         return self.backpressure is None or not self.backpressure.drops_store(now_s)
 
+    def is_available(self, now_s: float) -> bool:
+        """Tell whether the tier is in order, as far as is known."""
+        return self.breaker.permits(now_s)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the tier's contents are known here."""
+        return isinstance(self.index, ExactIndex)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the keys that the tier is known not to have."""
+        return self.index.lacks(keys)
+
     @property
     def has_pending_work(self) -> bool:
         """Whether a job has no result yet, a result was not taken, or a probe is outstanding.
@@ -178,10 +199,13 @@ class TierState:
             self.cascading_blocks += len(job.keys)
         self.submit(job)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
         """Pass a use of blocks on to the tier."""
         if keys and not self._closed:
-            self.effects.append(TouchBlocks(tuple(keys)))
+            self.effects.append(TouchBlocks(tuple(keys), ctx))
+
+    def begin_request(self, ctx: ReqContext) -> None:
+        """Learn of the engine's own request."""
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from kvoffload_async.core.breaker import Breaker
-from kvoffload_async.core.effects import FinishRequest, StartJob
+from kvoffload_async.core.effects import BeginRequest, FinishRequest, StartJob, TouchBlocks
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import StateError, TierUnavailableError
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 _LEFT_TO_THE_PLANNER: Final = (
     "on_request_finished",
     "lookup",
+    "touch",
     "submit_store",
     "submit_load",
     "get_finished_jobs",
@@ -79,15 +81,20 @@ class ForeignTier:
             match effect:
                 case StartJob(job):
                     self._submit(job)
+                case TouchBlocks(keys, ReqContext() as ctx):
+                    self._tell("a use of blocks", self._manager.touch, keys, ctx)
+                case BeginRequest(ctx):
+                    self._tell(f"request {ctx.req_id}", self._manager.on_new_request, ctx)
                 case FinishRequest(ctx):  # pragma: no branch - there are no other effects
-                    self._finish(ctx)
+                    what = f"the end of request {ctx.req_id}"
+                    self._tell(what, self._manager.on_request_finished, ctx)
 
-    def _finish(self, ctx: ReqContext) -> None:
+    def _tell(self, what: str, hook: Callable[..., object], *args: object) -> None:
         try:
-            self._manager.on_request_finished(ctx)
+            hook(*args)
         except Exception:
             # The effects behind it have left the state: they must be carried out all the same.
-            logger.exception("tier %s: the end of request %s", self._manager.tier_type, ctx.req_id)
+            logger.exception("tier %s: %s", self._manager.tier_type, what)
 
     def _submit(self, job: JobMetadata) -> None:
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
 from kvoffload_async.core.invariants import check_state
@@ -13,6 +15,7 @@ from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
+from kvoffload_async.facade.loss_warnings import LossWarnings
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
@@ -29,6 +32,9 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+
+_POLL_S: Final = 0.05
+"""How often tiers are polled that do not say when they have something to report."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -103,6 +109,7 @@ class TieringOffloadingManager(OffloadingManager):
                 deferral_s=deferral_timeout_s,
             ),
         )
+        self._losses = LossWarnings(self.planner, clock())
         seen: Counter[str] = Counter()
         for tier in self.secondary_tiers:
             tier.flushes_on_poll = bridge is None
@@ -161,8 +168,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.planner.touch(keys, req_context)
-        for tier in self.secondary_tiers:
-            tier.touch(keys, req_context)
 
     # -- stores ---------------------------------------------------------------------------------
 
@@ -186,13 +191,14 @@ class TieringOffloadingManager(OffloadingManager):
     # -- steps ----------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: submit the step's promotions, retry parked cascades, hand everything over."""
+        """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:
             return
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
         self.planner.end_step()
+        self._losses.check(self.planner.now_s)
         self._hand_over()
         for tier in self.secondary_tiers:
             tier.on_schedule_end(context)
@@ -252,7 +258,8 @@ class TieringOffloadingManager(OffloadingManager):
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut every tier down, then release the primary's memory; idempotent.
 
-        The memory is not released while a copy may still touch it.
+        Blocks that wait for room in a tier still go there, within half of the time; the rest of
+        them is lost. The memory is not released while a copy may still touch it.
 
         Args:
             timeout: Seconds to wait for running jobs, all tiers together.
@@ -265,7 +272,12 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self._closed = True
         self._polled_this_step = False
-        deadline_s = self._clock() + (self._shutdown_timeout_s if timeout is None else timeout)
+        timeout_s = self._shutdown_timeout_s if timeout is None else timeout
+        deadline_s = self._clock() + timeout_s
+        with contextlib.suppress(ClosedError):  # the loop is gone
+            self._store_rest(deadline_s - timeout_s / 2)
+        self.planner.close()
+        self._hand_over()
         errors: list[Exception] = []
         unfinished = 0
         for tier in self.secondary_tiers:
@@ -281,6 +293,7 @@ class TieringOffloadingManager(OffloadingManager):
         for state in self.planner.tiers:
             state.abandon_rest()  # only a tier whose own shutdown failed leaves jobs behind
         self.planner.collect()
+        self._losses.check(self._clock(), is_last=True)
         if not errors and not unfinished:
             self._primary.shutdown()
         if errors:
@@ -292,6 +305,22 @@ class TieringOffloadingManager(OffloadingManager):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was shut down")
+
+    def _store_rest(self, deadline_s: float) -> None:
+        """Let the tiers have what they are owed; waits."""
+        if self._bridge is None:
+            return
+        cascades = self.planner.cascades
+        while cascades.owes_anything and self.planner.has_pending_work:
+            left_s = deadline_s - self._clock()
+            if left_s <= 0:
+                return
+            self.planner.begin_step(self._clock())
+            self.planner.cascades.send_owed(self.planner.now_s)
+            self._hand_over()
+            pause_s = cascades.wakes_in_s(self.planner.now_s)
+            self._bridge.wait_for_progress(min(left_s, _POLL_S if pause_s is None else pause_s))
+            self._collect()
 
     def _poll(self) -> None:
         """Take in what the tiers have to report. Once a step."""
