@@ -275,7 +275,7 @@ class TieringOffloadingManager(OffloadingManager):
         timeout_s = self._shutdown_timeout_s if timeout is None else timeout
         deadline_s = self._clock() + timeout_s
         with contextlib.suppress(ClosedError):  # the loop is gone
-            self._store_rest(deadline_s - timeout_s / 2)
+            self._store_rest(timeout_s / 2)
         self.planner.close()
         self._hand_over()
         errors: list[Exception] = []
@@ -306,21 +306,20 @@ class TieringOffloadingManager(OffloadingManager):
         if self._closed:
             raise ClosedError("the manager was shut down")
 
-    def _store_rest(self, deadline_s: float) -> None:
+    def _store_rest(self, timeout_s: float) -> None:
         """Let the tiers have what they are owed; waits."""
-        if self._bridge is None:
-            return
-        cascades = self.planner.cascades
-        while cascades.owes_anything and self.planner.has_pending_work:
-            left_s = deadline_s - self._clock()
-            if left_s <= 0:
-                return
-            self.planner.begin_step(self._clock())
-            self.planner.cascades.send_owed(self.planner.now_s)
-            self._hand_over()
-            pause_s = cascades.wakes_in_s(self.planner.now_s)
-            self._bridge.wait_for_progress(min(left_s, _POLL_S if pause_s is None else pause_s))
-            self._collect()
+        left_s = timeout_s
+        while self._bridge is not None and left_s > 0 and not self._is_rest_stored():
+            if not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
+                left_s -= _POLL_S
+
+    def _is_rest_stored(self) -> bool:
+        """Send what is owed as far as there is room; return whether nothing more can follow."""
+        self.planner.begin_step(self._clock())
+        self._collect()
+        self.planner.cascades.send_owed(self.planner.now_s)
+        self._hand_over()
+        return not (self.planner.cascades.owes_anything and self.planner.has_pending_work)
 
     def _poll(self) -> None:
         """Take in what the tiers have to report. Once a step."""

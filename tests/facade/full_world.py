@@ -126,5 +126,14 @@ class FullWorld(World):
             self.manager.on_schedule_end()
             self.runner.run_ready()
             self.settle_everything()
+        for _ in range(30):  # breakers close again, and pauses pass
+            if not self.manager.planner.cascades.owes_anything:
+                break
+            self.runner.advance(6.0)
+            self.manager.on_schedule_end()
+            self.runner.run_ready()
+            self.settle_everything()
+            self.manager.on_schedule_end()
         self.manager.on_schedule_end()
+        assert not self.manager.planner.cascades.owes_anything
         assert not self.manager.has_pending_work()
