@@ -308,18 +308,17 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _store_rest(self, timeout_s: float) -> None:
         """Let the tiers have what they are owed; waits."""
-        left_s = timeout_s
-        while self._bridge is not None and left_s > 0 and not self._is_rest_stored():
-            if not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
+        cascades, left_s = self.planner.cascades, timeout_s
+        while self._bridge is not None and cascades.owes_anything:
+            self.planner.begin_step(self._clock())
+            self._collect()
+            cascades.send_owed(self.planner.now_s)
+            self._hand_over()
+            self._bridge.flush()
+            if left_s <= 0 or not self.planner.has_pending_work:
+                return
+            if cascades.owes_anything and not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
                 left_s -= _POLL_S
-
-    def _is_rest_stored(self) -> bool:
-        """Send what is owed as far as there is room; return whether nothing more can follow."""
-        self.planner.begin_step(self._clock())
-        self._collect()
-        self.planner.cascades.send_owed(self.planner.now_s)
-        self._hand_over()
-        return not (self.planner.cascades.owes_anything and self.planner.has_pending_work)
 
     def _poll(self) -> None:
         """Take in what the tiers have to report. Once a step."""
