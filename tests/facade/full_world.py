@@ -32,10 +32,11 @@ class FullWorld(World):
     Attributes:
         stores: Copies from the device that the scheduler waits for.
         loads: Copies to the device that it waits for.
+        stored: Keys that have been stored.
         loose: The manager of the tier alone.
     """
 
-    def __init__(self, foreign):
+    def __init__(self, foreign, cascade_fraction=1.0):
         self.example = ExampleTier()
         self.probed = ScriptedTier(PROBED, BOUNDS)
         self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
@@ -52,6 +53,7 @@ class FullWorld(World):
             drain_timeout_s=1.0,
             deferral_timeout_s=20.0,
             promotion_fraction=0.5,
+            cascade_fraction=cascade_fraction,
         )
         self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
         self.loose = Counting(
@@ -64,6 +66,7 @@ class FullWorld(World):
         )
         self.stores = []
         self.loads = []
+        self.stored = set()
 
     # -- bytes ------------------------------------------------------------------------------
 
@@ -86,6 +89,12 @@ class FullWorld(World):
 
     def check_bytes(self, key, slot):
         assert bytes(self.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
+
+    def check_nothing_is_lost_unseen(self):
+        """At rest, what was stored is in each tier, or is counted there."""
+        for state, blocks in zip(self.manager.planner.tiers, self.blocks_of_tiers, strict=True):
+            counted = state.counters.dropped_blocks + state.counters.failed_store_blocks
+            assert len(self.stored - blocks.keys()) <= counted
 
     # -- what is under way ------------------------------------------------------------------
 
@@ -119,6 +128,8 @@ class FullWorld(World):
         ):
             for copy in copies:
                 self.write(copy)
+                if copies is self.stores:
+                    self.stored.update(copy.slots)
                 complete(list(copy.slots), copy.ctx)
         for ctx in self.contexts.values():
             self.manager.on_request_finished(ctx)
