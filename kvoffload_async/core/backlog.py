@@ -1,7 +1,7 @@
 """What one tier is owed: blocks whose cascade has found no room, by the slot in which they lie.
 
-    unmarked --add--> owed --began--> under way --ended well, or given up--> unmarked
-    owed --forget (evicted)--> unmarked            under way --ended badly--> owed, last in line
+unmarked --add--> owed --began--> under way --ended well, or given up--> unmarked
+owed --forget (evicted)--> unmarked            under way --ended badly--> owed, last in line
 """
 
 from __future__ import annotations

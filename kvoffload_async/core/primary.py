@@ -76,8 +76,6 @@ class Primary(ResidentBlocks):
         self._loads: dict[str, Counter[OffloadKey]] = {}
         self._writing = 0
         self._epoch = 0
-        self.on_evicted: Callable[[Sequence[int]], None] | None = None
-        """Told which slots lose their blocks, while somebody needs to know."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -86,11 +84,7 @@ class Primary(ResidentBlocks):
         self._recency.open(ctx)
 
     def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
-        """Commit what the request used to the policy; return what it found, head to tail.
-
-        Raises:
-            StateError: The request is not live.
-        """
+        """Commit what the request used; return what it found, head to tail."""
         return self._recency.commit(ctx)
 
     def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> bool:

@@ -14,7 +14,7 @@ a million, under LRU: 160 with its key of 36, 91 without; 38 more once blocks ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvoffload_async.errors import StateError
@@ -39,6 +39,8 @@ class ResidentBlocks:
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._idle = 0
+        self.on_evicted: Callable[[Sequence[int]], None] | None = None
+        """Told which slots are about to lose their blocks, while somebody needs to know."""
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""

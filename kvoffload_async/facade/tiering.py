@@ -317,7 +317,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._bridge.flush()
             if left_s <= 0 or not self.planner.has_pending_work:
                 return
-            if cascades.owes_anything and not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
+            if not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
                 left_s -= _POLL_S
 
     def _poll(self) -> None:

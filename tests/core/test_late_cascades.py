@@ -22,7 +22,9 @@ from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
 def narrow(num_slots=16, bound=2, **options):
     """A world whose tiers take few blocks at once."""
     world = World(
-        num_slots, limits=PlannerLimits(num_slots, cascade_blocks=bound, deferral_s=100.0), **options
+        num_slots,
+        limits=PlannerLimits(num_slots, cascade_blocks=bound, deferral_s=100.0),
+        **options,
     )
     return world, world.begin()
 

@@ -141,7 +141,6 @@ def damage_p16(world):
     world.planner.counters.job_results = world.planner.counters.jobs_submitted
 
 
-
 def damage_p10_own(world):
     for record in world.planner.tiers[0].jobs._records.values():
         if record.job.is_promotion:

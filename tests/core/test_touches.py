@@ -1,8 +1,12 @@
 """What requests found is told to the tiers, once a step."""
 
+from itertools import pairwise
+
 from core.terms import PENDING, k, ks
 from core.world import World
 
+from kvoffload_async.abc.events import BlocksEvicted, JobSettled, ProbeAnswered
+from kvoffload_async.core.effects import StartJob, StartProbe, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
 from kvoffload_async.core.invariants import check_state
@@ -10,8 +14,6 @@ from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.core.touches import RecentKeys
-from kvoffload_async.abc.events import BlocksEvicted, JobSettled, ProbeAnswered
-from kvoffload_async.core.effects import StartJob, StartProbe, TouchBlocks
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import ENGINE_REQ_ID, Medium, ReqContext
 
@@ -183,7 +185,7 @@ def test_a_key_passes_at_most_once_in_a_minute_and_at_least_once_in_two():
             if second % every == 0 and recent.admitted(ks(name), float(second)):
                 passed[name].append(second)
     for times in passed.values():
-        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
         assert min(gaps) >= 60
         assert max(gaps) <= 180
 

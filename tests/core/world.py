@@ -310,9 +310,7 @@ class World:
         self._absorb()
         self.history.record(AllQuiet())
         contents = [tier.contents for tier in self.tiers]
-        check_quiescent(
-            self.planner, kept=self.kept, tier_contents=contents, counted=self.lost
-        )
+        check_quiescent(self.planner, kept=self.kept, tier_contents=contents, counted=self.lost)
         check_history(self.history)
 
     def check(self):

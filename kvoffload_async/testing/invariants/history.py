@@ -12,7 +12,13 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvoffload_async.core.effects import BeginRequest, FinishRequest, StartJob, TierEffect, TouchBlocks
+from kvoffload_async.core.effects import (
+    BeginRequest,
+    FinishRequest,
+    StartJob,
+    TierEffect,
+    TouchBlocks,
+)
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.types import JobId, OffloadKey
 
@@ -294,7 +300,7 @@ def fact_of(tier: int, effect: TierEffect) -> Fact | None:
             req_id = job.req_context.req_id
             return JobAccepted(tier, job.job_id, req_id, job.is_promotion, len(job.keys))
         case TouchBlocks(ctx=ctx):
-            return BlocksTouched(tier, ctx and ctx.req_id)
+            return BlocksTouched(tier, None if ctx is None else ctx.req_id)
         case BeginRequest(ctx):
             return RequestOpened(tier, ctx.req_id)
         case FinishRequest(ctx):
