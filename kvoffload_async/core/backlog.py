@@ -66,15 +66,22 @@ class Backlog:
         """Learn that a copy of the blocks in these slots is under way."""
         marks = self._marks
         if self.count:
-            self._remove([slot for slot in slots if marks[slot] & _OWED])
+            owed = [slot for slot in slots if marks[slot] & _OWED]
+            self._remove(owed)
+            for slot in owed:
+                marks[slot] -= _OWED
         for slot in slots:
-            marks[slot] = marks[slot] & ~_OWED | _UNDER_WAY
+            marks[slot] |= _UNDER_WAY
 
     def ended(self, slots: Iterable[int]) -> None:
         """Learn that their copy has ended, and that nothing follows from it."""
         marks = self._marks
+        if not self.count:
+            for slot in slots:
+                marks[slot] = 0
+            return
         for slot in slots:
-            marks[slot] &= _OWED  # by somebody else, who began after an earlier copy had ended
+            marks[slot] &= _OWED  # since an earlier copy of the same block has ended
 
     def failed(self, slots: Sequence[int], now_s: float, *, counts: bool) -> int:
         """Owe them again after a copy that failed; return how many are given up instead.
