@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NewType, TypeVar
+from typing import Any, Final, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,12 @@ OffloadKey = NewType("OffloadKey", bytes)
 
 The hash is the *chained* prefix hash, so equal keys mean equal contents for that group. Bytes and
 not a tuple, so that the garbage collector need not track millions of them.
+"""
+
+ENGINE_REQ_ID: Final = "kvoffload_async:engine"
+"""The `req_id` of what is done for no request: cascades that come late, and uses told to tiers.
+
+A tier hears of its begin and its end as of any other request's, if anything is done under it.
 """
 
 JobId = int

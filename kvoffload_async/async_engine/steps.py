@@ -27,6 +27,7 @@ class Steps:
         self._is_due = False
         self._has_progress = False
         self._has_ended = False
+        self._later: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
 
     def begin(self, manager: TieringOffloadingManager) -> None:
@@ -36,6 +37,7 @@ class Steps:
     def stop(self) -> None:
         """Take no calls any more; who waits gets a ClosedError."""
         self._manager = None
+        self._schedule_later(None)
         self._wake()
 
     def end(self, manager: TieringOffloadingManager) -> None:
@@ -97,6 +99,8 @@ class Steps:
         self._is_due = False
         if self._manager is not None:
             self._finish(self._manager)
+            planner = self._manager.planner
+            self._schedule_later(planner.cascades.wakes_in_s(planner.now_s))
 
     def _finish(self, manager: TieringOffloadingManager) -> None:
         """Hand over what the step has decided; wake who waits, but only if there is news.
@@ -116,6 +120,12 @@ class Steps:
             unread.extend(events)
         if self._has_progress or events or counters.job_results != results_before:
             self._wake()
+
+    def _schedule_later(self, delay_s: float | None) -> None:
+        """Have a step after so many seconds, whatever happens until then; None: have none."""
+        if self._later is not None:
+            self._later.cancel()
+        self._later = None if delay_s is None else self._loop.call_later(delay_s, self.schedule)
 
     def _wake(self) -> None:
         """Let everybody who waits look again."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvoffload_async.abc.events import JobSettled
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.effects import FinishRequest
+from kvoffload_async.core.effects import BeginRequest, FinishRequest
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobState
@@ -52,6 +54,19 @@ class ForeignTierState(TierState):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the tier says."""
         return self._source.lookup(key, req_context)
+
+    @property
+    def is_exact(self) -> bool:
+        """Never: the tier's contents are its own business."""
+        return False
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return none: whether the tier lacks a key is not known."""
+        return []
+
+    def begin_request(self, ctx: ReqContext) -> None:
+        """Tell the tier, ahead of the jobs of the request."""
+        self.effects.append(BeginRequest(ctx))
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Tell the tier, behind the jobs of the request."""

@@ -34,6 +34,10 @@ class KeyIndex(ABC):
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Blocks are gone (`surely`), or could not be loaded for a reason that may pass."""
 
+    @abstractmethod
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the keys that are known to be absent. Asks nobody."""
+
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
         return None
@@ -78,6 +82,11 @@ class ExactIndex(KeyIndex):
         """Drop keys that are surely gone; the others may well load next time."""
         if surely:
             self._present.discard(keys)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those that are not there."""
+        found = self._present.find(keys)
+        return [key for key, number in zip(keys, found, strict=True) if number is None]
 
     def __len__(self) -> int:
         return len(self._present)
@@ -132,6 +141,10 @@ class ProbedIndex(KeyIndex):
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Flip the verdicts that live requests hold to absent, so that none asks for ever."""
         self._flip(keys, _ABSENT)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those for which a live request has the answer that they are absent."""
+        return [key for key, verdict in self._known(keys) if verdict % _PHASES == _ABSENT]
 
     def next_probe(self) -> StartProbe | None:
         """Batch the queued keys, unless as many probes are in flight as may be."""

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.errors import InvariantError
-from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.types import ENGINE_REQ_ID, JobMetadata, OffloadKey
 
 S = TypeVar("S")
 
@@ -132,6 +132,9 @@ def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
     for ctx, request in planner.requests.items():
         if request.can_end:
             yield f"the tiers were not told that request {ctx.req_id!r} has finished"
+    for job in _writers(planner):
+        if job.req_context.req_id == ENGINE_REQ_ID:
+            yield f"promotion {job.job_id} is of the engine's own request"
 
 
 def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
@@ -154,11 +157,37 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
 def pending_work_is_known(planner: Planner) -> Iterator[str]:
     """P16."""
     parked = [ctx.req_id for ctx, request in planner.requests.items() if request.parked]
-    if planner.has_pending_work != bool(planner.jobs or parked):
+    cascades = planner.cascades
+    takers = [
+        tier.name
+        for i, tier in enumerate(planner.tiers)
+        if cascades.backlogs[i].count and cascades.room(i) and not cascades.backlogs[i].is_shut
+    ]
+    if planner.has_pending_work != bool(planner.jobs or parked or takers):
         yield (
-            f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs "
-            f"and parked keys of {parked}"
+            f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs, "
+            f"parked keys of {parked} and blocks owed to {takers}"
         )
+
+
+def what_is_owed_is_readable(planner: Planner) -> Iterator[str]:
+    """P23."""
+    readable = {slot for _, slot, refs in planner.primary.resident() if refs >= 0}
+    for index, (tier, backlog) in enumerate(
+        zip(planner.tiers, planner.cascades.backlogs, strict=True)
+    ):
+        for slot in set(backlog.slots()) - readable:
+            yield f"tier {tier.name!r} is owed the block in slot {slot}, which is not readable"
+        under_way = {
+            slot
+            for at, job in _reading_jobs(planner)
+            if at == index
+            for slot in job.block_ids.tolist()
+        }
+        yield from (f"tier {tier.name!r}: {text}" for text in backlog.violations(under_way))
+    owes = any(backlog.count for backlog in planner.cascades.backlogs)
+    if owes != (planner.primary.on_evicted is not None):
+        yield "evictions are watched although nothing is owed, or not although something is"
 
 
 # -- reasons ------------------------------------------------------------------------------------
@@ -209,8 +238,14 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
 
 def _readers(planner: Planner) -> Iterator[JobMetadata]:
     """The cascades whose copies may still run, under a pin each."""
-    yield from (job for _, job in planner.jobs.values() if not job.is_promotion)
-    yield from (late.job for late in planner.disowned.values() if not late.holds_slots)
+    return (job for _, job in _reading_jobs(planner))
+
+
+def _reading_jobs(planner: Planner) -> Iterator[tuple[int, JobMetadata]]:
+    """The same, each with its tier."""
+    for index, tier in enumerate(planner.tiers):
+        yield from ((index, job) for job in tier.jobs.unreported() if not job.is_promotion)
+        yield from ((index, r.job) for r in tier.jobs.disowned() if not r.holds_slots)
 
 
 def _writers(planner: Planner) -> Iterator[JobMetadata]:
@@ -239,7 +274,8 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P10",
-        "each tier hears once of a request's begin and end, and of no job outside of them",
+        "each tier hears once of a request's begin and end, the engine's own for late cascades "
+        "included, and of no job outside of them",
         finished_requests_wait_for_something,
     ),
     Invariant(
@@ -249,7 +285,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P16",
-        "work is pending if and only if a job has no result or a key is parked",
+        "work is pending if and only if a job has no result, or a block waits to cascade and may",
         pending_work_is_known,
     ),
     Invariant(
@@ -261,6 +297,11 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "P22",
         "whoever a block is retained for is waiting for it",
         what_is_retained_is_waited_for,
+    ),
+    Invariant(
+        "P23",
+        "what a tier is owed is readable and watched, and goes to it as soon as there is room",
+        what_is_owed_is_readable,
     ),
 )
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from kvoffload_async.core.cascades import Cascades
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.own_context import OwnContext
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.retention import Retention
 from kvoffload_async.core.shares import Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.core.touches import Touches
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import (
+    ENGINE_REQ_ID,
     JobId,
     JobMetadata,
     JobResult,
@@ -37,7 +42,7 @@ class PlannerLimits:
     Attributes:
         promotion_slots: Primary slots that promotions may occupy until they are loaded, together
             with what is retained for requests that wait.
-        cascade_blocks: Blocks in cascade to one tier; what is over it is dropped and counted.
+        cascade_blocks: Blocks in cascade to one tier at once; the others wait their turn.
         deferral_s: Seconds that a request may be deferred in all; then pending means missing.
         reserved_fraction: Part of the primary that tiers never occupy; see `Shares`.
     """
@@ -65,6 +70,7 @@ class Planner:
     Thread: owner.
 
     Attributes:
+        now_s: When the step began.
         sources: Who answers a lookup in each tier: its state, or an observer around that.
     """
 
@@ -88,7 +94,15 @@ class Planner:
         self._newest: dict[str, RequestState] = {}
         """Request id -> the live request that has it; of several, the one that came last."""
         self.promotions_paused = False
-        self._parking: dict[ReqContext, RequestState] = {}
+        self.own = OwnContext()
+        self.cascades = Cascades(
+            primary,
+            self.tiers,
+            self.shares,
+            self.own,
+            partial(self._submit, is_promotion=False),
+        )
+        self._touches = Touches(self.tiers, self.cascades, self.own)
         self._asking: RequestState | None = None
         self._found = self.retention.found
         self._next_job_id: JobId = 0
@@ -97,7 +111,12 @@ class Planner:
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
-        """Begin a request; raises StateError if it is live. Others may be that have its id."""
+        """Begin a request; raises StateError if it is live, or has the engine's own id.
+
+        Others may be live that have its id.
+        """
+        if ctx.req_id == ENGINE_REQ_ID:
+            raise StateError(f"request {ctx.req_id!r}: the id is the engine's own; take another")
         if ctx in self.requests:
             raise StateError(f"request {ctx.req_id!r} is known already")
         self.primary.open_request(ctx)
@@ -106,7 +125,7 @@ class Planner:
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: commit its recency now, tell the tiers as soon as nothing can follow."""
         request = self._live_request(ctx)
-        self.primary.close_request(ctx)
+        self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self.retention.proceed(request)
         self._end_if_done(request)
@@ -120,7 +139,7 @@ class Planner:
         request = self._live_request(ctx)
         if request is not self._asking:
             self._asking = request
-            self.retention.begin_round(request, self._now_s)
+            self.retention.begin_round(request, self.now_s)
         answer = self.primary.lookup(key)
         if answer is LookupResult.HIT:
             self._found.append(key)
@@ -129,7 +148,7 @@ class Planner:
             answer = self._search(key, request)
         if answer is LookupResult.MISS:
             return answer
-        if request.defer(self._now_s, self.limits.deferral_s):
+        if request.defer(self.now_s, self.limits.deferral_s):
             self.counters.deferrals_expired += 1
         return LookupResult.MISS if request.is_expired else answer
 
@@ -174,7 +193,8 @@ class Planner:
             return None
         request.writing.update(output.keys_to_store)
         if request.request_level_tiers:
-            self._cascade_present(request, keys, frozenset(output.keys_to_store))
+            new = frozenset(output.keys_to_store)
+            self.cascades.send_present(request, keys, new, self.now_s)
         return output
 
     def complete_store(
@@ -192,19 +212,20 @@ class Planner:
             return
         if success:
             for index in range(len(self.tiers)):
-                self._cascade(index, request, written)
+                self.cascades.send(index, request, written, self.now_s)
         request.writing.difference_update(written)
         self._end_if_done(request)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Note a use of keys."""
-        self.primary.touch(ctx, keys)
+        if self.primary.touch(ctx, keys):
+            self._touches.note(keys)
 
     # -- steps and jobs -------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
         """Note the time of the scheduler's step, at its first call."""
-        self._now_s = now_s
+        self.now_s = now_s
         for tier in self.tiers:
             tier.begin_step(now_s)
 
@@ -217,13 +238,13 @@ class Planner:
     def collect_from(self, index: int) -> None:
         """Take in what one tier's state has."""
         tier = self.tiers[index]
-        for job, result in tier.take_ended(self._now_s):
+        for job, result in tier.take_ended(self.now_s):
             self._job_ended(index, job, result)
         for record in tier.take_released():
-            self._job_released(record)
+            self._job_released(index, record)
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:
-        """Submit the step's promotions; retry what is parked; release what nobody waits for.
+        """Submit promotions and what waits to cascade; tell tiers of uses; release what is over.
 
         Args:
             scheduled: Ids of requests that began to be computed in this step.
@@ -232,17 +253,19 @@ class Planner:
             if req_id in self._newest:
                 self._proceed(self._newest[req_id])
         for tier, request, keys, slots in self.promotions.flush():
-            self._submit(tier, request, keys, slots, is_promotion=True)
+            self._submit(tier, request.ctx, keys, slots, is_promotion=True)
             self._end_if_done(request)
-        for request in list(self._parking.values()):
-            self._retry_parked(request)
+        for request in self.cascades.retry_parked(self.now_s):
+            self._end_if_done(request)
+        self._touches.flush(self.now_s)
+        self.cascades.send_owed(self.now_s)
         self._asking = None
-        self.retention.end_step(self._now_s)
+        self.retention.end_step(self.now_s)
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job has no result yet, or a key is parked."""
-        return self.counters.jobs_submitted != self.counters.job_results or bool(self._parking)
+        """Whether a job has no result yet, or a block waits to cascade and may."""
+        return self.counters.jobs_submitted != self.counters.job_results or self.cascades.has_work
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
@@ -268,11 +291,11 @@ class Planner:
         if jobs := self.jobs:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
         self.promotions.reset()
+        self.cascades.forget()
         reading = [record for record in self.disowned.values() if not record.holds_slots]
         for record in reading:
             record.holds_slots = True
         self.primary.reset([slot for r in reading for slot in r.job.block_ids.tolist()])
-        self._parking.clear()
         for request in list(self.requests.values()):
             request.forget_blocks()
             self._end_if_done(request)
@@ -285,6 +308,11 @@ class Planner:
         """Learn that no copy from before the reset touches the primary any more."""
         self.promotions_paused = False
 
+    def close(self) -> None:
+        """Owe the tiers nothing any more, and end the engine's own request; idempotent."""
+        self.cascades.close()
+        self.own.close()
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _job_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
@@ -292,8 +320,8 @@ class Planner:
         self.counters.job_failures += not result.success
         if job.is_promotion:
             self._promotion_ended(index, job, result)
-        elif not result.disowned:
-            self.primary.unpin(job.keys)
+        else:
+            self.cascades.ended(index, job, result, self.now_s)
 
     def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
@@ -307,14 +335,15 @@ class Planner:
         else:
             self.promotions.land(index, landed, request)
             self.promotions.fail(index, failed)
+            self.cascades.offer_faster(index, landed, self.now_s)
         if request is not None:
             request.failed.update((index, key) for key in failed)
 
-    def _job_released(self, record: JobRecord) -> None:
+    def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:
             self.primary.release_slots(record.job.block_ids.tolist())
         else:
-            self.primary.unpin(record.job.keys)
+            self.cascades.released(index, record, self.now_s)
 
     def _proceed(self, request: RequestState) -> None:
         request.proceed()
@@ -336,7 +365,7 @@ class Planner:
             return LookupResult.MISS
         unknown = False
         for index, tier in enumerate(self.tiers):
-            if (index, key) in request.failed or not tier.may_load(request.ctx, self._now_s):
+            if (index, key) in request.failed or not tier.may_load(request.ctx, self.now_s):
                 continue
             answer = self.sources[index].lookup(key, request.ctx)
             if answer is LookupResult.HIT:
@@ -348,51 +377,10 @@ class Planner:
             unknown = unknown or answer is not LookupResult.MISS
         return LookupResult.RETRY if unknown else LookupResult.MISS
 
-    def _cascade(self, index: int, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Pin readable keys and send them to a tier: as long a head of them as it takes now."""
-        tier = self.tiers[index]
-        room = self.shares.room_to_store(index)
-        taken = keys[:room] if tier.takes_store(self._now_s) else keys[:0]
-        tier.counters.dropped_blocks += len(keys) - len(taken)
-        if taken:
-            self._submit(index, request, taken, self.primary.pin(taken), is_promotion=False)
-
-    def _cascade_present(
-        self, request: RequestState, keys: Sequence[OffloadKey], new: Collection[OffloadKey]
-    ) -> None:
-        """Send what is readable to the tiers that want whole requests; park what is not yet."""
-        readable = []
-        for key in dict.fromkeys(keys):
-            answer = self.primary.lookup(key)
-            if answer is LookupResult.HIT:
-                readable.append(key)
-            elif answer is LookupResult.HIT_PENDING and key not in new:
-                request.parked[key] = None
-        if request.parked:
-            self._parking[request.ctx] = request
-        if readable:
-            for index in request.request_level_tiers:
-                self._cascade(index, request, readable)
-
-    def _retry_parked(self, request: RequestState) -> None:
-        readable = []
-        for key in list(request.parked):
-            answer = self.primary.lookup(key)
-            if answer is not LookupResult.HIT_PENDING:
-                del request.parked[key]
-            if answer is LookupResult.HIT:
-                readable.append(key)
-        if readable:
-            for index in request.request_level_tiers:
-                self._cascade(index, request, readable)
-        if not request.parked:
-            del self._parking[request.ctx]
-            self._end_if_done(request)
-
     def _submit(
         self,
         index: int,
-        request: RequestState,
+        ctx: ReqContext,
         keys: Sequence[OffloadKey],
         slots: Sequence[int],
         *,
@@ -403,8 +391,8 @@ class Planner:
             tuple(keys),
             as_block_ids(slots),
             is_promotion,
-            request.ctx,
-            self._now_s,
+            ctx,
+            self.now_s,
         )
         self._next_job_id += 1
         self.counters.jobs_submitted += 1

@@ -88,12 +88,15 @@ class Primary(ResidentBlocks):
         """Begin a request; raises StateError if this very context is live already."""
         self._recency.open(ctx)
 
-    def close_request(self, ctx: ReqContext) -> None:
-        """Commit what the request used to the policy; raises StateError if it is not live."""
-        self._recency.commit(ctx)
+    def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
+        """Commit what the request used; return what it found, head to tail."""
+        return self._recency.commit(ctx)
 
-    def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> bool:
         """Note a use. Counts at the request's end, or at once if the request is unknown.
+
+        Returns:
+            Whether it counts already.
 
         Raises:
             StateError: Something is too short to be a key.
@@ -102,8 +105,9 @@ class Primary(ResidentBlocks):
             raise too_short(keys)
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
-        else:
-            self._rank(dict.fromkeys(keys, True).items())
+            return False
+        self._rank(dict.fromkeys(keys, True).items())
+        return True
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -339,6 +343,8 @@ class Primary(ResidentBlocks):
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None:
             return None
+        if self.on_evicted is not None and victims:
+            self.on_evicted(victims)
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
         self.event_log.add(evicted, removed=True)

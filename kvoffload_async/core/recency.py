@@ -57,8 +57,8 @@ class RecencyLog:
         """Return what a live request has used so far."""
         return self._accesses[ctx].keys()
 
-    def commit(self, ctx: ReqContext) -> None:
-        """End a request: rank what it used.
+    def commit(self, ctx: ReqContext) -> list[OffloadKey]:
+        """End a request: rank what it used; return what it found, head to tail.
 
         Raises:
             StateError: The request is not live.
@@ -67,11 +67,12 @@ class RecencyLog:
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
         positions = ctx.key_positions
-        if not positions:
-            self._rank(accesses.items())
-            return
-        last = max(positions.values()) + 1
-        self._rank(sorted(accesses.items(), key=lambda access: positions.get(access[0], last)))
+        ordered: Iterable[tuple[OffloadKey, bool]] = accesses.items()
+        if positions:
+            last = max(positions.values()) + 1
+            ordered = sorted(ordered, key=lambda access: positions.get(access[0], last))
+        self._rank(ordered)
+        return [key for key, reused in ordered if reused]
 
     def live_requests(self) -> set[ReqContext]:
         """Return the live requests."""

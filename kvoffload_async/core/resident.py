@@ -14,7 +14,7 @@ a million, under LRU: 164 with its key of 36, 95 without; 38 more once blocks ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
@@ -41,6 +41,8 @@ class ResidentBlocks:
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._idle = 0
+        self.on_evicted: Callable[[Sequence[int]], None] | None = None
+        """Told which slots are about to lose their blocks, while somebody needs to know."""
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
@@ -90,6 +92,15 @@ class ResidentBlocks:
         finally:
             self._idle += len(released)
             self._policy.released(released)
+
+    def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the slots of those of the keys that are readable, in their order."""
+        refs = self._refs
+        return [s for s in self._blocks.find(keys) if s is not None and refs[s] >= 0]
+
+    def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
+        """Return the keys of the blocks in slots that are taken."""
+        return self._blocks.keys_of(slots)
 
     def slot_of(self, key: OffloadKey) -> int:
         """Return a resident key's slot; raises StateError if it is absent."""

@@ -20,7 +20,7 @@ from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import TierHealth
-from kvoffload_async.core.index import KeyIndex
+from kvoffload_async.core.index import ExactIndex, KeyIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -53,7 +53,14 @@ class TierLookup(Protocol):
 
 @dataclass(slots=True)
 class TierCounters:
-    """What a tier has done so far."""
+    """What a tier has done so far.
+
+    Attributes:
+        dropped_blocks: Evicted from the primary, or given up, before the tier had room for them.
+        late_blocks: Submitted after they had waited for room.
+        failed_store_blocks: Not stored, for a reason that does not pass, or too often to go on.
+        refused_keys: What the tier announced that is no key.
+    """
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -62,8 +69,9 @@ class TierCounters:
     failed_jobs: int = 0
     failed_loads: int = 0
     dropped_blocks: int = 0
+    late_blocks: int = 0
+    failed_store_blocks: int = 0
     refused_keys: int = 0
-    """What the tier announced that is no key."""
 
 
 class TierState:
@@ -141,9 +149,22 @@ class TierState:
 
     def takes_store(self, now_s: float) -> bool:
         """Tell whether one more cascade may be submitted now."""
-        if not self.is_available or not self.health.stores.permits(now_s):
+        if not self.may_store(now_s):
             return False
         return self.backpressure is None or not self.backpressure.drops_store(now_s)
+
+    def may_store(self, now_s: float) -> bool:
+        """Tell whether the tier is open and in order, as far as is known."""
+        return self.is_available and self.health.stores.permits(now_s)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the tier's contents are known here."""
+        return isinstance(self.index, ExactIndex)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the keys that the tier is known not to have."""
+        return self.index.lacks(keys)
 
     @property
     def has_pending_work(self) -> bool:
@@ -205,10 +226,13 @@ class TierState:
             self.cascading_blocks += len(job.keys)
         self.submit(job)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
         """Pass a use of blocks on to the tier."""
         if keys and not self._closed:
-            self.effects.append(TouchBlocks(tuple(keys)))
+            self.effects.append(TouchBlocks(tuple(keys), ctx))
+
+    def begin_request(self, ctx: ReqContext) -> None:
+        """Learn of the engine's own request."""
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""

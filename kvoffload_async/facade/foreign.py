@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.effects import FinishRequest, StartJob
+from kvoffload_async.core.effects import BeginRequest, FinishRequest, StartJob, TouchBlocks
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.ledger import JobState
 from kvoffload_async.core.tier_state import TierState
@@ -26,6 +26,7 @@ from kvoffload_async.types import (
 _LEFT_TO_THE_PLANNER: Final = (
     "on_request_finished",
     "lookup",
+    "touch",
     "submit_store",
     "submit_load",
     "get_finished_jobs",
@@ -97,6 +98,10 @@ class ForeignTier:
             match effect:
                 case StartJob(job):
                     self._submit(job)
+                case TouchBlocks(keys, ReqContext() as ctx):
+                    self.guard.touch(keys, ctx)
+                case BeginRequest(ctx):
+                    self.guard.wants_whole_requests(ctx)
                 case FinishRequest(ctx):  # pragma: no branch - there are no other effects
                     self.guard.finish_request(ctx)
 

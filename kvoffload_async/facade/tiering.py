@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.health import TierHealth
@@ -16,6 +18,7 @@ from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.breaker_log import BreakerLog
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
 from kvoffload_async.facade.guard import TierGuard
+from kvoffload_async.facade.loss_warnings import LossWarnings
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.reopening import ReopeningTierManager
@@ -33,6 +36,9 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+
+_POLL_S: Final = 0.05
+"""How often tiers are polled that do not say when they have something to report."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -114,6 +120,7 @@ class TieringOffloadingManager(OffloadingManager):
             ),
         )
         self._breaker_log = BreakerLog(self.planner.tiers)
+        self._losses = LossWarnings(self.planner, clock())
         seen: Counter[str] = Counter()
         for tier in self.secondary_tiers:
             tier.flushes_on_poll = bridge is None
@@ -185,8 +192,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.planner.touch(keys, req_context)
-        for guard in self._guards:
-            guard.touch(keys, req_context)
 
     # -- stores ---------------------------------------------------------------------------------
 
@@ -214,13 +219,14 @@ class TieringOffloadingManager(OffloadingManager):
     # -- steps ----------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: submit the step's promotions, retry parked cascades, hand everything over."""
+        """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:
             return
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
         self.planner.end_step(() if context is None else context.new_req_ids)
+        self._losses.check(self.planner.now_s)
         self._hand_over()
         for guard in self._guards:
             guard.end_step(context)
@@ -288,7 +294,8 @@ class TieringOffloadingManager(OffloadingManager):
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut every tier down, then release the primary's memory; idempotent.
 
-        The memory is not released while a copy may still touch it.
+        Blocks that wait for room in a tier still go there, within half of the time; the rest of
+        them is lost. The memory is not released while a copy may still touch it.
 
         Args:
             timeout: Seconds to wait for running jobs, all tiers together.
@@ -301,7 +308,12 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self._closed = True
         self._polled_this_step = False
-        deadline_s = self._clock() + (self._shutdown_timeout_s if timeout is None else timeout)
+        timeout_s = self._shutdown_timeout_s if timeout is None else timeout
+        deadline_s = self._clock() + timeout_s
+        with contextlib.suppress(ClosedError):  # the loop is gone
+            self._store_rest(timeout_s / 2)
+        self.planner.close()
+        self._hand_over()
         errors: list[Exception] = []
         unfinished = 0
         for guard in self._guards:
@@ -314,6 +326,7 @@ class TieringOffloadingManager(OffloadingManager):
             # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
             unfinished += len(state.abandon_rest())
         self.planner.collect()
+        self._losses.check(self._clock(), is_last=True)
         if not errors and not unfinished:
             self._primary.shutdown()
         if errors:
@@ -325,6 +338,20 @@ class TieringOffloadingManager(OffloadingManager):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was shut down")
+
+    def _store_rest(self, timeout_s: float) -> None:
+        """Let the tiers have what they are owed; waits."""
+        cascades, left_s = self.planner.cascades, timeout_s
+        while self._bridge is not None and cascades.owes_anything:
+            self.planner.begin_step(self._clock())
+            self._collect()
+            cascades.send_owed(self.planner.now_s)
+            self._hand_over()
+            self._bridge.flush()
+            if left_s <= 0 or not self.planner.has_pending_work:
+                return
+            if not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
+                left_s -= _POLL_S
 
     def _poll(self) -> None:
         """Take in what the tiers have to report. Once a step."""

@@ -231,12 +231,15 @@ class World:
             tier.settle_all()
 
     async def calm(self):
-        """Settle until nothing parks any more."""
+        """Settle until nothing parks any more, nor waits for a tier that has failed."""
         while True:
             await turns(10)
-            if not self.parked and not any(tier.parked for tier in self.tiers):
+            if self.parked or any(tier.parked for tier in self.tiers):
+                self.settle_everything()
+            elif self.core.cascades.owes_anything:
+                await jump(6.0)
+            else:
                 return
-            self.settle_everything()
 
     async def during(self, call):
         """Run a call, or see a task, to its end, with everything ending well."""

@@ -68,7 +68,7 @@ def test_of_a_partly_failed_cascade_the_blocks_that_landed_are_counted():
     world.wind_down()
 
 
-def test_what_is_over_the_bound_of_a_tier_is_dropped_and_counted_50031_50045():
+def test_what_is_over_the_bound_of_a_tier_waits_its_turn_50031_50045():
     """50031, 50045: cascades to a slow tier piled up without bound."""
     world = World(8, limits=PlannerLimits(8, cascade_blocks=3, deferral_s=100.0))
     ctx = world.begin()
@@ -76,11 +76,13 @@ def test_what_is_over_the_bound_of_a_tier_is_dropped_and_counted_50031_50045():
     world.store(ctx, "cde")
     world.store(ctx, "f")
     assert [job.keys for _, job in world.running.values()] == [tuple(ks("ab")), tuple(ks("c"))]
-    assert world.planner.tiers[0].counters.dropped_blocks == 3
+    assert world.planner.cascades.backlogs[0].count == 3
     assert world.primary.state_of(k("d")) is BlockState.IDLE
     world.settle()
     world.store(ctx, "g")
-    assert len(world.running) == 2
+    assert len(world.running) == 1, "first come, first served"
+    world.end_step()
+    assert world.running[2][1].keys == tuple(ks("de"))
     world.wind_down()
 
 
@@ -90,14 +92,16 @@ def test_a_tier_under_pressure_is_spared_stores_but_not_loads_50045():
     for i in range(10):
         world.store(ctx, [f"slow{i}"])
         world.settle(seconds=1.0)
-    world.store(ctx, ["dropped"])
+    world.store(ctx, ["spared"])
     assert world.running == {}
     world.fill(0, [k("x")])
     assert world.lookup(ctx, "x") is PENDING
     world.step(60.0)
     world.settle()
     world.store(ctx, ["after the decay"])
-    assert len(world.running) == 1
+    world.end_step()
+    ((_, job),) = world.running.values()
+    assert job.keys == (k("spared"), k("after the decay"))
     world.wind_down()
 
 

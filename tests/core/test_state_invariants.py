@@ -182,6 +182,37 @@ def damage_p16(world):
     world.planner.counters.job_results = world.planner.counters.jobs_submitted
 
 
+def damage_p10_own(world):
+    for record in world.planner.tiers[0].jobs._records.values():
+        if record.job.is_promotion:
+            context = world.planner.own.ctx
+            record.job = replace(record.job, req_context=context)
+
+
+def damage_p21_count(world):
+    world.planner.cascades.backlogs[0].count += 1
+
+
+def damage_p21_mark(world):
+    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 1
+
+
+def damage_p21_under_way(world):
+    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 2
+
+
+def damage_p21_tries(world):
+    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 4
+
+
+def damage_p21_unreadable(world):
+    world.planner.cascades.backlogs[0].add([slot_of(world, "w")], 0.0)
+
+
+def damage_p21_unwatched(world):
+    world.planner.cascades.backlogs[0].add([slot_of(world, "i")], 0.0)
+
+
 def damage_p1(world):
     world.planner.counters.job_results += 1
 

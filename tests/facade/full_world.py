@@ -33,10 +33,11 @@ class FullWorld(World):
     Attributes:
         stores: Copies from the device that the scheduler waits for.
         loads: Copies to the device that it waits for.
+        stored: Keys that have been stored.
         loose: The manager of the tier alone.
     """
 
-    def __init__(self, foreign):
+    def __init__(self, foreign, cascade_fraction=1.0):
         self.example = ExampleTier()
         self.probed = ScriptedTier(PROBED, BOUNDS)
         self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
@@ -53,6 +54,7 @@ class FullWorld(World):
             drain_timeout_s=1.0,
             deferral_timeout_s=20.0,
             promotion_fraction=0.5,
+            cascade_fraction=cascade_fraction,
         )
         self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
         self.loose = Counting(
@@ -65,6 +67,7 @@ class FullWorld(World):
         )
         self.stores = []
         self.loads = []
+        self.stored = set()
 
     # -- bytes ------------------------------------------------------------------------------
 
@@ -90,6 +93,12 @@ class FullWorld(World):
 
     def check_bytes(self, key, slot):
         assert bytes(self.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
+
+    def check_nothing_is_lost_unseen(self):
+        """At rest, what was stored is in each tier, or is counted there."""
+        for state, blocks in zip(self.manager.planner.tiers, self.blocks_of_tiers, strict=True):
+            counted = state.counters.dropped_blocks + state.counters.failed_store_blocks
+            assert len(self.stored - blocks.keys()) <= counted
 
     # -- what is under way ------------------------------------------------------------------
 
@@ -150,6 +159,8 @@ class FullWorld(World):
             for copy in copies:
                 if not self.is_stale(copy):
                     self.write(copy)
+                    if copies is self.stores:
+                        self.stored.update(copy.slots)
                 complete(list(copy.slots), copy.ctx, generation=copy.generation)
         for ctx in self.contexts.values():
             self.manager.on_request_finished(ctx)
@@ -157,5 +168,14 @@ class FullWorld(World):
             self.manager.on_schedule_end()
             self.runner.run_ready()
             self.settle_everything()
+        for _ in range(30):  # breakers close again, and pauses pass
+            if not self.manager.planner.cascades.owes_anything:
+                break
+            self.runner.advance(6.0)
+            self.manager.on_schedule_end()
+            self.runner.run_ready()
+            self.settle_everything()
+            self.manager.on_schedule_end()
         self.manager.on_schedule_end()
+        assert not self.manager.planner.cascades.owes_anything
         assert not self.manager.has_pending_work()

@@ -37,8 +37,8 @@ def quiet():
 
 
 class Facade(RuleBasedStateMachine):
-    def build(self, foreign):
-        self.world = FullWorld(foreign)
+    def build(self, foreign, cascade_fraction=1.0):
+        self.world = FullWorld(foreign, cascade_fraction)
         self.manager = self.world.manager
         self.runner = self.world.runner
         self.born = 0
@@ -48,10 +48,11 @@ class Facade(RuleBasedStateMachine):
         foreign=st.sampled_from([(), (0, 1, 2), (1,), (0, 2)]),
         num_requests=st.integers(1, 3),
         is_warm=st.sampled_from([True, True, False]),
+        cascade_fraction=st.sampled_from([1.0, 0.34, 0.17]),
     )
-    def start(self, foreign, num_requests, is_warm):
+    def start(self, foreign, num_requests, is_warm, cascade_fraction):
         """Begin with requests and, mostly, with blocks in the tiers, so that much can happen."""
-        self.build(foreign)
+        self.build(foreign, cascade_fraction)
         for _ in range(num_requests):
             self.begin(ALL_TIERS, 0)
         if is_warm:
@@ -283,6 +284,7 @@ class Facade(RuleBasedStateMachine):
             self.world.come_to_rest()
             check_quiescent(self.manager.planner)
             self.world.check_indexes()
+            self.world.check_nothing_is_lost_unseen()
             self.world.rows = None
             self.manager.shutdown(1.0)
         self.world.loose.shutdown(1.0)
@@ -312,6 +314,8 @@ class Facade(RuleBasedStateMachine):
     def _end_store(self, store, *, success):
         if not self.world.is_stale(store):
             self.world.write(store)
+            if success:
+                self.world.stored.update(store.slots)
         self.manager.complete_store(list(store.slots), store.ctx, success, store.generation)
 
 

@@ -349,9 +349,10 @@ def test_calls_for_an_unknown_request_are_misuse(worlds):
 
 def test_a_use_reaches_the_tiers(worlds):
     world = worlds()
+    filled(world, 1)
     world.begin("r")
-    world.store(1)
     world.manager.touch(ks(1), world.contexts["r"])
+    world.finish("r")
     world.step()
     assert world.tiers[0].touched == ks(1)
 

@@ -45,7 +45,7 @@ _TIER_COUNTERS: Final = {
     "vllm:kvoffload_async_loaded_blocks": "Blocks promoted from a secondary tier.",
     "vllm:kvoffload_async_stored_blocks": "Blocks cascaded to a secondary tier.",
     "vllm:kvoffload_async_failed_tier_jobs": "Jobs of a secondary tier with a failed block.",
-    "vllm:kvoffload_async_dropped_blocks": "Blocks that were not written to a secondary tier.",
+    "vllm:kvoffload_async_dropped_blocks": "Blocks evicted before a tier had room for them.",
 }
 _GAUGES: Final = {
     CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary that is in use by copies.",
