@@ -370,6 +370,8 @@ class Primary(ResidentBlocks):
         self._writing -= len(slots)
         self._idle += len(slots)
         self._events.add(keys, removed=False)
+        if self.decided is not None:
+            self.decided(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
@@ -378,6 +380,8 @@ class Primary(ResidentBlocks):
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self._events.add(keys, removed=True, metadata_only=True)
+        if self.decided is not None:
+            self.decided(keys)
 
     def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
         """Tell the policy what a request used, head to tail; absent keys are left out."""

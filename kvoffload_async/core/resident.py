@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from kvoffload_async.core.index import KeysDecided
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
 from kvoffload_async.tables.keymap import PART_AT, too_short
@@ -30,7 +31,12 @@ class ResidentBlocks:
     """The blocks of a cache with `num_slots` slots: what `Primary` looks up and pins.
 
     Thread: owner.
+
+    Attributes:
+        decided: Told of keys whose writes have ended, well or not, other than by a reset.
     """
+
+    decided: KeysDecided | None = None
 
     def __init__(self, num_slots: int) -> None:
         """Start empty."""

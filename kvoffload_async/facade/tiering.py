@@ -13,10 +13,12 @@ from kvoffload_async.core.planner import Planner, PlannerLimits
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -59,6 +61,7 @@ class TieringOffloadingManager(OffloadingManager):
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
         check_laws: bool | None = None,
+        generation: int | str | None = None,
     ) -> None:
         """Compose; primary and tiers are owned from now on.
 
@@ -76,7 +79,9 @@ class TieringOffloadingManager(OffloadingManager):
             check_invariants: Check every invariant at the end of every step; for debugging.
             clock: Monotonic seconds.
             check_laws: Deprecated: the old name of `check_invariants`.
+            generation: Which weights the blocks are of; see `invalidate`.
         """
+        self.generation = Generation(generation)
         self._primary = primary
         self.secondary_tiers = tuple(secondary_tiers)
         self._bridge = bridge
@@ -109,6 +114,11 @@ class TieringOffloadingManager(OffloadingManager):
             tier.ownership = owner_name(tier.tier_type, seen)
         self._polled_this_step = False
         self._closed = False
+        guard_forks(self, _closed=True)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warn_unclosed(self, "shutdown()")
 
     @property
     def engine(self) -> Planner:
@@ -151,9 +161,12 @@ class TieringOffloadingManager(OffloadingManager):
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
         if not self._polled_this_step:
             self._poll()
+        if self.generation.tag and not self.generation.has(key):
+            return LookupResult.MISS
         return self.planner.lookup(key, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        self.generation.require(keys)
         return CPULoadStoreSpec(as_block_ids(self.planner.prepare_load(keys, req_context)))
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -171,7 +184,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if not self._polled_this_step:
             self._poll()
-        output = self.planner.prepare_store(keys, req_context)
+        output = self.planner.prepare_store(self.generation.current(keys), req_context)
         self._hand_over()
         return output
 
@@ -228,6 +241,20 @@ class TieringOffloadingManager(OffloadingManager):
             raise StateError("the tiers share no bridge: poll them instead")
         return self._bridge.wait_for_progress(timeout_s)
 
+    def invalidate(self, generation: int | str) -> None:
+        """Begin another generation, between steps: the weights have changed. Waits for nothing.
+
+        From now on no block of a former generation is served, from the primary or any tier,
+        whatever of it is still on the way. Requests that began before find nothing and store
+        nothing more. Make the keys of later ones with the new `generation.key`. A generation that
+        comes again finds its blocks again: never use a label for other weights.
+
+        Raises:
+            ConfigError: It is neither an integer nor a label.
+        """
+        self._ensure_open()
+        self.generation = Generation(generation)
+
     # -- the calls that wait --------------------------------------------------------------------
 
     def reset_cache(self) -> None:
@@ -241,6 +268,16 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self.secondary_tiers:
             if not tier.drain_jobs(self._drain_timeout_s):
                 tier.abandon_jobs()
+        self._reset()
+
+    def reset_cache_now(self) -> None:
+        """Empty the primary as `reset_cache` does, but wait for nothing: give running jobs up."""
+        self._ensure_open()
+        for tier in self.secondary_tiers:
+            tier.abandon_jobs()
+        self._reset()
+
+    def _reset(self) -> None:
         self._poll()
         self._polled_this_step = False
         self.planner.reset_cache()

@@ -157,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
     async def nobody_was_forgotten(self):
         """Who still waits, waits for good reason: looking again changes nothing."""
         waiting = [s.name for s in self.serving if not s.task.done()]
-        self.world.engine._steps.note_progress()
+        self.world.engine._steps.waiters.wake_all()
         await turns()
         assert not self.world.parked
         assert [s.name for s in self.serving if not s.task.done()] == waiting
