@@ -30,7 +30,7 @@ class Generation:
     __slots__ = ("label", "tag")
 
     def __init__(self, label: int | str | None = None) -> None:
-        """Raise ConfigError for what is no label."""
+        """Raise ConfigError for what is no label; an integer is the label of its digits."""
         self.label = None if label is None else parse_generation(label, "generation")
         text = b"" if self.label is None else self.label.encode()
         self.tag = hashlib.blake2b(text, digest_size=_TAG_BYTES).digest() if text else b""

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from kvoffload_async.config import parse_generation
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner, PlannerLimits
@@ -253,7 +254,7 @@ class TieringOffloadingManager(OffloadingManager):
             ConfigError: It is neither an integer nor a label.
         """
         self._ensure_open()
-        self.generation = Generation(generation)
+        self.generation = Generation(parse_generation(generation, "generation"))
 
     # -- the calls that wait --------------------------------------------------------------------
 
