@@ -118,7 +118,7 @@ class TieringOffloadingManager(OffloadingManager):
         guard_forks(self, _closed=True)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not getattr(self, "_closed", True) and self.secondary_tiers:
             warn_unclosed(self, "shutdown()")
 
     @property
