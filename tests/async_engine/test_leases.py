@@ -86,20 +86,22 @@ async def test_waiting_for_one_request_does_not_wait_for_others():
 
 @on_loop
 async def test_quiescing_does_not_wait_for_copies_that_begin_later():
-    async with opened(bounds=EngineBounds(concurrent_stores=1)) as world:
-        async with world.engine.request("r", hashes("abcd")) as request:
-            stores = [asyncio.create_task(world.engine.store(request, [i], i)) for i in range(4)]
-            await turns()
-            quiet = asyncio.create_task(world.engine.quiesce(FAR_S))
-            await turns()
-            world.transport.settle()
-            await turns()
-            assert len(world.parked) == 1, "the next one runs already"
-            assert quiet.done()
-            assert await quiet
-            world.settle_everything()
-            for store in stores:
-                await world.during(store)
+    async with (
+        opened(bounds=EngineBounds(concurrent_stores=1)) as world,
+        world.engine.request("r", hashes("abcd")) as request,
+    ):
+        stores = [asyncio.create_task(world.engine.store(request, [i], i)) for i in range(4)]
+        await turns()
+        quiet = asyncio.create_task(world.engine.quiesce(FAR_S))
+        await turns()
+        world.transport.settle()
+        await turns()
+        assert len(world.parked) == 1, "the next one runs already"
+        assert quiet.done()
+        assert await quiet
+        world.settle_everything()
+        for store in stores:
+            await world.during(store)
 
 
 @on_loop

@@ -238,7 +238,7 @@ async def test_nothing_is_remembered_of_calls_that_have_ended():
         await asyncio.wait(tasks[:1])
         await world.during(tasks[1])
         waiters = world.engine._steps.waiters
-        assert not (waiters.everybody or waiters.by_key or waiters.for_room)
+        assert not any((waiters.everybody, waiters.by_key, waiters.for_room))
 
 
 @on_loop

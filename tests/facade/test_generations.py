@@ -92,7 +92,7 @@ def test_old_keys_are_neither_stored_nor_pinned(world, ctx):
     world.manager.invalidate("next")
     new = keys_of(world.manager, 2)
     assert store(world, ctx, [*old, *new]) == new
-    with pytest.raises(StateError, match="not of generation 'next'.*invalidated"):
+    with pytest.raises(StateError, match=r"not of generation 'next'.*invalidated"):
         world.manager.prepare_load(old[:1], ctx)
     assert world.counts["pinned"] == 2, "the cascades' own"
     world.rest()

@@ -35,7 +35,7 @@ def in_child(check):
         try:
             check()
             code = PASSED
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a child must not go on as a test run
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -44,8 +44,13 @@ def in_child(check):
 
 
 def refuses(call, *args):
-    with pytest.raises(StateError, match="before this process was forked.*spawn"):
+    with pytest.raises(StateError, match=r"before this process was forked.*spawn"):
         call(*args)
+
+
+def forget(kept):
+    kept.clear()
+    gc.collect()
 
 
 def test_in_a_forked_child_every_call_of_a_manager_and_its_spec_says_so():
@@ -76,20 +81,22 @@ def test_in_a_forked_child_every_call_of_a_manager_and_its_spec_says_so():
 
 def test_in_a_forked_child_every_call_of_an_engine_says_so():
     async def use():
-        async with OffloadEngine(CONFIG, lambda _view: Transport()) as engine:
-            async with engine.request("r", [b"k" * 32]) as request:
+        async with (
+            OffloadEngine(CONFIG, lambda _view: Transport()) as engine,
+            engine.request("r", [b"k" * 32]) as request,
+        ):
 
-                def check():
-                    refuses(engine.request, "s", [])
-                    refuses(engine.lookup, request)
-                    refuses(engine.store, request, [0])
-                    refuses(engine.reset)
-                    refuses(engine.events)
-                    with pytest.raises(StopIteration):
-                        engine.close().send(None)
+            def check():
+                refuses(engine.request, "s", [])
+                refuses(engine.lookup, request)
+                refuses(engine.store, request, [0])
+                refuses(engine.reset)
+                refuses(engine.events)
+                with pytest.raises(StopIteration):
+                    engine.close().send(None)
 
-                in_child(check)
-                assert await engine.lookup(request) == 0
+            in_child(check)
+            assert await engine.lookup(request) == 0
 
     asyncio.run(use())
 
@@ -99,8 +106,7 @@ def test_a_spec_that_was_never_shut_down_warns_and_is_not_kept_alive():
     manager = spec.get_manager()
     seen = weakref.ref(spec)
     with pytest.warns(ResourceWarning, match=r"TieringOffloadingSpec was never.*shutdown\(\)"):
-        del spec
-        gc.collect()
+        del spec  # no cycle keeps it
     assert seen() is None
     loop_thread = manager._bridge.runner
     manager.shutdown()
@@ -113,18 +119,16 @@ def test_a_manager_that_was_never_shut_down_warns():
         seen = weakref.ref(spec._manager)
         with pytest.warns(ResourceWarning, match=r"TieringOffloadingManager was never"):
             spec._manager = None
-            gc.collect()
         assert seen() is None
         assert tier.shutdown().is_clean
 
 
 def test_an_engine_that_was_never_closed_warns():
     async def leave_open():
-        engine = await OffloadEngine(CONFIG, lambda _view: Transport()).__aenter__()
-        spec, seen = engine._spec, weakref.ref(engine)
+        kept = [await OffloadEngine(CONFIG, lambda _view: Transport()).__aenter__()]
+        spec, seen = kept[0]._spec, weakref.ref(kept[0])
         with pytest.warns(ResourceWarning, match=r"OffloadEngine was never closed.*close\(\)"):
-            del engine
-            gc.collect()
+            forget(kept)
         assert seen() is None
         await asyncio.to_thread(spec.shutdown)
 
