@@ -50,7 +50,7 @@ class Generation:
 
     def require(self, keys: Sequence[OffloadKey]) -> None:
         """Raise StateError for the first key of another generation."""
-        for key in keys:
+        for key in keys if self.tag else ():
             if not self.has(key):
                 raise StateError(
                     f"block {key.hex()} is not of generation {self.label!r}: it was invalidated, "

@@ -83,6 +83,7 @@ class TieringOffloadingManager(OffloadingManager):
             generation: Which weights the blocks are of; see `invalidate`.
         """
         self.generation = Generation(generation)
+        self._is_tagged = bool(self.generation.tag)
         self._primary = primary
         self.secondary_tiers = tuple(secondary_tiers)
         self._bridge = bridge
@@ -162,7 +163,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
         if not self._polled_this_step:
             self._poll()
-        if self.generation.tag and not self.generation.has(key):
+        if self._is_tagged and not self.generation.has(key):
             return LookupResult.MISS
         return self.planner.lookup(key, req_context)
 
@@ -255,6 +256,7 @@ class TieringOffloadingManager(OffloadingManager):
         """
         self._ensure_open()
         self.generation = Generation(parse_generation(generation, "generation"))
+        self._is_tagged = True
 
     # -- the calls that wait --------------------------------------------------------------------
 

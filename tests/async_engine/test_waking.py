@@ -153,6 +153,7 @@ async def test_a_probe_wakes_those_whose_keys_it_has_answered():
         mine, others = world.tiers[0].parked
         world.tiers[0].settle(others)
         await turns()
+        assert second.done()
         assert await second == 0
         assert not first.done()
         assert counted.keys.count(key("a")) == 1
@@ -184,6 +185,8 @@ async def test_a_write_of_another_request_wakes_who_waits_for_its_blocks(is_good
         assert len(counted.keys) == 2
         assert counted.wake_ups == 0
         world.transport.settle(mine, None if is_good else OSError("injected"))
+        await turns()
+        assert task.done(), "at once, and not when it has waited for too long"
         assert await task == (2 if is_good else 0)
         await asyncio.wait(stores)
         assert [store.exception() is None for store in stores] == [is_good, True]
@@ -209,6 +212,8 @@ async def test_a_store_that_waits_for_room_is_not_woken_while_there_is_none():
         assert waiters.wake_ups == before
         world.transport.settle()
         assert await holding == 2
+        await turns()
+        assert world.parked, "at once"
         assert await world.during(storing) == 2
 
 
