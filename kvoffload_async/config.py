@@ -135,6 +135,13 @@ def parse_label(value: object, key: str) -> str:
     return value
 
 
+def parse_generation(value: object, key: str) -> str:
+    """Return a generation's label, given as text or as an integer; raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return parse_label(value, key)
+
+
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -161,6 +168,7 @@ class OffloadConfig:
         model: Name of the model whose KV blocks these are. Tiers on disk need one.
         fingerprint: The content of the model's weights, and everything else that KV bytes depend
             on and that the name does not say; see docs/kv-identity.md.
+        generation: Which weights the blocks are of, an integer or a label; `invalidate` changes it.
         eviction_policy: Name of the primary's cache policy.
         store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
         max_tracker_size: Keys whose offers are remembered.
@@ -189,6 +197,7 @@ class OffloadConfig:
     num_workers: int = _option(at_least(1), 1)
     model: str | None = _option(or_none(parse_name), None)
     fingerprint: str | None = _option(or_none(parse_label), None)
+    generation: str | None = _option(or_none(parse_generation), None)
     eviction_policy: str = _option(parse_name, "lru")
     store_threshold: int = _option(at_least(0), 0)
     max_tracker_size: int = _option(at_least(1), 64_000)

@@ -50,6 +50,10 @@ class BusyError(OffloadError):
     """A bound was reached; nothing was changed, and the call may succeed later."""
 
 
+class InvalidatedError(OffloadError):
+    """The cache was reset, or its generation changed, under the call: compute the blocks."""
+
+
 class TierError(OffloadError):
     """A block of a job failed in a storage tier."""
 

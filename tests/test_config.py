@@ -106,6 +106,8 @@ def test_a_key_that_is_no_text_is_unknown_too():
         ("deferral_timeout_s", float("inf"), "a positive number of seconds"),
         ("drain_timeout_s", "30", "a positive number of seconds"),
         ("drain_timeout_s", True, "a positive number of seconds"),
+        ("generation", "", "a text of 1 to 200 printable characters"),
+        ("generation", True, "a text of 1 to 200 printable characters"),
         ("secondary_tiers", {"type": "example"}, 'a list of objects, each with a "type"'),
         ("secondary_tiers", "example", 'a list of objects, each with a "type"'),
     ],
@@ -116,6 +118,11 @@ def test_a_wrong_value_is_refused_with_key_value_and_remedy(key, value, allowed)
     message = str(raised.value)
     assert message.startswith(f"{key}: {value!r} is not valid")
     assert allowed in message
+
+
+@pytest.mark.parametrize(("given", "label"), [(3, "3"), ("3", "3"), ("step-7", "step-7")])
+def test_a_generation_is_a_number_or_a_label(given, label):
+    assert OffloadConfig.parse({**MINIMAL, "generation": given}).generation == label
 
 
 def test_a_tier_that_is_no_object_is_refused_with_its_place_in_the_list():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction
@@ -13,7 +13,7 @@ from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import BusyError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.types import OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload_async.types import OffloadKey, PrepareStoreOutput
 
 _IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
 
@@ -25,9 +25,15 @@ class Stores:
     """
 
     def __init__(
-        self, manager: TieringOffloadingManager, steps: Steps, transfers: Transfers
+        self,
+        manager: TieringOffloadingManager,
+        steps: Steps,
+        transfers: Transfers,
+        ready: Callable[[float], Awaitable[None]],
     ) -> None:
+        """Take calls; `ready` waits for the end of a reset, and raises if the engine is closed."""
         self._manager = manager
+        self._ready = ready
         self._primary = manager.planner.primary
         self._steps = steps
         self._transfers = transfers
@@ -65,12 +71,13 @@ class Stores:
                 if granted is None:
                     break
                 if new := granted.keys_to_store:
+                    blocks = [b for key in new for b in device_blocks[first[key] :][:per_key]]
                     await self._transfers.run(
                         Direction.STORE,
-                        [block for key in new for block in device_blocks[first[key] :][:per_key]],
+                        blocks,
                         granted.store_spec.block_ids.tolist(),
                         permit=permit,
-                        ended=partial(self._ended, granted, request.ctx),
+                        ended=partial(self._ended, granted, request, request.occupy(blocks)),
                         deadline_s=deadline_s,
                     )
                 stored += len(new)
@@ -90,21 +97,31 @@ class Stores:
         What is granted belongs to the caller, who must not await before using it.
         """
         loop = asyncio.get_running_loop()
-        self._steps.ensure_open()
-        while (granted := self._manager.prepare_store(keys, request.ctx)) is None:
-            self._steps.schedule()
-            is_late = loop.time() >= deadline_s
-            if is_rest and (is_late or not _others_use_some(self._primary, request)):
-                return None
-            if is_late:
-                raise BusyError(_no_room(self._primary, len(keys)))
-            await self._steps.next_progress(deadline_s)
-        self._steps.schedule()
-        return granted
+        with request.call() as waiter:
+            while True:
+                await self._ready(deadline_s)
+                granted = self._manager.prepare_store(keys, request.ctx)
+                self._steps.schedule()
+                if granted is not None:
+                    return granted
+                is_late = loop.time() >= deadline_s
+                if is_rest and (is_late or not _others_use_some(self._primary, request)):
+                    return None
+                if is_late:
+                    raise BusyError(_no_room(self._primary, len(keys)))
+                waiter.expect_room()
+                await waiter.wait(deadline_s)
 
-    def _ended(self, granted: PrepareStoreOutput, ctx: ReqContext, success: bool) -> None:
+    def _ended(
+        self,
+        granted: PrepareStoreOutput,
+        request: EngineRequest,
+        release: Callable[[], None],
+        success: bool,
+    ) -> None:
+        release()
         generation = granted.store_spec.generation
-        self._manager.complete_store(granted.keys_to_store, ctx, success, generation)
+        self._manager.complete_store(granted.keys_to_store, request.ctx, success, generation)
         self._steps.note_progress()
 
 

@@ -82,7 +82,7 @@ class Transfers:
             raise TransportError(str(outcome.error)) from outcome.error
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; False at the deadline."""
+        """Wait until the copies under way have ended, but for later ones; False at the deadline."""
         return await self._running.quiesce(timeout_s)
 
     def stop(self) -> None:
@@ -104,12 +104,14 @@ class _Running:
         ended: Told of the end.
         landed: Awaited by the caller, while it cares.
         task: Follows the transfer.
+        has_ended: Whether the bytes have stopped moving; a copy that was given up never has.
     """
 
     transfer: Transfer
     ended: Ended
     landed: asyncio.Future[TransferOutcome]
     task: asyncio.Task[TransferOutcome] = field(init=False)
+    has_ended: bool = False
 
 
 class RunningTransfers:
@@ -133,14 +135,11 @@ class RunningTransfers:
         return running.landed
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Wait until no copy is under way; False at the deadline."""
-        deadline_s = self._loop.time() + timeout_s
-        while self._running:
-            left_s = deadline_s - self._loop.time()
-            if left_s <= 0:
-                return False
-            await asyncio.wait([f.landed for f in self._running], timeout=left_s)
-        return True
+        """Wait until the copies under way have ended, but for later ones; False at the deadline."""
+        copies = list(self._running)
+        if copies and timeout_s > 0:
+            await asyncio.wait([copy.landed for copy in copies], timeout=timeout_s)
+        return all(copy.has_ended for copy in copies)
 
     def abandon(self, error: Exception) -> None:
         """Stop following: who waits is told `error`, and `ended` is never called."""
@@ -164,6 +163,7 @@ class RunningTransfers:
             error = TransportError("the transport has cancelled the copy by itself")
         outcome = task.result() if error is None else TransferOutcome(0, error=_as_error(error))
         del self._running[running]
+        running.has_ended = True
         try:
             running.ended(outcome.error is None)
         finally:

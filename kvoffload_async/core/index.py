@@ -7,7 +7,7 @@ batched existence probe for the keys that are new in a step, shared between requ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Final
 
@@ -15,12 +15,20 @@ from kvoffload_async.core.effects import StartProbe
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import LookupResult, OffloadKey
 
+KeysDecided = Callable[[Sequence[OffloadKey]], object]
+"""Told of keys of which more is known now; must call nothing of the core."""
+
 
 class KeyIndex(ABC):
     """Answers whether a tier has a key.
 
     Thread: owner.
+
+    Attributes:
+        decided: Told of the keys that a probe has answered.
     """
+
+    decided: KeysDecided | None = None
 
     @abstractmethod
     def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
@@ -164,6 +172,8 @@ class ProbedIndex(KeyIndex):
         self._enter([key for key in keys if key in present], _PRESENT)
         self._enter([key for key in keys if key not in present], _ABSENT)
         self._forget_unasked(keys)
+        if self.decided is not None:
+            self.decided(keys)
 
     def forget_request(self, request: Hashable) -> None:
         """Drop the request's share of every verdict; a probe in flight is kept."""

@@ -378,6 +378,8 @@ class Primary(ResidentBlocks):
         self._idle += len(slots)
         self._policy.released(slots)
         self.event_log.add(keys, removed=False)
+        if self.decided is not None:
+            self.decided(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
@@ -386,3 +388,5 @@ class Primary(ResidentBlocks):
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self.event_log.add(keys, removed=True, metadata_only=True)
+        if self.decided is not None:
+            self.decided(keys)

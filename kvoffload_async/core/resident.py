@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.core.index import KeysDecided
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
 from kvoffload_async.tables.keymap import PART_AT, too_short
@@ -31,7 +32,12 @@ class ResidentBlocks:
     """The blocks of a cache with `num_slots` slots: what `Primary` looks up, pins and ranks.
 
     Thread: owner.
+
+    Attributes:
+        decided: Told of keys whose writes have ended, well or not, other than by a reset.
     """
+
+    decided: KeysDecided | None = None
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
         """Start empty; the policy is owned from now on."""

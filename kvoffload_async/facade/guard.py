@@ -114,9 +114,16 @@ class TierGuard:
         try:
             if self._manager.drain_jobs(timeout_s):
                 return
-            self._manager.abandon_jobs()
         except GUARDED as error:
             self.complain("drain_jobs", error, is_fault=True)
+        self.abandon_jobs()
+
+    def abandon_jobs(self) -> None:
+        """Give up the tier's jobs that have no result yet."""
+        try:
+            self._manager.abandon_jobs()
+        except GUARDED as error:
+            self.complain("abandon_jobs", error, is_fault=True)
 
     def shutdown(self, timeout_s: float) -> CloseReport:
         """Shut the tier down."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.types import (
     LoadStoreSpec,
     LookupResult,
@@ -24,7 +25,12 @@ class OffloadingManager(ABC):
     failed transfer never raises.
 
     Thread: owner, the scheduler's, for all of it.
+
+    Attributes:
+        generation: Makes the keys of blocks; one that is read at a request's begin makes all its.
     """
+
+    generation = Generation()
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -22,6 +22,7 @@ from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
+from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch
@@ -78,14 +79,15 @@ class _Spec(ABC):
         kv_caches: Mapping[str, torch.Tensor],
         groups: Sequence[Sequence[str]] | None = None,
         *,
-        block_dim: int = 0,
+        block_dim: int | None = None,
     ) -> KVLayout:
         """Describe one worker's tensors; nothing is copied.
 
         Args:
             kv_caches: Layer name -> tensor, of any dtype, on one device.
             groups: The layer names of each KV-cache group; by default all layers in one.
-            block_dim: The dimension that counts device blocks.
+            block_dim: The dimension that counts device blocks; None: the first, unless that looks
+                like key and value.
 
         Raises:
             ConfigError: The tensors cannot be addressed by block, or one chunk of theirs is
@@ -106,7 +108,7 @@ class _Spec(ABC):
         kv_caches: Mapping[str, torch.Tensor],
         groups: Sequence[Sequence[str]] | None = None,
         *,
-        block_dim: int = 0,
+        block_dim: int | None = None,
         worker_index: int = 0,
     ) -> Callable[[memoryview], Transport]:
         """Return what makes the transport that goes with the tensors' device, given the buffer.
@@ -136,7 +138,7 @@ class _Spec(ABC):
         kv_caches: Mapping[str, torch.Tensor],
         groups: Sequence[Sequence[str]] | None = None,
         *,
-        block_dim: int = 0,
+        block_dim: int | None = None,
         worker_index: int = 0,
         flush_timeout_s: float = 30.0,
     ) -> OffloadingConnectorWorker:
@@ -254,10 +256,15 @@ class TieringOffloadingSpec(_Spec):
         """
         if self._manager is None:
             self._manager = self._create_manager()
+            guard_forks(self, _manager=None, _host=None)
         return self._manager
 
     def _get_kv_view(self) -> memoryview:
         return self.get_manager().get_primary_kv_view()
+
+    def __del__(self) -> None:
+        if getattr(self, "_host", None) is not None:
+            warn_unclosed(self, "shutdown()")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut the manager down, then stop the threads; idempotent.
@@ -309,6 +316,7 @@ class TieringOffloadingSpec(_Spec):
             shutdown_timeout_s=config.shutdown_timeout_s,
             check_invariants=config.check_invariants,
             clock=self.runtime.runner.now_s,
+            generation=config.generation,
         )
 
 

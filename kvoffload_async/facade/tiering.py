@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from kvoffload_async.config import parse_generation
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.invariants import check_state
@@ -17,6 +18,7 @@ from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.breaker_log import BreakerLog
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.guard import TierGuard
 from kvoffload_async.facade.loss_warnings import LossWarnings
 from kvoffload_async.facade.manager import OffloadingManager
@@ -24,6 +26,7 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -70,6 +73,7 @@ class TieringOffloadingManager(OffloadingManager):
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
         check_laws: bool | None = None,
+        generation: int | str | None = None,
     ) -> None:
         """Compose; primary and tiers are owned from now on.
 
@@ -90,7 +94,10 @@ class TieringOffloadingManager(OffloadingManager):
             check_invariants: Check every invariant at the end of every step; for debugging.
             clock: Monotonic seconds.
             check_laws: Deprecated: the old name of `check_invariants`.
+            generation: Which weights the blocks are of; see `invalidate`.
         """
+        self.generation = Generation(generation)
+        self._is_tagged = bool(self.generation.tag)
         self._primary = primary
         self.secondary_tiers = tuple(secondary_tiers)
         self._bridge = bridge
@@ -127,6 +134,11 @@ class TieringOffloadingManager(OffloadingManager):
             tier.ownership = owner_name(tier.tier_type, seen)
         self._polled_this_step = False
         self._closed = False
+        guard_forks(self, _closed=True)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self.secondary_tiers:
+            warn_unclosed(self, "shutdown()")
 
     @property
     def engine(self) -> Planner:
@@ -169,9 +181,12 @@ class TieringOffloadingManager(OffloadingManager):
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
         if not self._polled_this_step:
             self._poll()
+        if self._is_tagged and not self.generation.has(key):
+            return LookupResult.MISS
         return self.planner.lookup(key, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        self.generation.require(keys)
         slots = self.planner.prepare_load(keys, req_context)
         return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
 
@@ -200,7 +215,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if not self._polled_this_step:
             self._poll()
-        output = self.planner.prepare_store(keys, req_context)
+        output = self.planner.prepare_store(self.generation.current(keys), req_context)
         self._hand_over()
         return output
 
@@ -268,6 +283,21 @@ class TieringOffloadingManager(OffloadingManager):
             raise StateError("the tiers share no bridge: poll them instead")
         return self._bridge.wait_for_progress(timeout_s)
 
+    def invalidate(self, generation: int | str) -> None:
+        """Begin another generation, between steps: the weights have changed. Waits for nothing.
+
+        From now on no block of a former generation is served, from the primary or any tier,
+        whatever of it is still on the way. Requests that began before find nothing and store
+        nothing more. Make the keys of later ones with the new `generation.key`. A generation that
+        comes again finds its blocks again: never use a label for other weights.
+
+        Raises:
+            ConfigError: It is neither an integer nor a label.
+        """
+        self._ensure_open()
+        self.generation = Generation(parse_generation(generation, "generation"))
+        self._is_tagged = True
+
     # -- the calls that wait --------------------------------------------------------------------
 
     def reset_cache(self) -> None:
@@ -280,6 +310,16 @@ class TieringOffloadingManager(OffloadingManager):
         self._ensure_open()
         for guard in self._guards:
             guard.drain_jobs(self._drain_timeout_s)
+        self._reset()
+
+    def reset_cache_now(self) -> None:
+        """Empty the primary as `reset_cache` does, but wait for nothing: give running jobs up."""
+        self._ensure_open()
+        for guard in self._guards:
+            guard.abandon_jobs()
+        self._reset()
+
+    def _reset(self) -> None:
         self._poll()
         self._polled_this_step = False
         for foreign in self._foreign.values():

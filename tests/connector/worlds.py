@@ -77,6 +77,8 @@ class Recorder:
 
     def __getattr__(self, name):
         target = getattr(self.inner, name)
+        if not callable(target):
+            return target
 
         def call(*args, **kwargs):
             self.calls.append(name)

@@ -354,6 +354,7 @@ def test_a_tier_without_a_shared_bridge_hands_its_jobs_over_by_itself(worlds):
     )
     assert world.secondaries[0].flushes_on_poll
     manager.on_schedule_end()
+    manager.shutdown(1.0)
 
 
 def test_a_probe_under_way_is_pending_work_but_no_job(worlds):

@@ -262,7 +262,8 @@ class OffloadingConnectorScheduler:
         if state is None:
             ctx = ReqContext(request.request_id, request.kv_transfer_params)
             policy = self.manager.on_new_request(ctx).policy
-            state = ConnectorRequest(request, ctx, policy, len(self.geometry.groups))
+            groups, generation = len(self.geometry.groups), self.manager.generation
+            state = ConnectorRequest(request, ctx, policy, groups, generation)
             self._requests[request.request_id] = state
         return state
 

@@ -50,6 +50,7 @@ _DECIDED: Final = {
     "block_size",
     "enable_kv_cache_events",
     "fingerprint",
+    "generation",
     "model",
     "num_workers",
     "prefault",
