@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.async_engine.limiter import EngineBounds
@@ -324,8 +325,7 @@ class OffloadEngine:
         """Thread: a helper's, while the loop's awaits it."""
         try:
             if self._has_transport and not self._transport.close(timeout_s):
-                # Keeps the memory mapped: a copy still runs.
-                self._kept_view = memoryview(self._manager.get_primary_kv_view())
+                hold_pages(self._manager.get_primary_kv_view(), "a copy that has not ended")
         finally:
             self._spec.shutdown(timeout_s)
 

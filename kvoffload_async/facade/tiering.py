@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import Counter
@@ -29,6 +30,8 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -258,8 +261,7 @@ class TieringOffloadingManager(OffloadingManager):
             timeout: Seconds to wait for running jobs, all tiers together.
 
         Raises:
-            OffloadError: A tier failed to close; every tier had its chance, and the primary's
-                memory stays.
+            OffloadError: A tier failed to close; every tier had its chance.
         """
         if self._closed:
             return
@@ -268,20 +270,24 @@ class TieringOffloadingManager(OffloadingManager):
         deadline_s = self._clock() + (self._shutdown_timeout_s if timeout is None else timeout)
         errors: list[Exception] = []
         unfinished = 0
-        for tier in self.secondary_tiers:
+        raised: list[TierState] = []
+        for tier, state in zip(self.secondary_tiers, self.planner.tiers, strict=True):
             try:
                 report = tier.shutdown(max(0.0, deadline_s - self._clock()))
             except Exception as error:  # noqa: BLE001 - the other tiers must have their chance
                 errors.append(error)
+                raised.append(state)
                 continue
             unfinished += len(report.unfinished_jobs)
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
         self._collect()
-        for state in self.planner.tiers:
-            state.abandon_rest()  # only a tier whose own shutdown failed leaves jobs behind
+        for state in raised:
+            unfinished += len(state.abandon_rest())
         self.planner.collect()
-        if not errors and not unfinished:
+        if unfinished:
+            logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
+        else:
             self._primary.shutdown()
         if errors:
             names = ", ".join(str(error) for error in errors)

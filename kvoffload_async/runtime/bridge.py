@@ -17,7 +17,7 @@ from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import OffloadError
+from kvoffload_async.errors import OffloadError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
@@ -105,6 +105,7 @@ class TierLink:
                 self.actor.close(timeout_s), timeout_s + _CLOSE_MARGIN_S
             )
         except (OffloadError, TimeoutError) as error:
+            drop_tracebacks(error)
             report = CloseReport(error=error)
         self._pool.close(_STOP_THREADS_S)
         self.pump()

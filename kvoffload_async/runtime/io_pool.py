@@ -116,23 +116,25 @@ class IoPool:
         """
         work = self._submit(direction, call, helpers)
         cancelled: asyncio.CancelledError | None = None
-        while not work.has_ended:
-            try:
-                await work.future
-            except asyncio.CancelledError as error:
-                cancelled = error
-                if not work.has_ended:  # the call still touches memory: wait on
-                    work.future = work.future.get_loop().create_future()
-            except Exception:  # noqa: BLE001 - the call's own error, raised below
-                break
-        if cancelled is not None:
-            if not work.future.cancelled():
-                work.future.exception()  # retrieved: nobody will ask any more
-            try:
+        try:
+            while not work.has_ended:
+                try:
+                    await work.future
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    if not work.has_ended:  # the call still touches memory: wait on
+                        work.future = work.future.get_loop().create_future()
+                except Exception:  # noqa: BLE001 - the call's own error, raised below
+                    break
+            if cancelled is not None:
+                if not work.future.cancelled():
+                    work.future.exception()  # retrieved: nobody will ask any more
                 raise cancelled
-            finally:
-                del cancelled  # it holds this frame, and what its callers hold
-        return work.future.result()  # type: ignore[no-any-return]  # the call's own type
+            return work.future.result()  # type: ignore[no-any-return]  # the call's own type
+        finally:
+            # What is raised holds this frame, which must not hold it: with it, until the collector
+            # comes, would live the frames of the call, and what they were copying.
+            del work, call, cancelled
 
     def close(self, timeout_s: float) -> int:
         """Fail the queued calls, let the running ones end, join the threads.

@@ -96,6 +96,8 @@ class ThreadsafeRunner:
             if not future.done():
                 future.cancel()
             raise
+        finally:
+            del future, coroutine  # what is raised holds this frame, which must not hold it
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
@@ -231,18 +233,18 @@ class LoopThread(ThreadsafeRunner):
 async def until_done(future: asyncio.Future[T]) -> T:
     """Await a future to its end; a cancellation is delivered then."""
     cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # retrieved: nobody will ask any more
-        try:
+    try:
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            future.exception()  # retrieved: nobody will ask any more
             raise cancelled
-        finally:
-            del cancelled  # it holds this frame, and what its callers hold
-    return future.result()
+        return future.result()
+    finally:
+        del future, cancelled  # what is raised holds this frame, which must not hold it
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,9 +34,10 @@ from kvoffload_async.errors import (
     TierError,
     TierTimeoutError,
     UnknownSlotError,
+    drop_tracebacks,
 )
 from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tiers._ending import as_contained, contained, drop_tracebacks, error_of, judged
+from kvoffload_async.tiers._ending import as_contained, contained, error_of, judged, log_trace
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -153,8 +153,10 @@ class TierActor:
         self._loop = asyncio.get_running_loop()
         try:
             await self._tier.open(self._env)
-        except BaseException:
+        except BaseException as error:
             await self._close_tier(_FAILED_OPEN_CLOSE_S)
+            log_trace(error)
+            drop_tracebacks(error)
             raise
 
     def start_job(self, job: JobMetadata) -> None:
@@ -243,6 +245,8 @@ class TierActor:
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
+            log_trace(error)
+            drop_tracebacks(error)  # before it is logged, as logs may be kept
             logger.warning("%s: closing failed: %s", self.name, error)
             return error
         return None
@@ -293,11 +297,11 @@ class TierActor:
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
-            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
-            if logger.isEnabledFor(logging.DEBUG) and first.__cause__ is not None:
-                logger.debug("%s", "".join(traceback.format_exception(first)))
+            if first.__cause__ is not None:
+                log_trace(first)
             for raised in (error, *failures.values()):
                 drop_tracebacks(raised)
+            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
         self._post(self._settled(run, failures, error))
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
@@ -347,6 +351,7 @@ class TierActor:
         if task.cancelled():
             logger.warning("%s: probe %s was cancelled", self.name, generation)
         elif (error := task.exception()) is not None:
+            drop_tracebacks(error)
             logger.warning("%s: probe %s failed: %s", self.name, generation, error)
         else:
             found: object = task.result()

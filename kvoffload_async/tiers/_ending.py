@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailableError
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,13 +30,13 @@ def as_contained(error: SystemExit) -> TierUnavailableError:
     return TierUnavailableError(f"a tier raised {error!r}")
 
 
-def drop_tracebacks(error: BaseException | None) -> None:
-    """Let go of an error's frames: who keeps a result must not keep the primary's memory mapped."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def log_trace(error: BaseException) -> None:
+    """Log where an error came from, for whoever looks for a defect: before its frames are dropped.
+
+    As text, as logs may be kept.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", "".join(traceback.format_exception(error)))
 
 
 def error_of(task: asyncio.Task[None]) -> TierError:
