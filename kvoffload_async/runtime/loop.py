@@ -182,7 +182,11 @@ class LoopThread(ThreadsafeRunner):
         """Start the thread."""
         super().__init__(loop_factory())
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._loop.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -214,13 +218,18 @@ class LoopThread(ThreadsafeRunner):
         try:
             self._loop.run_forever()
         finally:
-            left = asyncio.all_tasks(self._loop)
-            if left:
-                names = ", ".join(sorted(task.get_name() for task in left))
-                logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
-                self._cancel(left)
-                self._loop.set_exception_handler(_repeat_quietly)
-            self._loop.close()
+            try:
+                self._end_tasks()
+            finally:
+                self._loop.close()
+
+    def _end_tasks(self) -> None:
+        left = asyncio.all_tasks(self._loop)
+        if left:
+            names = ", ".join(sorted(task.get_name() for task in left))
+            logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
+            self._cancel(left)
+            self._loop.set_exception_handler(_repeat_quietly)
 
     def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
         """Cancel what is left, one turn of the loop: a copy in flight holds on to its task."""

@@ -25,7 +25,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
@@ -88,6 +88,7 @@ class SharedBuffer(PrimaryBuffer):
         _remove_orphans(self._directory)
         self._file, self.is_creator = _enter(self._path, deadline_s)
         self._is_file_open = True
+        mapping = None
         try:
             if self.is_creator:
                 _require_room(size_bytes, self._directory, free_bytes or free_space_bytes)
@@ -101,9 +102,7 @@ class SharedBuffer(PrimaryBuffer):
             self._arrive(participant, note.ljust(NOTE_BYTES, b"\0"))
         except BaseException as error:
             # Timed out: whoever was to make it is gone, and nobody else would remove the name.
-            if self.is_creator or isinstance(error, TimeoutError):
-                self.remove_name()
-            self._close_file()
+            self._undo(mapping, remove=self.is_creator or isinstance(error, TimeoutError))
             raise
         self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
         super().__init__(num_slots, stride_bytes, mapping=mapping)
@@ -140,8 +139,11 @@ class SharedBuffer(PrimaryBuffer):
         The pages are everybody's, so they stay until the last participant releases them: then they
         go, even where another one's range of addresses is still mapped.
         """
-        self.remove_name()
-        return super().release()
+        try:
+            self.remove_name()
+        finally:
+            is_unmapped = super().release()
+        return is_unmapped
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -166,12 +168,23 @@ class SharedBuffer(PrimaryBuffer):
         arrived = os.pread(self._file, self._num_participants, self._arrivals_at)
         return [number for number, mark in enumerate(arrived) if not mark]
 
+    def _undo(self, mapping: Pages | None, *, remove: bool) -> None:
+        """Close what was opened before the arrival has failed."""
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._close_file)
+            if mapping is not None:
+                closing.callback(mapping.close)
+            if remove:
+                self.remove_name()
+
     def _unmap(self) -> None:
-        if self._is_last():
-            # A filesystem that cannot free them in place frees them with the last mapping.
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_REMOVE)
-        self._close_file()
+        try:
+            if self._is_last():
+                # A filesystem that cannot free them in place frees them with the last mapping.
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_REMOVE)
+        finally:
+            self._close_file()
         self.slot_flags.release()
         super()._unmap()
 
@@ -215,9 +228,10 @@ def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
                 file = _open_private(path, create=create)
             except (FileExistsError, FileNotFoundError):
                 continue
-            # Without a name by now: it was taken for an orphan before it was locked.
-            if _try_lock(file, fcntl.LOCK_SH) and os.fstat(file).st_nlink:
-                return file, create
+            with _closing_on_error(file):
+                # Without a name by now: it was taken for an orphan before it was locked.
+                if _try_lock(file, fcntl.LOCK_SH) and os.fstat(file).st_nlink:
+                    return file, create
             os.close(file)
         if not _pause(deadline_s):
             raise TimeoutError(f"{path} could neither be made nor opened in time")
@@ -300,11 +314,20 @@ def _open_private(path: Path, *, create: bool = False) -> int:
         raise
     except OSError as error:
         raise _not_private(path, str(error)) from error
-    objection = _objection(os.fstat(file))
-    if objection:
-        os.close(file)
-        raise _not_private(path, objection)
+    with _closing_on_error(file):
+        objection = _objection(os.fstat(file))
+        if objection:
+            raise _not_private(path, objection)
     return file
+
+
+@contextlib.contextmanager
+def _closing_on_error(file: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def _objection(found: os.stat_result) -> str:

@@ -5,13 +5,12 @@ import concurrent.futures
 import errno
 import gc
 import itertools
-import traceback
 
 import pytest
 from fs.places import BLOCK, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
 
-from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.errors import ConfigError, TierUnavailableError, drop_tracebacks
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness
 
@@ -21,10 +20,8 @@ def store_or_raise(harness: TierHarness, keys) -> dict:
     try:
         return dict(harness.store(keys))
     except (OSError, TierUnavailableError, ExceptionGroup) as error:
-        traceback.clear_frames(error.__traceback__)
+        drop_tracebacks(error)
         return {0: str(error)}
-    finally:
-        gc.collect()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
