@@ -9,7 +9,7 @@ import pytest
 from kvoffload_async.errors import TierError, drop_tracebacks
 
 
-class Held:
+class Payload:
     """What a frame holds."""
 
 
@@ -19,23 +19,22 @@ class FrozenError(Exception):
 
 
 def fail(error, alive):
-    held = Held()
-    alive.append(weakref.ref(held))
+    payload = Payload()
+    alive.append(weakref.ref(payload))
     raise error
 
 
 def caught(error, alive):
     try:
         fail(error, alive)
-    except BaseException as raised:
+    except Exception as raised:  # noqa: BLE001 - whatever it was given
         return raised
 
 
 def with_cause(alive):
-    try:
-        raise TierError from caught(OSError(5, "io"), alive)
-    except TierError as error:
-        return error
+    error = caught(TierError(), alive)
+    error.__cause__ = caught(OSError(5, "io"), alive)
+    return error
 
 
 def with_context(alive):

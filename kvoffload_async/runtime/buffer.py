@@ -41,12 +41,12 @@ class Pages(mmap.mmap):
         token = object()
         self._holders()[token] = who
 
-        def let_go() -> None:
+        def release() -> None:
             was_held = self._holders().pop(token, None) is not None
             if was_held and not self._holders() and self.when_idle is not None:
                 self.when_idle()
 
-        return let_go
+        return release
 
     def _holders(self) -> dict[object, str]:
         # mmap makes its objects in __new__ alone, with arguments that no __init__ should repeat.

@@ -132,7 +132,7 @@ class CudaTransport(Transport):
                 f"device: no memory for staging on {self._device}: {error}"
             ) from error
         self._has_pinned = _pin(self._host)
-        self._let_go = hold_pages(kv_view, f"a transport of {self._device}")
+        self._release_pages = hold_pages(kv_view, f"a transport of {self._device}")
         self._submitted: dict[Direction, queue.SimpleQueue[CudaTransfer | None]] = {
             direction: queue.SimpleQueue() for direction in self._streams
         }
@@ -181,7 +181,7 @@ class CudaTransport(Transport):
         self._host = torch.empty(0)
         self._copies.release()
         self._streams.clear()
-        self._let_go()
+        self._release_pages()
         return True
 
     # -- inside ---------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class HostTransport(Transport):
         """
         rows = np.asarray(kv_view)
         layout.require_room(rows.shape[1], cell_offset_bytes)
-        self._let_go = hold_pages(kv_view, "a host transport")
+        self._release_pages = hold_pages(kv_view, "a host transport")
         self._num_slots = rows.shape[0]
         self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
         self.violations: list[str] = []
@@ -180,7 +180,7 @@ class HostTransport(Transport):
             return False
         self._host.clear()
         self._device.clear()
-        self._let_go()
+        self._release_pages()
         return True
 
     # -- inside ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ DEADLINE_S = 10.0
 
 
 def open_files():
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 class Threadless:

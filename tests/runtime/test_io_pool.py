@@ -351,7 +351,7 @@ def _raise(error):
 # -- what errors keep ---------------------------------------------------------------------------
 
 
-class Held:
+class Payload:
     """What a call has in its hands."""
 
 
@@ -361,8 +361,8 @@ def test_a_call_that_fails_leaves_nothing_for_the_collector(loop, pools, cancels
     alive = []
 
     def fail():
-        held = Held()
-        alive.append(weakref.ref(held))
+        payload = Payload()
+        alive.append(weakref.ref(payload))
         raise OSError("boom")
 
     async def call():

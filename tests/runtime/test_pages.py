@@ -38,7 +38,7 @@ def fail(view):
 def error_of(call, view):
     try:
         call(view)
-    except Exception as error:
+    except OSError as error:
         return error
 
 
@@ -169,16 +169,16 @@ def test_memory_that_is_held_stays_as_it_is_until_the_last_holder_lets_go(caplog
     buffer = PrimaryBuffer(2, 4096)
     rows = np.asarray(buffer.view)
     rows[:] = 7
-    let_go = [hold_pages(buffer.view[1:], who) for who in ("one", "another")]
+    release = [hold_pages(buffer.view[1:], who) for who in ("one", "another")]
     assert not buffer.release()
     assert caplog.messages == [
         "the primary buffer stays mapped until it is no longer in use by one, another"
     ]
-    let_go[0]()
-    let_go[0]()
+    release[0]()
+    release[0]()
     assert rows.all(), "the other one still copies"
     del rows
-    let_go[1]()
+    release[1]()
     assert buffer.release()
     with pytest.raises(ValueError, match="released"):
         len(buffer.view)

@@ -52,6 +52,10 @@ class Region:
         return os.fstat(self.file).st_blocks * 512
 
 
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 @pytest.fixture
 def region():
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -110,11 +114,11 @@ def test_a_participant_that_was_killed_keeps_no_pages(region):
 def test_pages_stay_while_a_copy_of_whoever_released_before_still_runs(region):
     first, second = region.join(0), region.join(1)
     np.asarray(first.view)[:] = 7
-    let_go = hold_pages(first.view, "a transport")
+    release = hold_pages(first.view, "a transport")
     assert not first.release()
     assert second.release()
     assert np.asarray(first.view).all()
-    let_go()
+    release()
     assert region.used_bytes == 0
     assert first.release()
 
@@ -132,7 +136,7 @@ def test_flags_that_somebody_holds_stop_nothing(region, caplog):
 
 def test_a_release_leaves_no_descriptor(region):
     first, second = region.join(0), region.join(1)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for buffer in (first, second):
         assert buffer.release()
-    assert len(os.listdir("/proc/self/fd")) == before - 4, "a file and a mapping each"
+    assert open_files() == before - 4, "a file and a mapping each"

@@ -33,8 +33,8 @@ def request(body):
     """Fail with frames that hold what was to be sent."""
     sent = body[:16]
     try:
-        raise ConnectionError(f"{len(sent)} bytes")
-    except ConnectionError:
+        {}[len(sent)]
+    except KeyError:
         raise ServerError from OSError(errno.EPIPE, "pipe")
 
 

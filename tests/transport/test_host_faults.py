@@ -42,8 +42,8 @@ def test_a_failure_is_an_outcome_and_the_next_transfer_works(device, transport, 
 def test_the_error_of_a_failed_transfer_keeps_no_frames(transport, raised):
     def fail(_copies):
         try:
-            raise ValueError
-        except ValueError:
+            {}[0]
+        except KeyError:
             raise raised from None
 
     transport.faults[STORE].before_copy = fail
