@@ -193,12 +193,9 @@ class SharedBuffer(PrimaryBuffer):
 
         By the lock that each has from its arrival to its release, or its death.
         """
-        if not self._is_file_open:
-            return False
-        is_last = _try_lock(self._file, fcntl.LOCK_EX)
-        # The mapping has a descriptor of its own, so that closing the file would not unlock it.
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        return is_last
+        # Whoever asks for an exclusive lock in vain has lost the shared one, see flock(2); closing
+        # the file would not do, as the mapping has a descriptor of its own.
+        return self._is_file_open and _try_lock(self._file, fcntl.LOCK_EX)
 
     def _close_file(self) -> None:
         if self._is_file_open:

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 from fs.places import Place
+from log_records import errors_with_frames
 from slab.stores import SlabStore
 
 from kvoffload_async.abc.tier import AsyncTier, Direction, TierBounds, TierCapabilities
@@ -119,12 +120,6 @@ def memory(caplog):
     kept.clear()
 
 
-def errors_in(records):
-    """Return the errors with frames that a log keeps."""
-    given = [arg for r in records if isinstance(r.args, tuple) for arg in r.args]
-    return [e for e in given if isinstance(e, BaseException) and e.__traceback__ is not None]
-
-
 OPERATIONS = [
     *("store", "store by a thread", "store in a group"),
     *("load", "load by a thread", "load in a group", "blocks"),
@@ -141,7 +136,7 @@ def test_no_error_of_a_client_library_keeps_the_memory_mapped(memory, operation)
         harness.wait()
         harness.run(probe(harness.manager._link.actor))
     assert len(kept) > 0
-    assert not errors_in(memory.records)
+    assert not errors_with_frames(memory.records)
     assert "still in use" not in memory.text
 
 
@@ -181,7 +176,7 @@ def test_an_outage_of_a_directory_keeps_no_memory(memory, tmp_path, code, capaci
     place = Place(tmp_path)
     with place.manage(ops, capacity_bytes=capacity_bytes) as harness:
         use(harness, ops, code)
-    assert not errors_in(memory.records)
+    assert not errors_with_frames(memory.records)
     assert "still in use" not in memory.text
 
 
@@ -190,7 +185,7 @@ def test_an_outage_of_a_store_keeps_no_memory(memory, tmp_path, code):
     ops = FaultyFileOps()
     with ManagerHarness(SlabStore(tmp_path).tier(ops), 64, BLOCK) as harness:
         use(harness, ops, code)
-    assert not errors_in(memory.records)
+    assert not errors_with_frames(memory.records)
     assert "still in use" not in memory.text
 
 
