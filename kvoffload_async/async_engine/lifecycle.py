@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.async_engine.limiter import EngineBounds
 from kvoffload_async.async_engine.request import EngineRequest
@@ -156,8 +157,7 @@ class EngineLifecycle:
         """Thread: a helper's, while the loop's awaits it."""
         try:
             if self._has_transport and not self._transport.close(timeout_s):
-                # Keeps the memory mapped: a copy still runs.
-                self._kept_view = memoryview(self._manager.get_primary_kv_view())
+                hold_pages(self._manager.get_primary_kv_view(), "a copy that has not ended")
         finally:
             self._spec.shutdown(timeout_s)
 

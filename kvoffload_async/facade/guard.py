@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import StateError
+from kvoffload_async.errors import StateError, drop_tracebacks
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.types import (
     JobResult,
@@ -131,6 +132,7 @@ class TierGuard:
             report: object = self._manager.shutdown(timeout_s)
         except GUARDED as error:
             failure = error if isinstance(error, Exception) else wrong(error)
+            drop_tracebacks(failure)
             return CloseReport(error=failure)
         if report is None:  # as vLLM's tiers do
             return CloseReport()
@@ -148,7 +150,10 @@ class TierGuard:
         more = self._not_logged.pop(method, 0)
         again = f" ({more} times more since it was logged last)" if more else ""
         name = self._state.name
-        logger.error("tier %s: %s failed%s", name, method, again, exc_info=error)
+        # As text: a log record that kept the error would keep its frames, and what they work on.
+        trace = "".join(traceback.format_exception(error))
+        logger.error("tier %s: %s failed%s: %s", name, method, again, trace)
+        drop_tracebacks(error)
 
     def _each(self, method: str, *, is_fault: bool = False) -> Iterator[Any]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections import Counter
@@ -39,6 +40,8 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+
+logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.05
 """How often tiers are polled that do not say when they have something to report."""
@@ -341,8 +344,7 @@ class TieringOffloadingManager(OffloadingManager):
             timeout: Seconds to wait for running jobs, all tiers together.
 
         Raises:
-            OffloadError: A tier failed to close; every tier had its chance, and the primary's
-                memory stays.
+            OffloadError: A tier failed to close; every tier had its chance.
         """
         if self._closed:
             return
@@ -367,7 +369,9 @@ class TieringOffloadingManager(OffloadingManager):
             unfinished += len(state.abandon_rest())
         self.planner.collect()
         self._losses.check(self._clock(), is_last=True)
-        if not errors and not unfinished:
+        if unfinished:
+            logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
+        else:
             self._primary.shutdown()
         if errors:
             names = ", ".join(str(error) for error in errors)

@@ -18,7 +18,7 @@ from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import ClosedError, OffloadError
+from kvoffload_async.errors import ClosedError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.tiers._actor import TierActor
@@ -109,9 +109,11 @@ class TierLink:
             report = self._bridge.runner.run(
                 self.actor.close(timeout_s), timeout_s + _CLOSE_MARGIN_S
             )
-        except (OffloadError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - the rest must be closed all the same
+            drop_tracebacks(error)
             report = CloseReport(error=error)
-        self._pool.close(_STOP_THREADS_S)
+        finally:
+            self._pool.close(_STOP_THREADS_S)
         self.pump()
         late = tuple(self.state.abandon_rest())
         if self in self._bridge.links:

@@ -100,6 +100,8 @@ class ThreadsafeRunner:
             if not future.done():
                 future.cancel()
             raise
+        finally:
+            del future, coroutine  # what is raised holds this frame, which must not hold it
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
@@ -188,7 +190,11 @@ class LoopThread(ThreadsafeRunner):
         """Start the thread."""
         super().__init__(loop_factory())
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._loop.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -220,13 +226,18 @@ class LoopThread(ThreadsafeRunner):
         try:
             self._run_until_closed()
         finally:
-            left = asyncio.all_tasks(self._loop)
-            if left:
-                names = ", ".join(sorted(task.get_name() for task in left))
-                logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
-                self._cancel(left)
-                self._loop.set_exception_handler(_repeat_quietly)
-            self._loop.close()
+            try:
+                self._end_tasks()
+            finally:
+                self._loop.close()
+
+    def _end_tasks(self) -> None:
+        left = asyncio.all_tasks(self._loop)
+        if left:
+            names = ", ".join(sorted(task.get_name() for task in left))
+            logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
+            self._cancel(left)
+            self._loop.set_exception_handler(_repeat_quietly)
 
     def _run_until_closed(self) -> None:
         """Run the loop; it is its owner's to stop, and one tier must not stop the others."""
@@ -249,18 +260,18 @@ class LoopThread(ThreadsafeRunner):
 async def until_done(future: asyncio.Future[T]) -> T:
     """Await a future to its end; a cancellation is delivered then."""
     cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # retrieved: nobody will ask any more
-        try:
+    try:
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            future.exception()  # retrieved: nobody will ask any more
             raise cancelled
-        finally:
-            del cancelled  # it holds this frame, and what its callers hold
-    return future.result()
+        return future.result()
+    finally:
+        del future, cancelled  # what is raised holds this frame, which must not hold it
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,15 +30,16 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
     UnknownSlotError,
+    drop_tracebacks,
 )
 from kvoffload_async.tiers._announcements import Watch
 from kvoffload_async.tiers._ending import (
     ENDS_LOOP,
     as_contained,
     contained,
-    drop_tracebacks,
     error_of,
     judged,
+    log_trace,
     text_of,
 )
 from kvoffload_async.tiers._environment import ActorEnvironment
@@ -130,8 +130,10 @@ class TierActor:
             await contained(self._tier.open, self._env)
         except GeneratorExit:  # the loop has ended meanwhile: nothing can be awaited on it
             raise
-        except BaseException:
+        except BaseException as error:
             await self._close_tier(_FAILED_OPEN_CLOSE_S)
+            log_trace(error)
+            drop_tracebacks(error)
             raise
 
     def start_job(self, job: JobMetadata) -> None:
@@ -220,6 +222,8 @@ class TierActor:
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
+            log_trace(error)
+            drop_tracebacks(error)  # before it is logged, as logs may be kept
             logger.warning("%s: closing failed: %s", self.name, error)
             return error
         return None
@@ -274,11 +278,11 @@ class TierActor:
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
-            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
-            if logger.isEnabledFor(logging.DEBUG) and first.__cause__ is not None:
-                logger.debug("%s", "".join(traceback.format_exception(first)))
+            if first.__cause__ is not None:
+                log_trace(first)
             for raised in (error, *failures.values()):
                 drop_tracebacks(raised)
+            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
         self._post(self._settled(run, failures, error, outdated))
 
     def _outdated(

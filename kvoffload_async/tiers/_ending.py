@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -12,6 +13,7 @@ from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailable
 
 ENDS_LOOP = (SystemExit, KeyboardInterrupt)
 """What asyncio does not keep in the task that raises it."""
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,13 +32,13 @@ def as_contained(error: BaseException) -> TierUnavailableError:
     return TierUnavailableError(f"a tier raised {error!r}")
 
 
-def drop_tracebacks(error: BaseException | None) -> None:
-    """Let go of an error's frames: who keeps a result must not keep the primary's memory mapped."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def log_trace(error: BaseException) -> None:
+    """Log where an error came from, for whoever looks for a defect: before its frames are dropped.
+
+    As text, as logs may be kept.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", "".join(traceback.format_exception(error)))
 
 
 def text_of(error: BaseException) -> str:

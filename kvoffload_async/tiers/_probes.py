@@ -13,8 +13,9 @@ from kvoffload_async.errors import (
     TierError,
     TierTimeoutError,
     TierUnavailableError,
+    drop_tracebacks,
 )
-from kvoffload_async.tiers._ending import contained, drop_tracebacks, error_of, text_of
+from kvoffload_async.tiers._ending import contained, error_of, text_of
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)

@@ -308,7 +308,7 @@ class _SharedSpec(TieringOffloadingSpec):
             super().shutdown(timeout)
         finally:
             if self._buffer is not None:
-                self._buffer.leave(remove=True)
+                self._buffer.remove_name()
             self._outer.remove_process_folders()
 
     def _create_buffer(self) -> PrimaryBuffer:

@@ -152,7 +152,9 @@ class Housekeeping:
             try:
                 await self._rescan(self._usage, self._space)
             except (OSError, OffloadError) as error:
-                logger.warning("%s: looking for room failed: %s", self._namespace.folder, error)
+                logger.warning(
+                    "%s: looking for room failed: %s", self._namespace.folder, str(error)
+                )
                 return False
             return True
 
@@ -187,7 +189,7 @@ class Housekeeping:
             else:
                 self._files.writer.discard(temp)
         except OSError as error:
-            logger.warning("%s is not written: %s", path, error)
+            logger.warning("%s is not written: %s", path, str(error))
             self._files.writer.discard(temp)
 
     def _require_attributes(self) -> None:
@@ -255,7 +257,7 @@ class Housekeeping:
                         await self._rescan(self._usage, self._space)
                 await self._trim(self._usage, self._space)
             except (OSError, OffloadError) as error:
-                logger.warning("%s: housekeeping failed: %s", self._namespace.folder, error)
+                logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
 
     async def _rescan(self, usage: UsageFile, space: Space) -> None:
         """Learn what others have added and removed, and correct the count by it."""

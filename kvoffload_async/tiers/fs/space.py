@@ -200,7 +200,7 @@ class Space:
         try:
             await run_io(partial(self._usage.settle, released_bytes, change))
         except (OSError, OffloadError) as error:
-            logger.warning("the shared count was not told: %s", error)
+            logger.warning("the shared count was not told: %s", str(error))
 
     async def _fill(
         self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool
