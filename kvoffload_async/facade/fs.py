@@ -17,12 +17,7 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.secondary import (
-    SecondaryTierManager,
-    TierOptions,
-    check_tier_options,
-    read_threads,
-)
+from kvoffload_async.facade.secondary import SecondaryTierManager, read_threads
 from kvoffload_async.facade.storage import (
     config_of,
     default_run_config,
@@ -31,6 +26,7 @@ from kvoffload_async.facade.storage import (
     parse_directory,
     parse_run_config,
 )
+from kvoffload_async.facade.tier_options import TierOptions, check_tier_options
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import Verify

@@ -6,26 +6,18 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
-from kvoffload_async.config import (
-    OffloadConfig,
-    Parser,
-    at_least,
-    or_none,
-    parse_bool,
-    parse_label,
-    parse_name,
-    parse_seconds,
-)
+from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.storage import completed, config_of
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.types import (
@@ -47,47 +39,6 @@ logger = logging.getLogger(__name__)
 
 _KEYS_A_STEP: Final = 4096
 """How many keys that a tier announces the owner takes in at once: about a millisecond's worth."""
-
-
-class TierOptions(TypedDict, total=False):
-    """The options that every tier takes; times in seconds."""
-
-    runtime: Bridge | None
-    io_timeout_s: float
-    probe_timeout_s: float
-    open_timeout_s: float
-    close_timeout_s: float
-    n_read_threads: int | None
-    n_write_threads: int
-    enable_kv_events: bool
-    backpressure_detector: Backpressure | None
-    model: str | None
-    fingerprint: str | None
-    namespace: str | None
-
-
-_PARSERS: Final[Mapping[str, Parser]] = {
-    "io_timeout_s": parse_seconds,
-    "probe_timeout_s": parse_seconds,
-    "open_timeout_s": parse_seconds,
-    "close_timeout_s": parse_seconds,
-    "n_read_threads": or_none(at_least(1)),
-    "n_write_threads": at_least(1),
-    "enable_kv_events": parse_bool,
-    "model": or_none(parse_name),
-    "fingerprint": or_none(parse_label),
-    "namespace": or_none(parse_label),
-}
-
-
-def check_tier_options(options: Mapping[str, Any]) -> None:
-    """Check those of `TierOptions` that a configuration can give; others are ignored.
-
-    Raises:
-        ConfigError: A value is of the wrong type, or impossible.
-    """
-    for name in options.keys() & _PARSERS.keys():
-        _PARSERS[name](options[name], name)
 
 
 def read_threads(wanted: int | None) -> int:

@@ -16,11 +16,7 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.secondary import (
-    SecondaryTierManager,
-    TierOptions,
-    check_tier_options,
-)
+from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import (
     config_of,
     default_run_config,
@@ -29,6 +25,7 @@ from kvoffload_async.facade.storage import (
     parse_directory,
     parse_run_config,
 )
+from kvoffload_async.facade.tier_options import TierOptions, check_tier_options
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.tiers.files.ops import FileOps

@@ -17,7 +17,8 @@ from kvoffload_async.core.backpressure import (
     BackpressureSettings,
 )
 from kvoffload_async.errors import ConfigError, UnknownNameError
-from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.registry import Registry, load_class
 
 

@@ -25,12 +25,9 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from kvoffload_async.config import reject_unknown
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
-from kvoffload_async.facade.secondary import (
-    SecondaryTierManager,
-    check_tier_options,
-    owner_name,
-)
+from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.identity import (
     IDENTITY_OPTIONS,
