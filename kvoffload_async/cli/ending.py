@@ -18,8 +18,8 @@ EXIT_INTERRUPTED: Final = 130
 
 
 def complain(what: object) -> None:
-    """Write one line to standard error."""
-    line = " ".join(str(what).split())
+    """Write one line to standard error, whatever characters it has."""
+    line = " ".join(str(what).split()).encode(errors="backslashreplace").decode()
     typer.echo(f"kvoffload: error: {line}", err=True)
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
-from kvoffload_async.config import OffloadConfig
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.storage import completed, config_of
+from kvoffload_async.facade.storage import config_of, identity_of
 from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
@@ -87,6 +85,8 @@ class SecondaryTierManager:
         model: str | None = None,
         fingerprint: str | None = None,
         namespace: str | None = None,
+        rank: int = 0,
+        run_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the tier; waits for that.
 
@@ -110,13 +110,23 @@ class SecondaryTierManager:
             fingerprint: Content of the model's weights and whatever else KV bytes depend on; by
                 default the spec's.
             namespace: Keeps blocks apart from those of other namespaces.
+            rank: Which engine's blocks these are, where several have other bytes under one key.
+            run_config: Everything that the layout of a block's bytes depends on; by default the
+                spec's geometry and the slot size. What `model`, `fingerprint` and `namespace` say
+                is added to it.
 
         Raises:
             ConfigError: The tier cannot work with its options; nothing is left running.
             TierUnavailableError: The tier's place cannot be reached.
             TimeoutError: It did not open in time.
         """
-        identity = KVIdentity(model, fingerprint, namespace)
+        labels: dict[str, Any] = {
+            "model": model,
+            "fingerprint": fingerprint,
+            "namespace": namespace,
+            "rank": rank,
+            "run_config": run_config,
+        }
         check_tier_options(
             {
                 "io_timeout_s": io_timeout_s,
@@ -126,7 +136,7 @@ class SecondaryTierManager:
                 "n_read_threads": n_read_threads,
                 "n_write_threads": n_write_threads,
                 "enable_kv_events": enable_kv_events,
-                **asdict(identity),
+                **labels,
             }
         )
         shape = primary_kv_view.shape
@@ -187,7 +197,7 @@ class SecondaryTierManager:
             ),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
-            identity=completed(identity, config_of(offloading_spec)),
+            identity=identity_of(labels, config_of(offloading_spec), shape[1]),
         )
         try:
             self._link.open(open_timeout_s)
@@ -199,13 +209,9 @@ class SecondaryTierManager:
         self._link.pump()
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
-        """Check what a subclass can tell of its options before it is made; raises ConfigError.
-
-        Args:
-            options: The tier's configuration, names and types of the values checked.
-            config: The spec's, where there is one.
-        """
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
+        """Check a subclass's options before anything is made; see `AsyncTier.check_options`."""
+        return ()
 
     # -- a request's life -----------------------------------------------------------------------
 

@@ -8,12 +8,15 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.facade.opening import naming_tier
+from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
@@ -21,6 +24,7 @@ from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
+from kvoffload_async.runtime.machine import Limit, memory_limit
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch
@@ -42,6 +46,7 @@ class _Spec(ABC):
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
+            TierUnavailableError: The place of a tier does not answer.
         """
         self.config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
         self.stride_bytes = row_stride_bytes(self.config.block_bytes, self.config.num_workers)
@@ -52,17 +57,18 @@ class _Spec(ABC):
                 f"{self.stride_bytes} bytes (block_bytes * num_workers, in whole pages)"
             )
         check_policy(self.config.eviction_policy)
-        for index, tier in enumerate(self.config.secondary_tiers):
-            try:
-                SecondaryTierFactory.check_config(tier, self.config)
-            except ConfigError as error:
-                raise type(error)(f"secondary_tiers[{index}]: {error}") from error
-            except (ImportError, AttributeError) as error:
-                key = "module_path" if "module_path" in tier else "type"
+        for limit in self._memory_limits():
+            if self.num_blocks * self.stride_bytes > limit.size_bytes:
                 raise ConfigError(
-                    f"secondary_tiers[{index}]: {key}: {tier[key]!r} cannot be used ({error}); "
-                    "module_path must name a module that can be imported, and type a class in it"
-                ) from error
+                    f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
+                    f"{limit.name}, which is {limit.size_bytes} bytes; use less"
+                )
+        places: list[tuple[str, TierPlace]] = []
+        for index, tier in enumerate(self.config.secondary_tiers):
+            with naming_tier(index, tier):
+                found = SecondaryTierFactory.check_config(tier, self.config)
+                places += [(f"secondary_tiers[{index}]: ", place) for place in found]
+        check_places(places)
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
@@ -157,6 +163,11 @@ class _Spec(ABC):
         transport = create_transport(self._get_kv_view())
         return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
 
+    def _memory_limits(self) -> Sequence[Limit]:
+        """Return what the primary's memory must fit in."""
+        limit = memory_limit()
+        return () if limit is None else (limit,)
+
     def _create_buffer(self) -> PrimaryBuffer:
         """Return the primary's memory, new; a subclass that shares it maps it elsewhere."""
         return PrimaryBuffer(self.num_blocks, self.stride_bytes, prefault=self.config.prefault)
@@ -212,6 +223,7 @@ class TieringOffloadingSpec(_Spec):
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
+            TierUnavailableError: The place of a tier does not answer.
         """
         super().__init__(config)
         self._runtime = runtime
@@ -243,6 +255,8 @@ class TieringOffloadingSpec(_Spec):
 
         Raises:
             ConfigError: A tier cannot work here. What had been started is closed again.
+            TierUnavailableError: A tier's place cannot be reached. Likewise.
+            TimeoutError: A tier did not open in time. Likewise.
         """
         if self._manager is None:
             self._manager = self._create_manager()
@@ -275,12 +289,13 @@ class TieringOffloadingSpec(_Spec):
         primary = self._create_primary()
         tiers: list[SecondaryTierManager] = []
         try:
-            for tier_config in self._tier_configs():
-                tiers.append(  # noqa: PERF401 - each is closed again if a later one fails
-                    SecondaryTierFactory.create_secondary_tier(
-                        tier_config, primary.get_primary_kv_view(), self
+            for index, tier_config in enumerate(self._tier_configs()):
+                with naming_tier(index, tier_config):
+                    tiers.append(
+                        SecondaryTierFactory.create_secondary_tier(
+                            tier_config, primary.get_primary_kv_view(), self
+                        )
                     )
-                )
         except BaseException:
             for tier in reversed(tiers):
                 tier.shutdown(config.shutdown_timeout_s)
