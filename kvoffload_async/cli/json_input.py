@@ -30,7 +30,7 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
             parse_int=_as_integer,
         )
     except RecursionError as error:
-        raise _TOO_DEEP from error
+        raise _too_deep() from error
     except JsonInputError:
         raise
     except ValueError as error:
@@ -39,7 +39,8 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     return value
 
 
-_TOO_DEEP: Final = JsonInputError(f"objects and lists are nested more than {_MAX_DEPTH} deep")
+def _too_deep() -> JsonInputError:
+    return JsonInputError(f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them")
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -84,4 +85,4 @@ def _check_depth(value: object) -> None:
         if not below:
             return
         level = below
-    raise _TOO_DEEP
+    raise _too_deep()
