@@ -21,6 +21,7 @@ from kvoffload_async.abc.tier import (
     TierBounds,
     TierCapabilities,
     TierEnvironment,
+    TierPlace,
 )
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -72,6 +73,14 @@ from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.fingerprint import fingerprint_files
+from kvoffload_async.statistics import (
+    EngineStatistics,
+    OffloadingStatistics,
+    PlannerStatistics,
+    PrimaryStatistics,
+    SlotStatistics,
+    TierStatistics,
+)
 from kvoffload_async.types import (
     ALL_TIERS,
     BlockIDsLoadStoreSpec,
@@ -121,6 +130,7 @@ __all__ = [
     "Direction",
     "EngineBounds",
     "EngineRequest",
+    "EngineStatistics",
     "ExampleSecondaryTierManager",
     "FileSystemTierManager",
     "Finding",
@@ -147,7 +157,10 @@ __all__ = [
     "OffloadingConnectorWorker",
     "OffloadingEvent",
     "OffloadingManager",
+    "OffloadingStatistics",
+    "PlannerStatistics",
     "PrepareStoreOutput",
+    "PrimaryStatistics",
     "Problem",
     "Removal",
     "RepairOptions",
@@ -160,6 +173,7 @@ __all__ = [
     "SecondaryTierFactory",
     "SecondaryTierManager",
     "SlabTierManager",
+    "SlotStatistics",
     "StateError",
     "StepOutput",
     "StoreMaintenance",
@@ -172,6 +186,8 @@ __all__ = [
     "TierError",
     "TierFullError",
     "TierMatcher",
+    "TierPlace",
+    "TierStatistics",
     "TierTimeoutError",
     "TierUnavailableError",
     "TieringOffloadingManager",

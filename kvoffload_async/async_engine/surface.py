@@ -26,6 +26,7 @@ from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.loop import SameLoopRunner, until_done
+from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.types import (
     LookupResult,
     OffloadingEvent,
@@ -119,6 +120,12 @@ class OffloadEngine:
     def manager(self) -> TieringOffloadingManager:
         """The decisions behind this surface. For invariants and inspection."""
         return self._manager
+
+    def stats(self) -> EngineStatistics:
+        """Return what was done so far, and how it is now; also when the engine is closed."""
+        if not hasattr(self, "_transfers"):
+            raise ClosedError("the engine is not open")
+        return self._transfers.stats(self._manager.stats())
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -280,10 +287,7 @@ class OffloadEngine:
         return await self._transfers.quiesce(timeout_s)
 
     async def wait_for_progress(self, timeout_s: float) -> None:
-        """Wait until a tier or a copy has reported something, at most `timeout_s` seconds.
-
-        For drivers that watch the engine; who calls `lookup`, `load` or `store` never needs it.
-        """
+        """Wait until a tier or a copy has reported something; for drivers that watch the engine."""
         self._require_open()
         await self._steps.next_progress(self._loop.time() + timeout_s)
 
@@ -356,13 +360,8 @@ class OffloadEngine:
 
     def _ask(self, request: EngineRequest) -> list[LookupResult]:
         """Look the prefix up; only a miss ends it, so that all its promotions start at once."""
-        answers: list[LookupResult] = []
-        for key in request.keys:
-            answer = self._manager.lookup(key, request.ctx)
-            if answer is LookupResult.MISS:
-                break
-            answers.append(answer)
-        return answers
+        answers = (self._manager.lookup(key, request.ctx) for key in request.keys)
+        return list(itertools.takewhile(lambda answer: answer is not LookupResult.MISS, answers))
 
     def _pin(self, request: EngineRequest, count: int) -> int:
         self._unpin(request)  # what a lookup beside this one has pinned

@@ -111,6 +111,7 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
+        self.counters.loaded_blocks += len(keys)
         if keys:
             self._loads.setdefault(ctx.req_id, Counter()).update(keys)
         self._recency.note(ctx, keys, reused=True)
@@ -159,6 +160,7 @@ class Primary(ResidentBlocks):
         room = self._pool.free_count + self._idle - len(protected)
         if len(wanted) > room:
             if not self._accept_prefix or not room:
+                self.counters.refused_stores += 1
                 return None
             wanted = wanted[:room]
         may_go: Callable[[int], bool] = lambda slot: not refs[slot]  # noqa: E731 - one of two
@@ -166,6 +168,7 @@ class Primary(ResidentBlocks):
             may_go = lambda slot: not refs[slot] and slot not in protected  # noqa: E731
         granted = self._reserve(wanted, may_go, ctx.req_id)
         if granted is None:
+            self.counters.refused_stores += 1
             return None
         slots, evicted = granted
         if self._admission is not None:
@@ -229,6 +232,7 @@ class Primary(ResidentBlocks):
                 mine.append(key)
                 slots.append(slot)
         self._end_write(mine, slots, success=success)
+        self.counters.stored_blocks += success * len(mine)
         return mine
 
     def complete_write(self, keys: Sequence[OffloadKey], *, success: bool) -> None:
@@ -275,6 +279,11 @@ class Primary(ResidentBlocks):
         return self._events.take(self._blocks.__contains__)
 
     @property
+    def events_dropped(self) -> int:
+        """Events that nobody has read in time."""
+        return self._events.dropped
+
+    @property
     def num_slots(self) -> int:
         """Capacity in blocks."""
         return self._pool.num_slots
@@ -311,10 +320,7 @@ class Primary(ResidentBlocks):
         return BlockState.PINNED if self._refs[slot] else BlockState.IDLE
 
     def ranked(self) -> list[OffloadKey]:
-        """Return the keys that the policy ranks, the best victim first.
-
-        For invariants and inspection.
-        """
+        """Return the keys that the policy ranks, best victim first. For invariants, inspection."""
         return self._blocks.keys_of(tuple(self._policy.resident()))
 
     def loads(self) -> Counter[OffloadKey]:
@@ -340,6 +346,7 @@ class Primary(ResidentBlocks):
             return None
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
+        self.counters.evicted_blocks += len(victims)
         self._events.add(evicted, removed=True)
         if len(victims) == len(missing):
             slots = victims[::-1]  # what freeing and allocating them would give

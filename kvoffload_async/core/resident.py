@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
 from kvoffload_async.tables.keymap import PART_AT, too_short
@@ -30,6 +31,9 @@ class ResidentBlocks:
     """The blocks of a cache with `num_slots` slots: what `Primary` looks up and pins.
 
     Thread: owner.
+
+    Attributes:
+        counters: What it has done so far.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -39,6 +43,7 @@ class ResidentBlocks:
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._idle = 0
+        self.counters = PrimaryCounters()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""

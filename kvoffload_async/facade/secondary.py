@@ -12,12 +12,14 @@ from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPla
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
+from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.storage import config_of, identity_of
 from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
+from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -155,6 +157,8 @@ class SecondaryTierManager:
         self._close_timeout_s = close_timeout_s
         self._report: CloseReport | None = None
         self._view = memoryview(primary_kv_view)
+        self._row_bytes = shape[1]
+        self._gauges_failed = False
         index: KeyIndex = (
             ExactIndex()
             if tier.capabilities.exclusive
@@ -263,7 +267,10 @@ class SecondaryTierManager:
         self.poll_tier()
         if not self.tier_state.jobs.has_ended:
             return ()
-        return [result for _, result in self.tier_state.jobs.take_ended()]
+        ended = self.tier_state.jobs.take_ended()
+        for job, result in ended:
+            self.tier_state.counters.count(job, result)
+        return [result for _, result in ended]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the disowned jobs whose copies ended since the last call, each once."""
@@ -298,6 +305,29 @@ class SecondaryTierManager:
         For consumers of events that have been told to forget everything.
         """
         self._events.announce_anew()
+
+    def stats(self, state: TierState | None = None) -> TierStatistics:
+        """Return what the tier has done so far, and how it is now; also when it is closed.
+
+        Args:
+            state: What the planner knows of the tier, where that is another object than
+                `tier_state`.
+        """
+        try:
+            gauges = dict(self.tier.gauges())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
+            gauges = {}
+            if not self._gauges_failed:
+                self._gauges_failed = True
+                logger.warning("tier %s: gauges() failed: %r", self.tier_type, error)
+        return read_tier(
+            self.tier_state if state is None else state,
+            self.tier_state,
+            name=self.ownership or self.tier_type,
+            row_bytes=self._row_bytes,
+            waiting_jobs=self._link.actor.waiting_jobs,
+            gauges=gauges,
+        )
 
     @property
     def ownership(self) -> str | None:

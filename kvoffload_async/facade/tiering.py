@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvoffload_async.core.breaker import Breaker, BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner, PlannerLimits
+from kvoffload_async.core.readings import read_planner, read_primary
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
@@ -17,6 +18,7 @@ from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -211,6 +213,14 @@ class TieringOffloadingManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         return self.planner.has_pending_work or any(
             tier.has_pending_work() for tier in self.secondary_tiers
+        )
+
+    def stats(self) -> OffloadingStatistics:
+        """Return what was done so far, and how it is now; also when it is closed."""
+        return OffloadingStatistics(
+            primary=read_primary(self._primary.core),
+            tiers=tuple(map(SecondaryTierManager.stats, self.secondary_tiers, self.planner.tiers)),
+            planner=read_planner(self.planner),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:

@@ -244,6 +244,13 @@ class SlabTier(AsyncTier):
             if rows is not None:
                 rows.release()
 
+    def gauges(self) -> Mapping[str, float]:
+        """Return how many blocks are there, and how many slots are free."""
+        store = self._store
+        if store is None:
+            return {}
+        return {"blocks": len(store.catalog), "free_slots": store.catalog.num_free}
+
     def describe(self) -> str:
         """Return where the blocks are."""
         return f"slabs below {self._settings.root_dir}"
