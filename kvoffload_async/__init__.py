@@ -1,4 +1,7 @@
-"""A multi-tier KV-cache offload engine for LLM serving: asyncio inside, plain calls outside."""
+"""A multi-tier KV-cache offload engine for LLM serving: asyncio inside, plain calls outside.
+
+The public names, and nothing else: importing it loads no torch and starts no thread.
+"""
 
 from kvoffload_async.abc.maintenance import (
     Finding,

@@ -11,7 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
@@ -92,6 +92,8 @@ class KVIdentity:
         num_workers: Workers that have a cell each in a row.
         run_config: Everything that the meaning of a block's bytes depends on, as a JSON object:
             what is above, but for `rank`, and what else is known of the layout.
+        generation: The cache generation that the tier is opened in. Every key says which it is of,
+            so blocks of several may lie beside each other.
     """
 
     model: str | None = None
@@ -101,11 +103,16 @@ class KVIdentity:
     rank: int = 0
     num_workers: int = 1
     run_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    generation: str | None = None
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits that differ wherever the identity does: for a folder or a key."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """32 hexadecimal digits, others for every other identity: for the name of a folder.
+
+        The generation is left out: it is in the keys, and may change while the tier is open.
+        """
+        told_apart = asdict(replace(self, generation=None))
+        text = json.dumps(told_apart, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
 

@@ -31,7 +31,7 @@ def errors_as_one_line() -> Iterator[None]:
     except (InputError, ConfigError) as error:
         complain(error)
         raise typer.Exit(EXIT_BAD_INPUT) from error
-    except OffloadError as error:
+    except (OffloadError, TimeoutError) as error:
         complain(error)
         raise typer.Exit(EXIT_FAILED) from error
 

@@ -29,8 +29,8 @@ def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
     except (ImportError, AttributeError) as error:
         key = "module_path" if "module_path" in tier_config else "type"
         raise ConfigError(
-            f"{prefix}{key}: {tier_config[key]!r} cannot be used ({error}); module_path must name "
-            "a module that can be imported, and type a class in it"
+            f"{prefix}{key}: {tier_config.get(key)!r} cannot be used ({error}); module_path must "
+            "name a module that can be imported, and type a class in it"
         ) from error
     except Exception as error:
         raise TierUnavailableError(f"{prefix}{type(error).__name__}: {error}") from error

@@ -63,15 +63,12 @@ def survey(place: TierPlace) -> Ground:
         TierUnavailableError: Its filesystem does not answer.
     """
     what = f"{place.key}: {shown(place.path)}"
+    _check_name(place.path, what)
     try:
-        if len(os.fsencode(place.path)) > _MAX_PATH_BYTES:
-            raise ConfigError(f"{what} is too long; give a path of {_MAX_PATH_BYTES} bytes at most")
         return answered(lambda: _survey(place.path, what), ANSWER_S)
     except TimeoutError as error:
         raise TierUnavailableError(f"{what}: its filesystem does not answer ({error})") from error
-    except (UnicodeEncodeError, OSError) as error:
-        if isinstance(error, UnicodeEncodeError):
-            raise ConfigError(f"{what} is no path that the system can take") from error
+    except OSError as error:
         if error.errno in _GONE_AWAY:
             raise TierUnavailableError(f"{what} cannot be reached ({error.strerror})") from error
         raise ConfigError(
@@ -108,6 +105,17 @@ def check_places(places: Sequence[tuple[str, TierPlace]]) -> None:
 
 
 # -- inside -------------------------------------------------------------------------------------
+
+
+def _check_name(path: str, what: str) -> None:
+    try:
+        size_bytes = len(os.fsencode(path))
+    except UnicodeEncodeError:
+        size_bytes = 0
+    if not size_bytes or "\0" in path:
+        raise ConfigError(f"{what} is no path that the system can take; give another")
+    if size_bytes > _MAX_PATH_BYTES:
+        raise ConfigError(f"{what} is too long; give a path of {_MAX_PATH_BYTES} bytes at most")
 
 
 def _survey(path: str, what: str) -> Ground:

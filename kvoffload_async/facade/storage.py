@@ -115,6 +115,7 @@ def identity_of(
         rank=at_least(0)(options.get("rank", 0), "rank"),
         num_workers=num_workers,
         run_config=fields,
+        generation=getattr(config, "generation", None),
     )
 
 
