@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Final
 
 from kvoffload_async.core.breaker import Breaker
-from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.counters import PrimaryCounters
+from kvoffload_async.core.planner import Planner, PlannerCounters
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import TierCounters, TierState
 from kvoffload_async.statistics import (
     PlannerStatistics,
     PrimaryStatistics,
@@ -17,14 +18,22 @@ from kvoffload_async.statistics import (
     TierStatistics,
 )
 
-S = TypeVar("S", PlannerStatistics, PrimaryStatistics, TierStatistics)
+
+def _shown(statistics: type[Any], counters: type[Any]) -> tuple[str, ...]:
+    """Return the names of the counters that statistics have a field for."""
+    names = {field.name for field in fields(statistics)}
+    return tuple(field.name for field in fields(counters) if field.name in names)
+
+
+_OF_PRIMARY: Final = _shown(PrimaryStatistics, PrimaryCounters)
+_OF_TIER: Final = _shown(TierStatistics, TierCounters)
+_OF_PLANNER: Final = _shown(PlannerStatistics, PlannerCounters)
 
 
 def read_primary(primary: Primary) -> PrimaryStatistics:
     """Return how the primary is."""
-    return _read(
-        PrimaryStatistics,
-        primary.counters,
+    return PrimaryStatistics(
+        **_counted(primary.counters, _OF_PRIMARY),
         slots=SlotStatistics(**primary.counts),
         events_dropped=primary.events_dropped,
     )
@@ -49,9 +58,8 @@ def read_tier(
         waiting_jobs: Jobs that were handed over, and that the tier has not begun.
         gauges: What the tier says of itself.
     """
-    return _read(
-        TierStatistics,
-        state.counters,
+    return TierStatistics(
+        **_counted(state.counters, _OF_TIER),
         name=name,
         failed_bytes=state.counters.failed_blocks * row_bytes,
         dropped_bytes=state.counters.dropped_blocks * row_bytes,
@@ -68,13 +76,13 @@ def read_tier(
 
 def read_planner(planner: Planner) -> PlannerStatistics:
     """Return what the planner has done."""
-    return _read(PlannerStatistics, planner.counters, requests=len(planner.requests))
+    return PlannerStatistics(
+        **_counted(planner.counters, _OF_PLANNER), requests=len(planner.requests)
+    )
 
 
-def _read(cls: type[S], counters: object, **known: Any) -> S:  # noqa: ANN401 - fields of any type
-    """Return statistics: each field is known, or a counter of the same name."""
-    names = (field.name for field in fields(cls))
-    return cls(**{name: getattr(counters, name) for name in names if name not in known}, **known)
+def _counted(counters: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(counters, name) for name in names}
 
 
 def _word(breaker: Breaker) -> str:

@@ -17,7 +17,7 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.places import survey
+from kvoffload_async.facade.places import examine
 from kvoffload_async.facade.secondary import SecondaryTierManager, read_threads
 from kvoffload_async.facade.storage import (
     config_of,
@@ -113,7 +113,7 @@ class FileSystemTierManager(SecondaryTierManager):
         place = TierPlace(settings.root_dir, capacity_bytes)
         if settings.space is not None and identity.block_bytes:
             namespace = Namespace(settings.root_dir, settings.run_config, settings.rank)
-            ground = survey(replace(place, path=namespace.folder))
+            ground = examine(replace(place, path=namespace.folder))
             Footprint.of(ground.status, identity.block_bytes).check(settings.space.capacity_bytes)
         return [place]
 

@@ -55,7 +55,7 @@ class Ground:
     above: tuple[Identity, ...]
 
 
-def survey(place: TierPlace) -> Ground:
+def examine(place: TierPlace) -> Ground:
     """Find out what a directory will be made on; waits at most `ANSWER_S` for its filesystem.
 
     Raises:
@@ -65,7 +65,7 @@ def survey(place: TierPlace) -> Ground:
     what = f"{place.key}: {shown(place.path)}"
     _check_name(place.path, what)
     try:
-        return answered(lambda: _survey(place.path, what), ANSWER_S)
+        return answered(lambda: _examine(place.path, what), ANSWER_S)
     except TimeoutError as error:
         raise TierUnavailableError(f"{what}: its filesystem does not answer ({error})") from error
     except OSError as error:
@@ -87,21 +87,21 @@ def check_places(places: Sequence[tuple[str, TierPlace]]) -> None:
         ConfigError: A place cannot be used, is too small, or is another tier's, too.
         TierUnavailableError: A filesystem does not answer.
     """
-    surveyed: list[tuple[str, TierPlace, Ground | None]] = []
+    examined: list[tuple[str, TierPlace, Ground | None]] = []
     for owner, place in places:
         try:
-            ground = survey(place) if Path(place.path).is_absolute() else None
+            ground = examine(place) if Path(place.path).is_absolute() else None
         except (ConfigError, TierUnavailableError) as error:
-            raise type(error)(f"{owner}{error}") from error
-        for other_owner, other, other_ground in surveyed:
+            raise type(error)(f"{owner}{error}") from (error.__cause__ or error)
+        for other_owner, other, other_ground in examined:
             if other_owner != owner and _collide(place, ground, other, other_ground):
                 raise ConfigError(
                     f"{owner}{place.key}: {place.path!r} is where "
                     f"{other_owner.rstrip(': ')} keeps its blocks ({other.path!r}), or lies above "
                     "or below that; give each tier a directory of its own"
                 )
-        surveyed.append((owner, place, ground))
-    _check_capacities(surveyed)
+        examined.append((owner, place, ground))
+    _check_capacities(examined)
 
 
 # -- inside -------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def _check_name(path: str, what: str) -> None:
         raise ConfigError(f"{what} is too long; give a path of {_MAX_PATH_BYTES} bytes at most")
 
 
-def _survey(path: str, what: str) -> Ground:
+def _examine(path: str, what: str) -> Ground:
     resolved = Path(os.path.realpath(path))
     base, missing = resolved, list[str]()
     while True:
@@ -129,7 +129,9 @@ def _survey(path: str, what: str) -> Ground:
             missing.insert(0, base.name)
             base = base.parent
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{what} cannot be made: {str(base)!r} is no directory; give another")
+        raise ConfigError(
+            f"{what} cannot be made: {str(base)!r} is no directory; give another"
+        ) from NotADirectoryError(errno.ENOTDIR, "not a directory")
     for name in missing:
         if len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise ConfigError(
@@ -142,7 +144,7 @@ def _survey(path: str, what: str) -> Ground:
         raise ConfigError(
             f"{what} cannot be used: {str(base)!r} is not writable for this process; give a "
             "directory that is"
-        )
+        ) from PermissionError(errno.EACCES, "not writable")
     limit = filesystem_limit(str(base))
     depths = range(len(missing), -1, -1)
     above = [(status.st_dev, status.st_ino, tuple(missing[:depth])) for depth in depths]
@@ -180,10 +182,10 @@ def _collide(
     return ground.above[0] in other_ground.above or other_ground.above[0] in ground.above
 
 
-def _check_capacities(surveyed: Sequence[tuple[str, TierPlace, Ground | None]]) -> None:
+def _check_capacities(examined: Sequence[tuple[str, TierPlace, Ground | None]]) -> None:
     """Check that capacities fit on their filesystem, those of several tiers together."""
     sums: dict[int, int] = {}
-    for owner, place, ground in surveyed:
+    for owner, place, ground in examined:
         if ground is None or ground.size_bytes is None or place.capacity_bytes is None:
             continue
         others_bytes = sums.get(ground.status.st_dev, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload_async import ConfigError, TierPlace, TierUnavailableError
 from kvoffload_async.facade import places
-from kvoffload_async.facade.places import check_places, survey
+from kvoffload_async.facade.places import check_places, examine
 
 
 def check(*found):
@@ -45,28 +45,28 @@ def test_a_mount_that_cannot_be_reached_is_no_fault_of_the_configuration(monkeyp
     def gone_away(_path, _what):
         raise OSError(code, "gone away")
 
-    monkeypatch.setattr(places, "_survey", gone_away)
+    monkeypatch.setattr(places, "_examine", gone_away)
     with pytest.raises(TierUnavailableError, match=r"\[0\]: root_dir: '/x' cannot be reached"):
         check(TierPlace("/x"))
 
 
 def test_a_mount_that_hangs_is_unavailable_after_a_deadline(monkeypatch):
     hung = threading.Event()
-    monkeypatch.setattr(places, "_survey", lambda _path, _what: hung.wait())
+    monkeypatch.setattr(places, "_examine", lambda _path, _what: hung.wait())
     monkeypatch.setattr(places, "ANSWER_S", 0.01)
     with pytest.raises(TierUnavailableError, match="does not answer"):
-        survey(TierPlace("/x"))
+        examine(TierPlace("/x"))
     hung.set()
 
 
 def test_a_loop_of_links_and_a_directory_without_permission_are_told(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(ConfigError, match="cannot be"):
-        survey(TierPlace(str(tmp_path / "loop" / "x")))
+        examine(TierPlace(str(tmp_path / "loop" / "x")))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_is_not_writable_is_told(tmp_path):  # pragma: no cover - see above
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="is not writable for this process"):
-        survey(TierPlace(str(tmp_path / "x")))
+        examine(TierPlace(str(tmp_path / "x")))
