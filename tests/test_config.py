@@ -48,8 +48,12 @@ def test_any_text_is_a_size_or_a_config_error(text):
         assert parse_size_bytes(text, "k") > 0
 
 
-def test_a_size_of_absurdly_many_digits_is_still_a_size():
-    assert parse_size_bytes("9" * 400, "k") == int("9" * 400)
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 4000 + "TiB", 1 << 63, 10**4000])
+def test_a_size_beyond_what_the_system_can_count_is_refused_in_one_short_line(size):
+    with pytest.raises(ConfigError, match=r"k: .*9999|k: 92233|k: 1000") as raised:
+        parse_size_bytes(size, "k")
+    assert "below 8 EiB" in str(raised.value)
+    assert len(str(raised.value)) < 1000
 
 
 def test_the_two_required_keys_are_enough():

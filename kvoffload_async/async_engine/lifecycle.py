@@ -22,6 +22,7 @@ from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.loop import SameLoopRunner, until_done
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
+from kvoffload_async.statistics import EngineStatistics
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch
@@ -116,6 +117,12 @@ class EngineLifecycle:
     def manager(self) -> TieringOffloadingManager:
         """The decisions behind this surface. For invariants and inspection."""
         return self._manager
+
+    def stats(self) -> EngineStatistics:
+        """Return what was done so far, and how it is now; also when the engine is closed."""
+        if not hasattr(self, "_transfers"):
+            raise ClosedError("the engine is not open")
+        return self._transfers.stats(self._manager.stats())
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Stop the intake, let copies end, close transport and tiers; idempotent.

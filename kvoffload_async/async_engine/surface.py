@@ -265,10 +265,7 @@ class OffloadEngine(EngineLifecycle):
         self._steps.waiters.wake_all()
 
     async def wait_for_progress(self, timeout_s: float) -> None:
-        """Wait until a tier or a copy has reported something, at most `timeout_s` seconds.
-
-        For drivers that watch the engine; who calls `lookup`, `load` or `store` never needs it.
-        """
+        """Wait until a tier or a copy has reported something; for drivers that watch the engine."""
         self._require_open()
         await self._steps.next_progress(self._loop.time() + timeout_s)
 

@@ -12,6 +12,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
 from kvoffload_async.async_engine.limiter import EngineBounds, Limiter, Permit
 from kvoffload_async.errors import ClosedError, TransportError
+from kvoffload_async.statistics import EngineStatistics, OffloadingStatistics
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
 Ended = Callable[[bool], None]
@@ -85,6 +86,17 @@ class Transfers:
         """Wait until the copies under way have ended, but for later ones; False at the deadline."""
         return await self._running.quiesce(timeout_s)
 
+    def stats(self, manager: OffloadingStatistics) -> EngineStatistics:
+        """Return the manager's figures with those of the copies."""
+        return EngineStatistics(
+            primary=manager.primary,
+            tiers=manager.tiers,
+            planner=manager.planner,
+            copies=len(self._running),
+            waiting_loads=self._limiters[Direction.LOAD].waiting,
+            waiting_stores=self._limiters[Direction.STORE].waiting,
+        )
+
     def stop(self) -> None:
         """Let everybody who waits for a permit look: the engine is being closed."""
         for limiter in self._limiters.values():
@@ -126,6 +138,9 @@ class RunningTransfers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._running: dict[_Running, None] = {}  # ordered: who came first is told first
+
+    def __len__(self) -> int:
+        return len(self._running)
 
     def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
         """Follow a transfer; the future never fails, and cancelling it ends nothing."""

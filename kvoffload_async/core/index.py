@@ -63,6 +63,11 @@ class KeyIndex(ABC):
         """Whether an answer is outstanding."""
         return False
 
+    @property
+    def probes_outstanding(self) -> int:
+        """Probes that have no answer yet."""
+        return 0
+
 
 class ExactIndex(KeyIndex):
     """The contents of a tier that nobody else changes.
@@ -186,6 +191,11 @@ class ProbedIndex(KeyIndex):
     def is_waiting(self) -> bool:
         """Whether a key is queued or in flight."""
         return bool(self._in_flight) or bool(self._pending)
+
+    @property
+    def probes_outstanding(self) -> int:
+        """Probes that have no answer yet."""
+        return len(self._in_flight)
 
     def __len__(self) -> int:
         return len(self._verdicts)

@@ -8,17 +8,17 @@ clock: time comes in with `begin_step`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvoffload_async.core.cascades import Cascades
+from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.own_context import OwnContext
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.retention import Retention
-from kvoffload_async.core.shares import Shares
+from kvoffload_async.core.shares import PlannerLimits, Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.core.touches import Touches
 from kvoffload_async.errors import StateError
@@ -33,35 +33,6 @@ from kvoffload_async.types import (
     ReqContext,
     as_block_ids,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerLimits:
-    """The planner's bounds.
-
-    Attributes:
-        promotion_slots: Primary slots that promotions may occupy until they are loaded, together
-            with what is retained for requests that wait.
-        cascade_blocks: Blocks in cascade to one tier at once; the others wait their turn.
-        deferral_s: Seconds that a request may be deferred in all; then pending means missing.
-        reserved_fraction: Part of the primary that tiers never occupy; see `Shares`.
-    """
-
-    promotion_slots: int
-    cascade_blocks: int
-    deferral_s: float
-    reserved_fraction: float = 0.0
-
-
-@dataclass(slots=True)
-class PlannerCounters:
-    """What the planner has done so far."""
-
-    jobs_submitted: int = 0
-    job_results: int = 0
-    job_failures: int = 0
-    promotions_refused: int = 0
-    deferrals_expired: int = 0
 
 
 class Planner:

@@ -120,6 +120,7 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
+        self.counters.loaded_blocks += len(keys)
         self._loads.begin(ctx, keys)
         self._recency.note(ctx, keys, reused=True)
         return slots
@@ -171,12 +172,14 @@ class Primary(ResidentBlocks):
             room = self._room_beside(idle)
             wanted, left_out = split_where_it_fits(wanted, ctx.key_positions, room)
             if not wanted:
+                self.counters.refused_stores += 1
                 return None
         if idle:
             granted = self._reserve_beside(idle, wanted, ctx)
         else:
             granted = self._reserve(wanted, self._may_go, ctx)
         if granted is None:
+            self.counters.refused_stores += 1
             return None
         slots, evicted = granted
         if self._admission is not None:
@@ -232,6 +235,7 @@ class Primary(ResidentBlocks):
                 mine.append(key)
                 slots.append(slot)
         self._end_write(mine, slots, success=success)
+        self.counters.stored_blocks += success * len(mine)
         return mine
 
     def complete_write(self, keys: Sequence[OffloadKey], *, success: bool) -> None:
@@ -347,6 +351,7 @@ class Primary(ResidentBlocks):
             self.on_evicted(victims)
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
+        self.counters.evicted_blocks += len(victims)
         self.event_log.add(evicted, removed=True)
         if len(victims) == len(missing):
             slots = victims[::-1]  # what freeing and allocating them would give

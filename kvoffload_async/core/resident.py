@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.core.index import KeysDecided
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
@@ -35,6 +36,7 @@ class ResidentBlocks:
 
     Attributes:
         decided: Told of keys whose writes have ended, well or not, other than by a reset.
+        counters: What it has done so far.
     """
 
     decided: KeysDecided | None = None
@@ -49,6 +51,7 @@ class ResidentBlocks:
         self._idle = 0
         self.on_evicted: Callable[[Sequence[int]], None] | None = None
         """Told which slots are about to lose their blocks, while somebody needs to know."""
+        self.counters = PrimaryCounters()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""

@@ -16,8 +16,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvoffload_async.core.tier_state import TierState
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """The planner's bounds.
+
+    Attributes:
+        promotion_slots: Primary slots that promotions may occupy until they are loaded, together
+            with what is retained for requests that wait.
+        cascade_blocks: Blocks in cascade to one tier at once; the others wait their turn.
+        deferral_s: Seconds that a request may be deferred in all; then pending means missing.
+        reserved_fraction: Part of the primary that tiers never occupy; see `Shares`.
+    """
+
+    promotion_slots: int
+    cascade_blocks: int
+    deferral_s: float
+    reserved_fraction: float = 0.0
 
 
 class Shares:

@@ -68,10 +68,25 @@ class TierCounters:
     loaded_bytes: int = 0
     failed_jobs: int = 0
     failed_loads: int = 0
+    failed_blocks: int = 0
     dropped_blocks: int = 0
     late_blocks: int = 0
     failed_store_blocks: int = 0
     refused_keys: int = 0
+
+    def count(self, job: JobMetadata, result: JobResult) -> None:
+        """Count a job that has its result."""
+        self.failed_jobs += not result.success
+        self.failed_loads += job.is_promotion and not result.success
+        num_bytes = result.transfer_bytes or 0
+        landed = len(job.keys) if result.success else len(result.successful_keys or ())
+        self.failed_blocks += len(job.keys) - landed
+        if job.is_promotion:
+            self.loaded_bytes += num_bytes
+            self.loaded_blocks += landed
+        else:
+            self.stored_bytes += num_bytes
+            self.stored_blocks += landed
 
 
 class TierState:
@@ -355,21 +370,15 @@ class TierState:
 
     def _count(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
         self.health.job_ended(job, result, now_s)
-        self.counters.failed_jobs += not result.success
-        self.counters.failed_loads += job.is_promotion and not result.success
-        num_bytes = result.transfer_bytes or 0
-        landed = len(job.keys) if result.success else len(result.successful_keys or ())
+        self.counters.count(job, result)
         if job.is_promotion:
-            self.counters.loaded_bytes += num_bytes
-            self.counters.loaded_blocks += landed
             return
         if not result.disowned:
             self.cascading_blocks -= len(job.keys)
-        self.counters.stored_bytes += num_bytes
-        self.counters.stored_blocks += landed
         if self.backpressure is None:
             return
         if result.success:
+            num_bytes = result.transfer_bytes or 0
             self.backpressure.store_ended(result.transfer_time or 0.0, num_bytes, now_s)
         else:
             self.backpressure.store_failed(now_s)

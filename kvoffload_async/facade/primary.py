@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.readings import read_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -126,6 +128,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         return False
+
+    def stats(self) -> OffloadingStatistics:
+        """Return what the primary has done so far, and how it is now; also when it is closed."""
+        return OffloadingStatistics(primary=read_primary(self.core))
 
     def reset_cache(self) -> None:
         self.core.reset()

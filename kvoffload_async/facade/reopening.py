@@ -12,12 +12,16 @@ from functools import partial
 from typing import Any, Final
 
 from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import ExactIndex
+from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierTimeoutError, TierUnavailableError
 from kvoffload_async.facade.foreign import share_health
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -58,7 +62,8 @@ def create_tier(
         name = tier_config["type"]
         bridge: Bridge | None = getattr(offloading_spec, "runtime", None)
         hangs = partial(bridge.opening_hangs, name) if bridge is not None else bool
-        return ReopeningTierManager(name, create, error, longest_s, hangs)
+        row_bytes = primary_kv_view.strides[0] if primary_kv_view.strides else 0
+        return ReopeningTierManager(name, create, error, longest_s, hangs, row_bytes=row_bytes)
 
 
 def pauses_s(longest_s: float) -> Iterator[float]:
@@ -84,6 +89,8 @@ class ReopeningTierManager(SecondaryTierManager):
         error: Exception,
         longest_pause_s: float,
         hangs: Callable[[], bool] = bool,
+        *,
+        row_bytes: int = 0,
     ) -> None:
         """Begin to try.
 
@@ -93,6 +100,7 @@ class ReopeningTierManager(SecondaryTierManager):
             error: Why it could not be opened so far.
             longest_pause_s: Bound on the pauses between two tries, which double from a second on.
             hangs: Tells whether a thread of the last try still hangs: then none is begun.
+            row_bytes: Bytes of a row of the primary.
         """
         # Not the base's constructor, which opens a tier.
         self.tier_type = tier_type
@@ -104,8 +112,9 @@ class ReopeningTierManager(SecondaryTierManager):
         self._create = create
         self._longest_pause_s = longest_pause_s
         self._hangs = hangs
+        self._row_bytes = row_bytes
         self._state: TierState | None = None
-        self._live: dict[str, ReqContext] = {}
+        self._live: dict[ReqContext, None] = {}
         self._opened: deque[SecondaryTierManager] = deque()
         self._opened_tier: SecondaryTierManager | None = None
         self._stop = threading.Event()
@@ -126,11 +135,11 @@ class ReopeningTierManager(SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._opened_tier is not None:
             return self._opened_tier.on_new_request(req_context)
-        self._live[req_context.req_id] = req_context
+        self._live[req_context] = None
         return RequestOffloadingContext(OffloadPolicy.BLOCK_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._live.pop(req_context.req_id, None)
+        self._live.pop(req_context, None)
         if self._opened_tier is not None:
             self._opened_tier.on_request_finished(req_context)
 
@@ -173,6 +182,14 @@ class ReopeningTierManager(SecondaryTierManager):
     def announce_anew(self) -> None:
         if self._opened_tier is not None:
             self._opened_tier.announce_anew()
+
+    def stats(self, state: TierState | None = None) -> TierStatistics:
+        if self._opened_tier is not None:
+            return SecondaryTierManager.stats(self._opened_tier, state)
+        state = state or TierState(
+            self.tier_type, ExactIndex(), 0, EventLog(self.medium, enabled=False)
+        )
+        return read_tier(state, state, name=self._name or self.tier_type, row_bytes=self._row_bytes)
 
     @property
     def ownership(self) -> str | None:
@@ -226,7 +243,7 @@ class ReopeningTierManager(SecondaryTierManager):
             share_health(state, tier)
             state.is_available = True
         live, self._live = self._live, {}
-        for ctx in live.values():
+        for ctx in live:
             tier.on_new_request(ctx)
         seconds = time.monotonic() - self._failed_at_s
         logger.warning("tier %s was opened after %.1f s", self.tier_type, seconds)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.errors import ClosedError, ConfigError
+from kvoffload_async.errors import ClosedError, ConfigError, TierUnavailableError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.facade.opening import naming_tier
+from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.reopening import create_tier
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -22,6 +26,7 @@ from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
+from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
@@ -44,6 +49,7 @@ class _Spec(ABC):
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
+            TierUnavailableError: The place of a tier does not answer.
         """
         self.config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
         self.stride_bytes = row_stride_bytes(self.config.block_bytes, self.config.num_workers)
@@ -54,17 +60,18 @@ class _Spec(ABC):
                 f"{self.stride_bytes} bytes (block_bytes * num_workers, in whole pages)"
             )
         check_policy(self.config.eviction_policy)
-        for index, tier in enumerate(self.config.secondary_tiers):
-            try:
-                SecondaryTierFactory.check_config(tier, self.config)
-            except ConfigError as error:
-                raise type(error)(f"secondary_tiers[{index}]: {error}") from error
-            except (ImportError, AttributeError) as error:
-                key = "module_path" if "module_path" in tier else "type"
+        for limit in self._memory_limits():
+            if self.num_blocks * self.stride_bytes > limit.size_bytes:
                 raise ConfigError(
-                    f"secondary_tiers[{index}]: {key}: {tier[key]!r} cannot be used ({error}); "
-                    "module_path must name a module that can be imported, and type a class in it"
-                ) from error
+                    f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
+                    f"{limit.name}, which is {limit.size_bytes} bytes; use less"
+                )
+        places: list[tuple[str, TierPlace]] = []
+        for index, tier in enumerate(self.config.secondary_tiers):
+            with naming_tier(index, tier), _unless_required(tier):
+                found = SecondaryTierFactory.check_config(tier, self.config)
+                places += [(f"secondary_tiers[{index}]: ", place) for place in found]
+        check_places(places)
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
@@ -160,6 +167,11 @@ class _Spec(ABC):
         transport = create_transport(self._get_kv_view())
         return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
 
+    def _memory_limits(self) -> Sequence[Limit]:
+        """Return what the primary's memory must fit in."""
+        limit = memory_limit()
+        return () if limit is None else (limit,)
+
     def _create_buffer(self) -> PrimaryBuffer:
         """Return the primary's memory, new; a subclass that shares it maps it elsewhere."""
         return PrimaryBuffer(self.num_blocks, self.stride_bytes, prefault=self.config.prefault)
@@ -215,6 +227,7 @@ class TieringOffloadingSpec(_Spec):
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
+            TierUnavailableError: The place of a tier does not answer.
         """
         super().__init__(config)
         self._runtime = runtime
@@ -253,6 +266,8 @@ class TieringOffloadingSpec(_Spec):
 
         Raises:
             ConfigError: A tier cannot work here. What had been started is closed again.
+            TierUnavailableError: A tier's place cannot be reached. Likewise.
+            TimeoutError: A tier did not open in time. Likewise.
         """
         if self._manager is None:
             self._manager = self._create_manager()
@@ -291,10 +306,9 @@ class TieringOffloadingSpec(_Spec):
         primary = self._create_primary()
         tiers: list[SecondaryTierManager] = []
         try:
-            for tier_config in self._tier_configs():
-                tiers.append(  # noqa: PERF401 - each is closed again if a later one fails
-                    create_tier(tier_config, primary.get_primary_kv_view(), self)
-                )
+            for index, tier_config in enumerate(self._tier_configs()):
+                with naming_tier(index, tier_config):
+                    tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
         except BaseException:
             for tier in reversed(tiers):
                 tier.shutdown(config.shutdown_timeout_s)
@@ -318,6 +332,13 @@ class TieringOffloadingSpec(_Spec):
             clock=self.runtime.runner.now_s,
             generation=config.generation,
         )
+
+
+def _unless_required(tier_config: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Let a tier pass whose place does not answer, if the engine can do without the tier."""
+    if tier_config.get("required", True) is False:
+        return suppress(TierUnavailableError)
+    return nullcontext()
 
 
 _STOP_THREADS_S = 0.5

@@ -12,22 +12,20 @@ from typing import Final
 
 from kvoffload_async.config import parse_generation
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner, PlannerLimits
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.readings import read_planner, read_primary
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
-from kvoffload_async.facade.breaker_log import BreakerLog
-from kvoffload_async.facade.foreign import ForeignTier, is_foreign
 from kvoffload_async.facade.generation import Generation
-from kvoffload_async.facade.guard import TierGuard
 from kvoffload_async.facade.loss_warnings import LossWarnings
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
+from kvoffload_async.facade.tier_group import TierGroup
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -85,10 +83,8 @@ class TieringOffloadingManager(OffloadingManager):
             secondary_tiers: In the order of lookup.
             bridge: The bridge that the tiers share; then this manager hands jobs over once a
                 step. None: each tier hands its own over.
-            reserved_fraction: Part of the primary that is neither for tiers' transfers nor for what
-                is retained for requests; see `Shares`.
-            promotion_fraction: Part of it that promotions and what is retained for waiting
-                requests may occupy.
+            reserved_fraction: Part of the primary that nothing of this occupies; see `Shares`.
+            promotion_fraction: Part of it for promotions, and what waiting requests retain.
             cascade_fraction: Part of it that may be in cascade to one tier.
             deferral_timeout_s: Seconds that a request may be deferred in all.
             breaker: When a failing tier is left alone.
@@ -108,20 +104,14 @@ class TieringOffloadingManager(OffloadingManager):
         self._drain_timeout_s = drain_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
         if check_laws is not None:
-            warnings.warn(
-                "check_laws is called check_invariants now", DeprecationWarning, stacklevel=2
-            )
+            renamed = "check_laws is called check_invariants now"
+            warnings.warn(renamed, DeprecationWarning, stacklevel=2)
         self._check_invariants = check_invariants or bool(check_laws)
         slots = primary.core.num_slots
-        self._sources: list[SecondaryTierManager | ForeignTier] = []
-        self._foreign: dict[int, ForeignTier] = {}
-        self._guards: list[TierGuard] = []
+        self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
         self.planner = Planner(
             primary.core,
-            [
-                self._join(index, breaker or BreakerSettings())
-                for index in range(len(self.secondary_tiers))
-            ],
+            self._tiers.states,
             PlannerLimits(
                 promotion_slots=max(1, int(slots * promotion_fraction)),
                 cascade_blocks=max(1, int(slots * cascade_fraction)),
@@ -129,7 +119,6 @@ class TieringOffloadingManager(OffloadingManager):
                 reserved_fraction=reserved_fraction,
             ),
         )
-        self._breaker_log = BreakerLog(self.planner.tiers)
         self._losses = LossWarnings(self.planner, clock())
         seen: Counter[str] = Counter()
         for tier in self.secondary_tiers:
@@ -146,11 +135,8 @@ class TieringOffloadingManager(OffloadingManager):
     @property
     def engine(self) -> Planner:
         """Deprecated: the planner's old name."""
-        warnings.warn(
-            "TieringOffloadingManager.engine is called planner now",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        renamed = "TieringOffloadingManager.engine is called planner now"
+        warnings.warn(renamed, DeprecationWarning, stacklevel=2)
         return self.planner
 
     def get_primary_kv_view(self) -> memoryview:
@@ -166,7 +152,7 @@ class TieringOffloadingManager(OffloadingManager):
             raise StateError(f"request {req_context.req_id!r} is known already")
         wanting = [
             index
-            for index, guard in enumerate(self._guards)
+            for index, guard in enumerate(self._tiers.guards)
             if guard.wants_whole_requests(req_context)
         ]
         self.planner.on_new_request(req_context, wanting)
@@ -176,7 +162,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request. The tiers learn of it once nothing more can be submitted for it."""
         self.planner.on_request_finished(req_context)
-        self._hand_over()
+        self._tiers.hand_over(self.planner)
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -219,7 +205,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled_this_step:
             self._poll()
         output = self.planner.prepare_store(self.generation.current(keys), req_context)
-        self._hand_over()
+        self._tiers.hand_over(self.planner)
         return output
 
     def complete_store(
@@ -232,7 +218,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._closed:
             return  # a copy that ended after the shutdown: nothing can follow from it
         self.planner.complete_store(keys, req_context, success=success, generation=generation)
-        self._hand_over()
+        self._tiers.hand_over(self.planner)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -245,8 +231,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._polled_this_step = False
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
-        self._hand_over()
-        for guard in self._guards:
+        self._tiers.hand_over(self.planner)
+        for guard in self._tiers.guards:
             guard.end_step(context)
         if self._bridge is not None:
             self._bridge.flush()
@@ -256,7 +242,7 @@ class TieringOffloadingManager(OffloadingManager):
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
         events = list(self._primary.take_events())
-        for guard in self._guards:
+        for guard in self._tiers.guards:
             events.extend(guard.take_events())
         return iter(events)
 
@@ -268,7 +254,15 @@ class TieringOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         return self.planner.has_pending_work or any(
-            guard.has_pending_work() for guard in self._guards
+            guard.has_pending_work() for guard in self._tiers.guards
+        )
+
+    def stats(self) -> OffloadingStatistics:
+        """Return what was done so far, and how it is now; also when it is closed."""
+        return OffloadingStatistics(
+            primary=read_primary(self._primary.core),
+            tiers=self._tiers.stats(self.planner),
+            planner=read_planner(self.planner),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -311,25 +305,24 @@ class TieringOffloadingManager(OffloadingManager):
         until `on_reset_flushed`.
         """
         self._ensure_open()
-        for guard in self._guards:
+        for guard in self._tiers.guards:
             guard.drain_jobs(self._drain_timeout_s)
         self._reset()
 
     def reset_cache_now(self) -> None:
         """Empty the primary as `reset_cache` does, but wait for nothing: give running jobs up."""
         self._ensure_open()
-        for guard in self._guards:
+        for guard in self._tiers.guards:
             guard.abandon_jobs()
         self._reset()
 
     def _reset(self) -> None:
         self._poll()
         self._polled_this_step = False
-        for foreign in self._foreign.values():
-            foreign.state.abandon_rest()  # what its manager did not report
+        self._tiers.abandon_unreported()
         self.planner.collect()
         self.planner.reset_cache()
-        self._hand_over()
+        self._tiers.hand_over(self.planner)
 
     def on_reset_flushed(self) -> None:
         self.planner.reset_flushed()
@@ -355,15 +348,15 @@ class TieringOffloadingManager(OffloadingManager):
         with contextlib.suppress(ClosedError):  # the loop is gone
             self._store_rest(timeout_s / 2)
         self.planner.close()
-        self._hand_over()
+        self._tiers.hand_over(self.planner)
         errors: list[Exception] = []
         unfinished = 0
-        for guard in self._guards:
+        for guard in self._tiers.guards:
             report = guard.shutdown(max(0.0, deadline_s - self._clock()))
             unfinished += len(report.unfinished_jobs)
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
-        self._collect()
+        self._tiers.collect(self.planner)
         for state in self.planner.tiers:
             # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
             unfinished += len(state.abandon_rest())
@@ -388,9 +381,9 @@ class TieringOffloadingManager(OffloadingManager):
         cascades, left_s = self.planner.cascades, timeout_s
         while self._bridge is not None and cascades.owes_anything:
             self.planner.begin_step(self._clock())
-            self._collect()
+            self._tiers.collect(self.planner)
             cascades.send_owed(self.planner.now_s)
-            self._hand_over()
+            self._tiers.hand_over(self.planner)
             self._bridge.flush()
             if left_s <= 0 or not self.planner.has_pending_work:
                 return
@@ -402,34 +395,4 @@ class TieringOffloadingManager(OffloadingManager):
         self._ensure_open()
         self._polled_this_step = True
         self.planner.begin_step(self._clock())
-        self._collect()
-
-    def _collect(self) -> None:
-        for source in self._sources:
-            source.poll_tier()
-        self.planner.collect()
-        self._breaker_log.update(self._clock())
-
-    def _hand_over(self) -> None:
-        """Tell foreign tiers now what they are to do; the others wait for the end of the step."""
-        for index, foreign in self._foreign.items():
-            foreign.hand_over()
-            self.planner.collect_from(index)
-
-    def _join(self, index: int, breaker: BreakerSettings) -> TierState:
-        """Return the state of a tier that the planner is to drive."""
-        tier = self.secondary_tiers[index]
-        if is_foreign(tier):
-            foreign = self._foreign[index] = ForeignTier(tier, breaker, self._clock)
-            self._sources.append(foreign)
-            self._guards.append(foreign.guard)
-            if isinstance(tier, ReopeningTierManager):
-                tier.attach(foreign.state)
-            return foreign.state
-        self._sources.append(tier)
-        state = tier.tier_state
-        state.health = TierHealth(breaker)
-        state.backpressure = tier.backpressure_detector
-        state.medium, state.locality = tier.medium, tier.locality
-        self._guards.append(TierGuard(tier, state, self._clock))
-        return state
+        self._tiers.collect(self.planner)

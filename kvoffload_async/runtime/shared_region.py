@@ -32,6 +32,7 @@ from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer
 
 NOTE_BYTES = 16
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where POSIX shared memory lies
 _PREFIX = "kvoffload-"
 _POLL_S = 0.005
 
@@ -53,7 +54,7 @@ class SharedBuffer(PrimaryBuffer):
         *,
         participant: int,
         num_participants: int,
-        directory: str | Path = "/dev/shm",  # noqa: S108 - where POSIX shared memory lies
+        directory: str | Path = SHARED_MEMORY,
         join_timeout_s: float = 30.0,
         note: bytes = b"",
         free_bytes: Callable[[Path], int | None] | None = None,

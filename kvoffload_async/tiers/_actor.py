@@ -123,6 +123,11 @@ class TierActor:
         # Asked for once: the interpreter makes a system call for every answer.
         self._loop: asyncio.AbstractEventLoop
 
+    @property
+    def waiting_jobs(self) -> int:
+        """Jobs that were accepted and have not begun. Thread: any."""
+        return len(self._loads.waiting) + len(self._stores.waiting)
+
     async def open(self) -> None:
         """Open the tier; on failure it is closed again, and the error goes on."""
         self._loop = asyncio.get_running_loop()

@@ -261,3 +261,26 @@ async def test_an_engine_over_a_callers_tensors():
             assert await engine.lookup(request) == 3
             assert await engine.load(request, [5, 6, 7]) == 3
         assert torch.equal(tensors["l"][5:], tensors["l"][:3])
+
+
+@on_loop
+async def test_statistics_tell_of_tiers_and_copies_also_after_the_close():
+    async with opened(tiers=[SCRIPTED]) as world, world.engine.request("r", hashes("ab")) as r:
+        task = asyncio.create_task(world.engine.store(r, [0, 1]))
+        await turns()
+        read = world.engine.stats()
+        assert (read.copies, read.waiting_stores, read.primary.slots.writing) == (1, 0, 2)
+        assert read.planner.requests == 1
+        world.transport.settle()
+        assert await task == 2
+        assert world.engine.stats().copies == 0
+        await world.calm()
+        assert world.engine.stats().tiers[0].stored_blocks == 2
+        engine = world.engine
+    assert engine.stats().tiers[0].stored_blocks == 2
+
+
+def test_an_engine_that_was_never_opened_has_no_statistics():
+    config = {"cpu_bytes_to_use": 4096, "block_bytes": 4096, "model": "m"}
+    with pytest.raises(ClosedError, match="not open"):
+        OffloadEngine(config, create_transport=lambda _view: None).stats()

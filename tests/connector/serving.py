@@ -23,9 +23,8 @@ from kvoffload_async.facade.connector.scheduler import OffloadingConnectorSchedu
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
 
-TOKENS_PER_HASH = 2
+TOKENS_PER_HASH, MAX_WORKERS = 2, SLOT_BYTES // 8
 GARBAGE = "garbage"
-MAX_WORKERS = SLOT_BYTES // 8
 
 
 @dataclass(eq=False)

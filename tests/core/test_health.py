@@ -10,8 +10,9 @@ from kvoffload_async.core.effects import StartProbe
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.index import ProbedIndex
-from kvoffload_async.core.planner import Planner, PlannerLimits
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import (
     BlockMissingError,

@@ -7,7 +7,7 @@ from core.world import World, stored_below
 from kvoffload_async.core.backlog import Backlog
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.cascades import LATE_BLOCKS_A_STEP
-from kvoffload_async.core.planner import PlannerLimits
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import (
     CorruptBlockError,
     StateError,

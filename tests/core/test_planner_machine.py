@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.breaker import BreakerSettings, BreakerState
-from kvoffload_async.core.planner import PlannerLimits
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
 from kvoffload_async.testing.invariants import check_history
 from kvoffload_async.testing.invariants.history import (

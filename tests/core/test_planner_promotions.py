@@ -4,8 +4,8 @@ import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.primary import BlockState
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.types import Locality, LookupResult, TierMatcher
 

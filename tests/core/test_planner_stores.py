@@ -3,8 +3,8 @@
 from core.terms import MISS, PENDING, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.primary import BlockState
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import TierFullError
 
 # -- storing ------------------------------------------------------------------------------------

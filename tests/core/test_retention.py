@@ -5,8 +5,8 @@ from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import World
 
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.primary import BlockState
+from kvoffload_async.core.shares import PlannerLimits
 
 IDLE, PINNED, ABSENT = BlockState.IDLE, BlockState.PINNED, BlockState.ABSENT
 

@@ -10,8 +10,9 @@ from kvoffload_async.core.effects import StartJob, StartProbe, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner, PlannerLimits
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.core.touches import RecentKeys
 from kvoffload_async.policies.lru import LruPolicy

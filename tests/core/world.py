@@ -17,8 +17,9 @@ from kvoffload_async.core.effects import FinishRequest, StartJob, TouchBlocks
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.ledger import refused
-from kvoffload_async.core.planner import Planner, PlannerLimits
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.testing.invariants import check_history, check_quiescent
 from kvoffload_async.testing.invariants.history import (

@@ -7,6 +7,7 @@ slot that is handed out too early shows as wrong bytes on some later hit, or in 
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 
 import pytest
 from facade.full_world import LOOSE_SLOTS, FullWorld
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.invariants import check_state
+from kvoffload_async.core.ledger import JobState
 from kvoffload_async.errors import CorruptBlockError, OffloadError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, make_job
 from kvoffload_async.testing.invariants import check_quiescent
@@ -272,6 +274,23 @@ class Facade(RuleBasedStateMachine):
     @invariant()
     def invariants_hold(self):
         check_state(self.manager.planner)
+
+    @invariant()
+    def statistics_tell_what_is(self):
+        """Everything that is counted as it happens is what a walk over everything finds."""
+        read, planner = self.manager.stats(), self.manager.planner
+        found = Counter(refs for _, _, refs in planner.primary.resident())
+        slots = read.primary.slots
+        assert (slots.writing, slots.idle) == (found[-1], found[0])
+        assert slots.pinned == found.total() - found[-1] - found[0]
+        assert slots.held == len(planner.primary.pool.retained_slots())
+        assert slots.free == len(planner.primary.pool.free_slots())
+        assert read.planner.jobs_submitted == self.manager.planner.counters.jobs_submitted
+        for tier, state in zip(read.tiers, planner.tiers, strict=True):
+            queued = len(state.jobs.ids_in(JobState.QUEUED))
+            assert tier.queued_jobs >= queued
+            assert tier.jobs_in_flight == queued + len(state.jobs.ids_in(JobState.FLYING))
+            assert tier.overdue_jobs == len(state.jobs.ids_in(JobState.DISOWNED))
 
     @invariant()
     def tiers_have_the_bytes_of_their_keys(self):

@@ -8,6 +8,7 @@ bytes are given back to the count only after its file is gone.
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,8 @@ from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
-from kvoffload_async.errors import OffloadError
+from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.tiers.files.ops import disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import Inventory
 from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreOutcome, StoreStatus
@@ -51,6 +53,39 @@ class SpaceSettings:
     capacity_bytes: int
     high_watermark: float = 1.0
     low_watermark: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a block takes on a filesystem.
+
+    Attributes:
+        block_bytes: A block, in whole grains of the filesystem.
+        folder_bytes: A new folder.
+        least_bytes: The smallest capacity that holds a block.
+    """
+
+    block_bytes: int
+    folder_bytes: int
+    least_bytes: int
+
+    @classmethod
+    def of(cls, folder: os.stat_result, row_bytes: int) -> Footprint:
+        """Return it for blocks of `row_bytes`, given a folder of that filesystem."""
+        grain = max(512, folder.st_blksize)
+        block_bytes = -(-row_bytes // grain) * grain
+        folder_bytes = min(grain, disk_bytes(folder))  # it may have grown; a new one has not
+        # The count, this writer's entry, and the folders: of both, of the block, above them, and
+        # what these may grow.
+        return cls(block_bytes, folder_bytes, block_bytes + 2 * grain + 7 * folder_bytes)
+
+    def check(self, capacity_bytes: int) -> None:
+        """Check that a block fits; raises ConfigError."""
+        if capacity_bytes < self.least_bytes:
+            raise ConfigError(
+                f"capacity_bytes: {capacity_bytes} holds no block of {self.block_bytes} bytes "
+                f"and its folders; give at least {self.least_bytes}"
+            )
 
 
 @dataclass(slots=True)

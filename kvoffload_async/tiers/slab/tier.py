@@ -68,6 +68,31 @@ class SlabSettings:
     piece_bytes: int = 4 << 20
     locality: Locality = Locality.LOCAL
 
+    def budget(self, block_bytes: int) -> Budget:
+        """Return how many blocks fit.
+
+        Raises:
+            ConfigError: None, or more than can be counted.
+        """
+        num_blocks = self.capacity_bytes // block_bytes
+        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
+            raise ConfigError(
+                f"capacity_bytes: {self.capacity_bytes} has room for {num_blocks} "
+                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
+            )
+        budget = Budget.of(self.capacity_bytes, block_bytes, self.segment_bytes, self.stripes)
+        if self.segment_bytes < budget.slot_bytes:
+            raise ConfigError(
+                f"segment_bytes: {self.segment_bytes} is less than a slot of "
+                f"{budget.slot_bytes} bytes; give at least that"
+            )
+        if not budget.most_slots:
+            raise ConfigError(
+                f"capacity_bytes: {self.capacity_bytes} has no room for one block of "
+                f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
+            )
+        return budget
+
 
 class SlabTier(AsyncTier):
     """Keeps blocks in the slots of preallocated files.
@@ -116,7 +141,7 @@ class SlabTier(AsyncTier):
         self._env = env
         self._loop = asyncio.get_running_loop()
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
-        budget = self._budget(block_bytes)
+        budget = settings.budget(block_bytes)
         self._rows = Rows(env.kv_view, budget.slot_bytes)
         layout = StoreLayout(settings.root_dir, settings.run_config, settings.rank, block_bytes)
         store_settings = StoreSettings(
@@ -225,6 +250,13 @@ class SlabTier(AsyncTier):
             if rows is not None:
                 rows.release()
 
+    def gauges(self) -> Mapping[str, float]:
+        """Return how many blocks are there, and how many slots are free."""
+        store = self._store
+        if store is None:
+            return {}
+        return {"blocks": len(store.catalog), "free_slots": store.catalog.num_free}
+
     def describe(self) -> str:
         """Return where the blocks are."""
         return f"slabs below {self._settings.root_dir}"
@@ -311,29 +343,6 @@ class SlabTier(AsyncTier):
         store.catalog.admit(keys, places)
 
     # -- the rest -------------------------------------------------------------------------------
-
-    def _budget(self, block_bytes: int) -> Budget:
-        settings = self._settings
-        num_blocks = settings.capacity_bytes // block_bytes
-        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
-            raise ConfigError(
-                f"capacity_bytes: {settings.capacity_bytes} has room for {num_blocks} "
-                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
-            )
-        budget = Budget.of(
-            settings.capacity_bytes, block_bytes, settings.segment_bytes, settings.stripes
-        )
-        if settings.segment_bytes < budget.slot_bytes:
-            raise ConfigError(
-                f"segment_bytes: {settings.segment_bytes} is less than a slot of "
-                f"{budget.slot_bytes} bytes; give at least that"
-            )
-        if not budget.most_slots:
-            raise ConfigError(
-                f"capacity_bytes: {settings.capacity_bytes} has no room for one block of "
-                f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
-            )
-        return budget
 
     def _opened(self) -> OpenStore:
         if self._store is None:
