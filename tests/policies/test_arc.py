@@ -213,8 +213,9 @@ def test_t2_gives_more_than_planned_when_t1_runs_dry_and_the_oldest_are_pinned()
 
 @pytest.mark.parametrize("target", range(7))
 def test_a_batch_with_a_ghost_skips_only_what_is_pinned(target):
-    rig = cache(6, once=[1, 2, 3], twice=[4, 5, 6], pinned=[1, 4])
+    rig = cache(7, once=[1, 2, 3, 9], twice=[4, 5, 6], pinned=[1, 4])
     assert rig.store(7) == [key(2)]
+    rig.pinned.add(key(3))
     rig.inner.p = float(target)
     assert rig.store(2, 8) is not None
     assert set(rig.policy.skipped()) <= rig.pinned
