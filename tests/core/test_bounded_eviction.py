@@ -146,10 +146,12 @@ def test_a_block_that_is_unpinned_goes_at_its_old_rank(policy):
 @ALL
 def test_a_block_that_was_written_while_room_was_made_goes_at_its_rank(policy):
     cache = Counted(policy, num_slots=4)
-    assert cache.primary.prepare_store(cache.ctx, NEW[:3]).evicted_keys == K[:3]
-    assert cache.reserve(NEW[3]) == {K[3]}
-    cache.primary.complete_store(cache.ctx, NEW[:3], success=True)
-    assert cache.store(NEW[4:6]) == NEW[:2]
+    cache.primary.reset()
+    cache.primary.prepare_store(cache.ctx, NEW[:2])
+    cache.store(NEW[2:4])
+    assert cache.reserve(NEW[4]) == {NEW[2]}
+    cache.primary.complete_store(cache.ctx, NEW[:2], success=True)
+    assert cache.store(NEW[5:7]) == NEW[:2]
 
 
 @ALL
@@ -185,3 +187,20 @@ def test_a_policy_that_skips_what_may_go_is_found_out():
     assert not cache.primary.forgotten()
     cache.primary.unpin(K[:1])
     assert cache.primary.forgotten() == K[:1]
+
+
+@pytest.mark.parametrize("end", [Primary.end_protection, Primary.reset])
+def test_a_protection_ends_once(end):
+    may_go = []
+
+    class Listening(LruPolicy):
+        def released(self, slots):
+            may_go.extend(slots)
+            super().released(slots)
+
+    cache = Counted(Listening, num_slots=4)
+    cache.reserve(NEW[0], set(K[:2]))
+    end(cache.primary)
+    may_go.clear()
+    cache.primary.end_protection()
+    assert may_go == []

@@ -205,6 +205,22 @@ def test_one_batch_takes_its_victims_from_both_lists_when_one_runs_dry():
     assert rig.store(6, 7, 8) == keys([1, 3, 4])
 
 
+def test_t2_gives_more_than_planned_when_t1_runs_dry_and_the_oldest_are_pinned():
+    rig = cache(5, once=[1, 2], twice=[3, 4, 5], pinned=[1, 2, 3])
+    rig.inner.p = 2.0
+    assert rig.store(6, 7) == keys([4, 5])
+
+
+@pytest.mark.parametrize("target", range(7))
+def test_a_batch_with_a_ghost_skips_only_what_is_pinned(target):
+    rig = cache(7, once=[1, 2, 3, 9], twice=[4, 5, 6], pinned=[1, 4])
+    assert rig.store(7) == [key(2)]
+    rig.pinned.add(key(3))
+    rig.inner.p = float(target)
+    assert rig.store(2, 8) is not None
+    assert set(rig.policy.skipped()) <= rig.pinned
+
+
 def test_without_enough_victims_nothing_changes():
     rig = cache(4, once=[1, 2], twice=[3, 4])
     rig.store(5)
