@@ -41,7 +41,8 @@ class TierHealth:
 
     def promotion_reserved(self) -> None:
         """Note that a promotion will be submitted: it is the try, if one is due."""
-        self.loads.note(BreakerEvent.TRIED, self.now_s or 0.0)
+        if self.loads.state is not BreakerState.CLOSED:  # asked here: once a promoted block
+            self.loads.note(BreakerEvent.TRIED, self.now_s or 0.0)
 
     def store_submitted(self, job: JobMetadata) -> None:
         """Note that a cascade was submitted: it is the try, if one is due."""

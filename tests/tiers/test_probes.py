@@ -58,7 +58,7 @@ def test_hung_probes_count_against_the_bound_until_they_end(worlds):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (OSError(5, "io"), TierUnavailableError),
         (SystemExit(1), TierUnavailableError),
@@ -66,11 +66,11 @@ def test_hung_probes_count_against_the_bound_until_they_end(worlds):
         (asyncio.CancelledError(), JobCancelledError),
     ],
 )
-def test_a_probe_that_fails_tells_why(worlds, error, told):
+def test_a_probe_that_fails_tells_why(worlds, error, expected):
     world = worlds()
     world.probe(5)
     world.settle(0, error=error)
-    assert errors(world) == [told]
+    assert errors(world) == [expected]
 
 
 def test_an_answer_that_cannot_be_read_is_a_fault(worlds):
