@@ -106,6 +106,14 @@ class FullWorld(World):
         tiers = (self.probed, self.whole, self.loose_tier)
         return [(tier, parked) for tier in tiers for parked in tier.parked]
 
+    def fallible(self):
+        """All but the questions to a tier with an exact index: nobody else knows the answer."""
+        return [
+            (tier, parked)
+            for tier, parked in self.operations()
+            if tier is self.probed or parked.kind is not Operation.CONTAINS
+        ]
+
     def parked_stores(self):
         """The stores under way of tiers with an exact index, which announce what they evict."""
         exclusive = (self.whole, self.loose_tier)

@@ -197,10 +197,10 @@ class Facade(RuleBasedStateMachine):
         if turns:
             self.runner.run_ready()
 
-    @precondition(lambda self: self.world.operations())
+    @precondition(lambda self: self.world.fallible())
     @rule(data=st.data(), error=ERRORS)
     def settle_badly(self, data, error):
-        tier, parked = data.draw(st.sampled_from(self.world.operations()), "operation")
+        tier, parked = data.draw(st.sampled_from(self.world.fallible()), "operation")
         if data.draw(st.booleans(), "some blocks only") and parked.job and parked.keys:
             failed = data.draw(st.sets(st.integers(0, len(parked.keys) - 1), min_size=1))
             failed -= parked.landed
