@@ -80,6 +80,17 @@ def test_a_block_that_is_evicted_before_there_was_room_is_counted_as_dropped():
     assert not counters(world).failed_store_blocks
 
 
+def test_what_one_tier_has_in_time_and_another_has_not_is_dropped_there_alone():
+    world, ctx = narrow(num_slots=4, bound=2, tiers=2)
+    world.store(ctx, "abcd")
+    for _ in range(2):
+        world.settle(next(number for number, (tier, _) in world.running.items() if tier == 1))
+        world.end_step()
+    world.store(ctx, "xy")
+    assert [counters(world, tier).dropped_blocks for tier in range(2)] == [2, 0]
+    world.wind_down()
+
+
 def test_a_promotion_that_evicts_what_is_owed_counts_too():
     world, ctx = narrow(num_slots=2, bound=1)
     world.fill(0, ks("x"))

@@ -177,7 +177,8 @@ class FullWorld(World):
             self.runner.run_ready()
             self.settle_everything()
         for _ in range(30):  # breakers close again, and pauses pass
-            if not self.manager.planner.cascades.owes_anything:
+            owes_anything = self.manager.planner.cascades.owes_anything
+            if not owes_anything and not self.manager.has_pending_work():
                 break
             self.runner.advance(6.0)
             self.manager.on_schedule_end()
