@@ -143,4 +143,5 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Release the memory; idempotent."""
         self._closed = True
         if self._buffer is not None:
-            self._buffer.release()
+            counts = self.core.counts  # of blocks that the device may be reading or writing
+            self._buffer.release(is_idle=not (counts["pinned"] or counts["writing"]))

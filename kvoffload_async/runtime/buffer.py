@@ -6,6 +6,7 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -81,19 +82,23 @@ class PrimaryBuffer:
         self.stride_bytes = stride_bytes
         self._released = False
 
-    def release(self) -> bool:
+    def release(self, *, is_idle: bool = True) -> bool:
         """Give the memory back to the system; idempotent. To be called when no job runs.
 
         While a transport holds it, it stays as it is until the last one lets go: memory is never
         taken away under a copy. While somebody else has a view, its pages go and the range of
         addresses stays, with a warning that names them.
 
+        Args:
+            is_idle: Whether it is sure that whoever has a view does not copy.
+
         Returns:
             Whether it is unmapped.
         """
         if self._released:
             return True
-        self._map.when_idle = self.release  # before asking: who lets go in between will call it
+        # Before asking: who lets go in between will call it.
+        self._map.when_idle = partial(self.release, is_idle=is_idle)
         if self._map.holders:
             logger.warning(
                 "the primary buffer stays mapped until it is no longer in use by %s",
@@ -102,14 +107,14 @@ class PrimaryBuffer:
             return False
         self._map.when_idle = None
         try:
-            self._unmap()
+            self._unmap(is_idle=is_idle)
         except BufferError:
-            self._give_pages_back()
+            self._give_pages_back(is_idle=is_idle)
             return False
         self._released = True
         return True
 
-    def _unmap(self) -> None:
+    def _unmap(self, *, is_idle: bool) -> None:
         """Unmap the memory.
 
         Raises:
@@ -118,14 +123,16 @@ class PrimaryBuffer:
         self.view.release()
         self._map.close()
 
-    def _give_pages_back(self) -> None:
-        what = "its pages were given back"
-        try:
-            self._map.madvise(mmap.MADV_DONTNEED)
-        except OSError as error:  # locked, or still pinned by a device
-            what = f"its pages could not be given back ({error})"
+    def _give_pages_back(self, *, is_idle: bool) -> None:
+        what = "its pages too, as a load or a store has not ended"
+        if is_idle:
+            what = "its pages were given back"
+            try:
+                self._map.madvise(mmap.MADV_DONTNEED)
+            except OSError as error:  # locked, say
+                what = f"its pages could not be given back ({error})"
         logger.warning(
-            "the primary buffer is still in use and its %d bytes of addresses stay mapped, but %s; "
+            "the primary buffer is still in use and its %d bytes of addresses stay mapped: %s; "
             "views of it are held by %s",
             len(self._map),
             what,

@@ -134,7 +134,7 @@ class SharedBuffer(PrimaryBuffer):
         if self._is_file_open:
             _remove_name(self._path, self._file)
 
-    def release(self) -> bool:
+    def release(self, *, is_idle: bool = True) -> bool:
         """Give the memory back, see `PrimaryBuffer`; a name that is still there goes as well.
 
         The pages are everybody's, so they stay until the last participant releases them: then they
@@ -143,7 +143,7 @@ class SharedBuffer(PrimaryBuffer):
         try:
             self.remove_name()
         finally:
-            is_unmapped = super().release()
+            is_unmapped = super().release(is_idle=is_idle)
         return is_unmapped
 
     # -- inside ---------------------------------------------------------------------------------
@@ -178,16 +178,18 @@ class SharedBuffer(PrimaryBuffer):
             if remove:
                 self.remove_name()
 
-    def _unmap(self) -> None:
-        try:
-            if self._is_last():
-                # A filesystem that cannot free them in place frees them with the last mapping.
-                with contextlib.suppress(OSError):
-                    self._map.madvise(mmap.MADV_REMOVE)
-        finally:
-            self._close_file()
+    def _unmap(self, *, is_idle: bool) -> None:
+        if is_idle:
+            try:
+                if self._is_last():
+                    # A filesystem that cannot free them in place frees them with the last mapping.
+                    with contextlib.suppress(OSError):
+                        self._map.madvise(mmap.MADV_REMOVE)
+            finally:
+                self._close_file()
         self.slot_flags.release()
-        super()._unmap()
+        super()._unmap(is_idle=is_idle)
+        self._close_file()
 
     def _is_last(self) -> bool:
         """Tell whether no other participant uses the memory, and count as one that does not.

@@ -293,6 +293,35 @@ def test_shutdown_with_a_failing_close_names_the_tier_and_gives_the_memory_back(
         world.primary.get_primary_kv_view()
 
 
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_what_the_device_has_not_ended_to_copy_keeps_its_bytes_beyond_the_shutdown(
+    worlds, direction
+):
+    world = worlds()
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle_all()
+    world.step()
+    if direction == "load":
+        world.manager.prepare_load(ks(1), world.contexts["r"])
+    else:
+        world.prepare_store(2)
+    world.manager.shutdown(1.0)
+    assert world.rows.any()
+
+
+def test_what_nobody_copies_is_given_back_at_the_shutdown(worlds):
+    world = worlds()
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle_all()
+    world.step()
+    world.manager.shutdown(1.0)
+    assert not world.rows.any()
+
+
 def test_shutdown_with_hung_tiers_is_bounded_and_every_job_has_one_result(worlds):
     world = worlds(EXCLUSIVE, EXCLUSIVE, EXCLUSIVE)
     world.begin("r")

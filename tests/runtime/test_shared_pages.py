@@ -123,6 +123,17 @@ def test_pages_stay_while_a_copy_of_whoever_released_before_still_runs(region):
     assert first.release()
 
 
+def test_whoever_may_still_copy_at_its_release_keeps_the_pages(region):
+    first, second = region.join(0), region.join(1)
+    rows = np.asarray(first.view)
+    rows[:] = 7
+    assert not first.release(is_idle=False)
+    assert second.release()
+    assert rows.all()
+    del rows
+    assert first.release()
+
+
 def test_flags_that_somebody_holds_stop_nothing(region, caplog):
     first, second = region.join(0), region.join(1)
     flags = np.asarray(first.slot_flags)
