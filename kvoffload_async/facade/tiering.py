@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import warnings
@@ -345,8 +344,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._polled_this_step = False
         timeout_s = self._shutdown_timeout_s if timeout is None else timeout
         deadline_s = self._clock() + timeout_s
-        with contextlib.suppress(ClosedError):  # the loop is gone
+        try:
             self._store_rest(timeout_s / 2)
+        except OffloadError as error:  # the loop is gone, say: the rest of the shutdown must follow
+            logger.warning("what the tiers are owed could not be stored: %s", error)
         self.planner.close()
         self._tiers.hand_over(self.planner)
         errors: list[Exception] = []
@@ -387,8 +388,15 @@ class TieringOffloadingManager(OffloadingManager):
             self._bridge.flush()
             if left_s <= 0 or not self.planner.has_pending_work:
                 return
-            if not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
+            # Not the bridge's own wait: others, whose events nobody here takes, may share it.
+            if not self._bridge.runner.wait_until(self._collects_results, min(left_s, _POLL_S)):
                 left_s -= _POLL_S
+
+    def _collects_results(self) -> bool:
+        """Take in what the tiers have to report; return whether a job has its result now."""
+        before = self.planner.counters.job_results
+        self._collect()
+        return self.planner.counters.job_results != before
 
     def _poll(self) -> None:
         """Take in what the tiers have to report. Once a step."""

@@ -138,6 +138,18 @@ def test_after_the_close_nothing_is_owed_any_more():
     world.wind_down()
 
 
+def test_the_close_ends_a_request_that_waits_for_anothers_write():
+    world, ctx = narrow(num_slots=8, request_level=[0])
+    world.offer(ctx, "a")
+    other = world.begin("s")
+    world.offer(other, "a")
+    world.finish(other)
+    world.planner.close()
+    assert list(world.planner.requests) == ["r"]
+    assert not world.planner.has_pending_work
+    world.wind_down()
+
+
 # -- when ---------------------------------------------------------------------------------------
 
 

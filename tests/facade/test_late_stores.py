@@ -4,10 +4,11 @@ import itertools
 import logging
 
 import pytest
-from facade.worlds import EXCLUSIVE, Hearing, World, filled, k, ks
+from facade.worlds import EXCLUSIVE, Hearing, World, filled, k, ks, scripted
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ENGINE_REQ_ID
 
@@ -133,6 +134,21 @@ def test_shutting_down_gives_up_what_a_hung_tier_is_owed_and_says_so(worlds, cap
     counters = world.manager.planner.tiers[0].counters
     assert (counters.dropped_blocks, counters.failed_store_blocks) == (3, 0)
     assert "tier tier0: 3 blocks have been lost" in caplog.text
+
+
+def test_a_neighbour_on_the_bridge_that_nobody_polls_does_not_keep_a_shutdown_from_its_end(worlds):
+    world = late_world(worlds, SecondaryTierManager)
+    neighbour = SecondaryTierManager(
+        None, world.buffer.view, "neighbour", scripted(), runtime=world.bridge
+    )
+    neighbour.submit_store(make_job(1, ks(1), [0], is_promotion=False))
+    world.step()
+    neighbour.tier.settle_all()
+    world.runner.run_ready()
+    assert neighbour._link.inbox
+    world.manager.shutdown(10.0)
+    assert world.manager.planner.tiers[0].counters.dropped_blocks == 3
+    neighbour.shutdown(1.0)
 
 
 def test_tiers_that_share_no_bridge_are_not_waited_for():
