@@ -136,7 +136,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def compute_without_loading(self, data):
         ctx = self.request(data)
         self.deferred.discard(ctx.req_id)
-        self.world.planner.on_request_scheduled(ctx.req_id)
+        self.world.planner.on_request_scheduled(ctx)
 
     @rule(seconds=st.sampled_from([0.5, 0.0, 4.0]), settles=st.booleans())
     def step(self, seconds, settles):

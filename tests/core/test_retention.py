@@ -54,7 +54,7 @@ def stores_without_room(world, ctx):
 
 
 def is_computed(world, ctx):
-    assert world.planner.on_request_scheduled(ctx.req_id)
+    assert world.planner.on_request_scheduled(ctx)
 
 
 def is_scheduled(world, ctx):
@@ -132,7 +132,7 @@ def test_what_lands_for_a_request_that_went_on_is_not_retained():
     ctx = world.begin()
     world.lookup(ctx, "a")
     world.step()
-    world.planner.on_request_scheduled(ctx.req_id)
+    world.planner.on_request_scheduled(ctx)
     world.settle()
     assert states(world, "a") == [IDLE]
     world.wind_down()
@@ -337,5 +337,5 @@ def test_a_request_that_asks_again_after_a_load_goes_on_waiting():
     world.load(ctx, "a")
     assert [world.lookup(ctx, name) for name in "bc"] == [HIT, PENDING]
     world.step()
-    assert world.planner.requests["r"].retained.keys() == {k("b")} | {k("a")}
+    assert world.planner.requests[ctx].retained.keys() == {k("b")} | {k("a")}
     world.wind_down()
