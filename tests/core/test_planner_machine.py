@@ -221,8 +221,10 @@ class PlannerMachine(RuleBasedStateMachine):
             if tier.promotion_slots or tier.cascading_blocks:
                 continue
             if shares.each * len(self.world.tiers) <= shares.total:
-                assert bool(shares.room_to_load(index)) == bool(limits.promotion_slots)
-                assert shares.room_to_store(index)
+                left = shares.spare_slots  # what is retained is nobody's share
+                assert left + shares.retained_slots >= shares.each
+                assert bool(shares.room_to_load(index)) == bool(limits.promotion_slots and left)
+                assert bool(shares.room_to_store(index)) == bool(left)
 
     @invariant()
     def one_is_tried(self):
