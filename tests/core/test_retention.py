@@ -138,6 +138,17 @@ def test_what_lands_for_a_request_that_went_on_is_not_retained():
     world.wind_down()
 
 
+def test_of_requests_with_one_id_the_newest_goes_on_when_that_is_scheduled():
+    world = world_of(8, below="ab")
+    old, new = waiting_for(world, "a"), waiting_for(world, "b")
+    world.planner.on_request_finished(old)
+    assert not world.planner.on_request_scheduled(old), "it is over"
+    assert states(world, "ab") == [IDLE, PINNED]
+    world.planner.end_step([new.req_id])
+    assert states(world, "ab") == [IDLE, IDLE]
+    world.check()
+
+
 def test_a_request_that_asks_again_waits_again():
     world = world_of(4, below="ab")
     ctx = waiting_for(world, "a")
