@@ -199,3 +199,29 @@ def test_slots_that_a_reset_left_to_overdue_copies_still_count():
     world.release()
     assert (tier.promotion_slots, tier.cascading_blocks) == (0, 0)
     world.wind_down()
+
+
+# -- what is retained ---------------------------------------------------------------------------
+
+
+def test_what_is_retained_keeps_out_of_the_reserve_and_tiers_wait_for_its_end():
+    world = World(8, 1, limits=PlannerLimits(8, 8, 1_000.0, reserved_fraction=0.25))
+    writer, waiting = world.begin("writer"), world.begin("waiting")
+    world.store(writer, "abcdef")
+    while world.running:
+        world.settle_all()
+        world.step()
+    world.fill(0, ks("z"))
+    answers = [world.lookup(waiting, name) for name in "abcdefz"]
+    assert answers == [HIT] * 6 + [PENDING]
+    world.step()
+    retention, shares = world.planner.retention, world.planner.shares
+    assert (shares.total, retention.in_flight, retention.retained_slots) == (6, 1, 5)
+    world.store(writer, "x")
+    assert [job.keys for _, job in world.running.values()] == [(k("z"),)], "x has to wait"
+    world.settle()
+    assert retention.retained_slots == 6
+    world.finish(waiting)
+    world.step()
+    assert [job.keys for _, job in world.running.values()] == [(k("x"),)]
+    world.wind_down()
