@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """Something that always holds of a subject.
 
     Attributes:
-        name: P1 to P21.
+        name: P1 to P23.
         statement: What always holds.
         violations: Returns what does not, in words.
     """

@@ -102,8 +102,8 @@ class TierState:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
         cascading_blocks: Blocks of stores whose copies may still run.
-        promotion_slots: Slots of promotions, from their reservation until their block is loaded or
-            given up, and no copy runs.
+        promotion_slots: Slots of promotions, from their reservation until their block has landed or
+            was given up, and no copy runs.
         effects: What waits to be handed over.
         event_log: What `take_events` tells, and what of it was dropped.
         health: When the planner leaves a failing tier alone.

@@ -189,8 +189,7 @@ def test_a_policy_that_skips_what_may_go_is_found_out():
     assert cache.primary.forgotten() == K[:1]
 
 
-@pytest.mark.parametrize("end", [Primary.end_protection, Primary.reset])
-def test_a_protection_ends_once(end):
+def test_a_policy_is_told_once_that_a_block_may_go():
     may_go = []
 
     class Listening(LruPolicy):
@@ -199,8 +198,28 @@ def test_a_protection_ends_once(end):
             super().released(slots)
 
     cache = Counted(Listening, num_slots=4)
-    cache.reserve(NEW[0], set(K[:2]))
-    end(cache.primary)
+    slots = cache.primary.pin(K[:2])
+    cache.primary.pin(K[:1])
     may_go.clear()
-    cache.primary.end_protection()
-    assert may_go == []
+    cache.primary.unpin(K[:2])
+    assert may_go == slots[1:]
+    cache.primary.unpin(K[:1])
+    assert may_go == slots[::-1]
+    cache.primary.unpin([])
+    assert may_go == slots[::-1]
+
+
+def test_a_policy_is_told_of_nothing_that_a_reset_has_forgotten():
+    may_go = []
+
+    class Listening(LruPolicy):
+        def released(self, slots):
+            may_go.extend(slots)
+            super().released(slots)
+
+    cache = Counted(Listening, num_slots=4)
+    cache.primary.pin(K[:2])
+    may_go.clear()
+    cache.primary.reset()
+    cache.store(NEW[:2])
+    assert may_go == [cache.primary.slot_of(key) for key in NEW[:2]]

@@ -42,7 +42,7 @@ def test_a_write_that_failed_is_told_when_the_block_is_gone():
 
 def test_a_promotion_that_is_given_up_is_told():
     cache = primary()
-    cache.reserve(k("a"), ())
+    cache.reserve(k("a"))
     told = watched(cache)
     cache.disown_write(ks("a"))
     assert told == [ks("a")]

@@ -40,6 +40,16 @@ def health_after(error, *, promotion):
     return health
 
 
+def fail_to_store(world, error, *, times):
+    """What a tier has failed to store is owed to it, and tried again after a pause."""
+    for _ in range(times):
+        for _ in range(20):
+            if world.running:
+                break
+            world.step()
+        world.settle(failed={0}, error=error)
+
+
 # -- what is a fault ----------------------------------------------------------------------------
 
 
@@ -70,9 +80,8 @@ def test_the_class_of_an_error_says_whether_the_tier_is_at_fault(error, state, p
 def test_busy_is_back_pressure_and_opens_no_breaker():
     world = World(16, breaker=ONE_FAULT, pressed_tier=0)
     ctx = world.begin()
-    for i in range(3):
-        world.store(ctx, [i])
-        world.settle(failed={0}, error=TierBusyError("busy"))
+    world.store(ctx, "a")
+    fail_to_store(world, TierBusyError("busy"), times=3)
     (tier,) = world.planner.tiers
     assert tier.health.stores.is_closed
     assert tier.backpressure.is_pressed
@@ -84,10 +93,9 @@ def test_busy_is_back_pressure_and_opens_no_breaker():
 
 def test_a_tier_that_cannot_store_goes_on_loading():
     world, ctx = stored_below(8, names="x", breaker=BreakerSettings(2, retry_after_s=5.0))
-    for name in "ab":
-        world.store(ctx, name)
-        world.settle(failed={0}, error=TierUnavailableError("read-only"))
-    world.store(ctx, "c")
+    world.store(ctx, "a")
+    fail_to_store(world, TierUnavailableError("read-only"), times=2)
+    world.store(ctx, "b")
     assert world.running == {}
     assert world.lookup(ctx, "x") is PENDING
     world.step()
@@ -165,10 +173,15 @@ def test_one_cascade_is_tried():
     world.step(5.0)
     for name in "bcd":
         world.store(ctx, name)
-    assert [job.keys for _, job in world.running.values()] == [(k("b"),)]
-    world.settle()
+    world.step()
+    tried = [job.keys for _, job in world.running.values()]
+    assert tried == [tuple(ks("abcd"))], "first come, first served"
     world.store(ctx, "e")
-    assert len(world.running) == 1
+    world.step()
+    assert len(world.running) == 1, "until it ends, everything else waits"
+    world.settle()
+    world.step()
+    assert [job.keys for _, job in world.running.values()] == [(k("e"),)]
     world.wind_down()
 
 

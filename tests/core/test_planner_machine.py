@@ -136,7 +136,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def compute_without_loading(self, data):
         ctx = self.request(data)
         self.deferred.discard(ctx.req_id)
-        self.world.planner.on_request_scheduled(ctx.req_id)
+        self.world.planner.on_request_scheduled(ctx)
 
     @rule(seconds=st.sampled_from([0.5, 0.0, 4.0]), settles=st.booleans())
     def step(self, seconds, settles):
@@ -221,8 +221,10 @@ class PlannerMachine(RuleBasedStateMachine):
             if tier.promotion_slots or tier.cascading_blocks:
                 continue
             if shares.each * len(self.world.tiers) <= shares.total:
-                assert bool(shares.room_to_load(index)) == bool(limits.promotion_slots)
-                assert shares.room_to_store(index)
+                left = shares.spare_slots  # what is retained is nobody's share
+                assert left + shares.retained_slots >= shares.each
+                assert bool(shares.room_to_load(index)) == bool(limits.promotion_slots and left)
+                assert bool(shares.room_to_store(index)) == bool(left)
 
     @invariant()
     def one_is_tried(self):

@@ -54,7 +54,7 @@ def stores_without_room(world, ctx):
 
 
 def is_computed(world, ctx):
-    assert world.planner.on_request_scheduled(ctx.req_id)
+    assert world.planner.on_request_scheduled(ctx)
 
 
 def is_scheduled(world, ctx):
@@ -132,10 +132,21 @@ def test_what_lands_for_a_request_that_went_on_is_not_retained():
     ctx = world.begin()
     world.lookup(ctx, "a")
     world.step()
-    world.planner.on_request_scheduled(ctx.req_id)
+    world.planner.on_request_scheduled(ctx)
     world.settle()
     assert states(world, "a") == [IDLE]
     world.wind_down()
+
+
+def test_of_requests_with_one_id_the_newest_goes_on_when_that_is_scheduled():
+    world = world_of(8, below="ab")
+    old, new = waiting_for(world, "a"), waiting_for(world, "b")
+    world.planner.on_request_finished(old)
+    assert not world.planner.on_request_scheduled(old), "it is over"
+    assert states(world, "ab") == [IDLE, PINNED]
+    world.planner.end_step([new.req_id])
+    assert states(world, "ab") == [IDLE, IDLE]
+    world.check()
 
 
 def test_a_request_that_asks_again_waits_again():
@@ -337,5 +348,5 @@ def test_a_request_that_asks_again_after_a_load_goes_on_waiting():
     world.load(ctx, "a")
     assert [world.lookup(ctx, name) for name in "bc"] == [HIT, PENDING]
     world.step()
-    assert world.planner.requests["r"].retained.keys() == {k("b")} | {k("a")}
+    assert world.planner.requests[ctx].retained.keys() == {k("b")} | {k("a")}
     world.wind_down()

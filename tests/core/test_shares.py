@@ -9,6 +9,7 @@ from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.retention import Retention
 from kvoffload_async.core.shares import PlannerLimits, Shares
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.policies.lru import LruPolicy
@@ -39,7 +40,8 @@ def promotions_of(num_slots, *, cap=1_000, tiers=2):
     shares = Shares(
         num_slots, states, promotion_slots=cap, cascade_blocks=cap, reserved_fraction=0.0
     )
-    return Promotions(primary, states, shares), primary, states
+    retention = Retention(primary, shares, cap, 1.0)
+    return Promotions(primary, states, shares, retention), retention, states
 
 
 def request(req_id="r"):
@@ -98,52 +100,24 @@ def test_more_tiers_than_slots_take_turns():
 # -- promotions ---------------------------------------------------------------------------------
 
 
-def test_reservations_are_batched_by_tier_and_request():
-    promotions, _, _ = promotions_of(8)
-    first, second = request("r"), request("s")
-    for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
-        assert promotions.reserve(tier, who, k(name), ())
-    assert list(promotions.unflushed()) == [
-        (0, k("a"), 0),
-        (0, k("d"), 3),
-        (1, k("b"), 1),
-        (0, k("c"), 2),
-    ]
-    assert first.unflushed_promotions == 3
-    batches = [(t, r.ctx.req_id, keys, slots) for t, r, keys, slots in promotions.flush()]
-    assert batches == [
-        (0, "r", ks("ad"), [0, 3]),
-        (1, "r", ks("b"), [1]),
-        (0, "s", ks("c"), [2]),
-    ]
-    assert first.unflushed_promotions == 0
-    assert list(promotions.flush()) == []
-
-
-def test_the_cap_counts_what_is_under_way_what_waits_to_be_read_and_what_is_overdue():
-    promotions, _, (tier,) = promotions_of(8, cap=2, tiers=1)
+def test_a_tiers_count_is_of_what_is_under_way_and_overdue_and_the_cap_of_what_waits_too():
+    promotions, retention, (tier,) = promotions_of(8, cap=3, tiers=1)
     waiting = request()
-    assert promotions.reserve(0, waiting, k("a"), ())
-    assert promotions.reserve(0, waiting, k("b"), ())
-    assert not promotions.reserve(0, waiting, k("c"), ())
+    retention.begin_round(waiting, 0.0)
+    for name in "abc":
+        assert promotions.reserve(0, waiting, k(name))
+    assert not promotions.reserve(0, waiting, k("d"))
     promotions.land(0, ks("a"), waiting)
-    assert not promotions.reserve(0, waiting, k("c"), ())
-    promotions.release(waiting, ks("ax"))
-    assert promotions.reserve(0, waiting, k("c"), ())
+    assert (tier.promotion_slots, promotions.outstanding_slots) == (2, 3)
+    assert not promotions.reserve(0, waiting, k("d")), "the first one waits to be read"
+    retention.load(waiting, ks("a"))
+    assert (tier.promotion_slots, promotions.outstanding_slots) == (2, 2)
     promotions.fail(0, ks("b"))
     assert promotions.disown(ks("c")) == [2]
-    assert promotions.outstanding_slots == tier.promotion_slots == 1
-
-
-def test_nothing_is_kept_for_a_request_that_is_gone_or_finished():
-    promotions, primary, _ = promotions_of(8)
-    finished = request()
-    finished.is_finished = True
-    for name, who in ("a", None), ("b", finished):
-        promotions.reserve(0, request(), k(name), ())
-        promotions.land(0, ks(name), who)
-    assert primary.counts["idle"] == 2
-    assert promotions.outstanding_slots == 0
+    assert (tier.promotion_slots, promotions.outstanding_slots) == (1, 0)
+    for name in "de":
+        assert promotions.reserve(0, waiting, k(name))
+    assert not promotions.reserve(0, waiting, k("f")), "an overdue copy is in the tier's share"
 
 
 # -- a tier that hangs --------------------------------------------------------------------------
@@ -224,4 +198,30 @@ def test_slots_that_a_reset_left_to_overdue_copies_still_count():
     world.release()
     world.release()
     assert (tier.promotion_slots, tier.cascading_blocks) == (0, 0)
+    world.wind_down()
+
+
+# -- what is retained ---------------------------------------------------------------------------
+
+
+def test_what_is_retained_keeps_out_of_the_reserve_and_tiers_wait_for_its_end():
+    world = World(8, 1, limits=PlannerLimits(8, 8, 1_000.0, reserved_fraction=0.25))
+    writer, waiting = world.begin("writer"), world.begin("waiting")
+    world.store(writer, "abcdef")
+    while world.running:
+        world.settle_all()
+        world.step()
+    world.fill(0, ks("z"))
+    answers = [world.lookup(waiting, name) for name in "abcdefz"]
+    assert answers == [HIT] * 6 + [PENDING]
+    world.step()
+    retention, shares = world.planner.retention, world.planner.shares
+    assert (shares.total, retention.in_flight, retention.retained_slots) == (6, 1, 5)
+    world.store(writer, "x")
+    assert [job.keys for _, job in world.running.values()] == [(k("z"),)], "x has to wait"
+    world.settle()
+    assert retention.retained_slots == 6
+    world.finish(waiting)
+    world.step()
+    assert [job.keys for _, job in world.running.values()] == [(k("x"),)]
     world.wind_down()

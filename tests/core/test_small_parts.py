@@ -229,7 +229,7 @@ def promotions_of(cap_slots):
     tiers = [
         TierState(name, ExactIndex(), 1, EventLog(Medium.STORAGE, enabled=False)) for name in "pq"
     ]
-    shares = Shares(8, tiers, promotion_slots=8, cascade_blocks=8, reserved_fraction=0.01)
+    shares = Shares(8, tiers, promotion_slots=8, cascade_blocks=8, reserved_fraction=0.0)
     retention = Retention(primary, shares, cap_slots, 1.0)
     return Promotions(primary, tiers, shares, retention), retention
 

@@ -20,9 +20,9 @@ from kvoffload_async.testing.invariants import (
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p21():
+def test_the_invariants_are_p1_to_p23():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 22)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 24)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -189,27 +189,27 @@ def damage_p10_own(world):
             record.job = replace(record.job, req_context=context)
 
 
-def damage_p21_count(world):
+def damage_p23_count(world):
     world.planner.cascades.backlogs[0].count += 1
 
 
-def damage_p21_mark(world):
+def damage_p23_mark(world):
     world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 1
 
 
-def damage_p21_under_way(world):
+def damage_p23_under_way(world):
     world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 2
 
 
-def damage_p21_tries(world):
+def damage_p23_tries(world):
     world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 4
 
 
-def damage_p21_unreadable(world):
+def damage_p23_unreadable(world):
     world.planner.cascades.backlogs[0].add([slot_of(world, "w")], 0.0)
 
 
-def damage_p21_unwatched(world):
+def damage_p23_unwatched(world):
     world.planner.cascades.backlogs[0].add([slot_of(world, "i")], 0.0)
 
 

@@ -152,7 +152,7 @@ def test_a_probed_tier_hears_of_a_key_once_a_minute_and_is_asked_nothing():
 def test_a_promoted_block_is_offered_to_the_faster_tiers_that_lack_it():
     own = Own(ExactIndex(), ProbedIndex(1), ProbedIndex(1), ExactIndex())
     own.states[3].index.appeared(ks("ab"))
-    own.planner.tiers[2].breaker.permits = lambda now_s: False  # never asked
+    own.planner.tiers[2].health.loads.permits = lambda now_s: False  # never asked
     ctx = own.begin("r", "ab")
     while own.planner.lookup(k("a"), ctx) is not PENDING:
         own.step()

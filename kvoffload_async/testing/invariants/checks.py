@@ -1,4 +1,4 @@
-"""The invariants P1 to P21 that no single state can show, and their checks.
+"""The invariants P1 to P23 that no single state can show, and their checks.
 
 Some hold when everything has come to rest, some only of a whole history; those that hold of any
 state are `core.invariants`.
@@ -26,7 +26,7 @@ REST_INVARIANTS: tuple[Invariant[Rest], ...] = (
         of_rest.nothing_is_lost,
     ),
     Invariant("P10", _STATEMENTS["P10"], of_rest.no_request_waits),
-    Invariant("P21", _STATEMENTS["P21"], of_rest.nothing_is_owed),
+    Invariant("P23", _STATEMENTS["P23"], of_rest.nothing_is_owed),
 )
 
 HISTORY_INVARIANTS: tuple[Invariant[History], ...] = (

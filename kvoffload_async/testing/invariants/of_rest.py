@@ -70,7 +70,7 @@ def nothing_is_lost(rest: Rest) -> Iterator[str]:
 
 
 def nothing_is_owed(rest: Rest) -> Iterator[str]:
-    """P21: with room for it, and a tier in order."""
+    """P23: with room for it, and a tier in order."""
     for index, backlog in enumerate(rest.planner.cascades.backlogs):
         if backlog.count and not backlog.is_shut and rest.planner.cascades.room(index):
             yield f"tier {index} is owed {backlog.count} blocks, and has room"
