@@ -50,6 +50,10 @@ class Counted:
         return self.waiters.wake_ups - self.before
 
 
+def retained(world):
+    return world.core.retention.retained_slots
+
+
 def in_tier(tier, text):
     """Let a probed tier have a text's blocks."""
     for end in range(1, len(text) + 1):
@@ -106,19 +110,53 @@ async def test_what_is_known_is_asked_for_once_more_when_all_is_known():
 
 @on_loop
 async def test_the_head_that_is_evicted_while_the_tail_comes_is_brought_back():
-    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+    """Others' promotions leave nothing under the cap, so the head is not retained."""
+    async with opened(slots=6, tiers=[SCRIPTED], promotion_fraction=4 / 6) as world:
+        await world.put("xy", "seed")
         await only_in_the_tier(world, "abcd")
         await world.put("ab", "again")
-        task = start(world, "r", "abcd")
+        others, task = start(world, "o", "xy"), start(world, "r", "abcd")
         await turns()
-        (load,) = world.tiers[0].parked
-        assert world.core.primary.reserve(key("ZY"), frozenset()) is not None
+        assert retained(world) == 0
+        assert world.core.primary.reserve(key("ZY")) is not None
         world.core.primary.complete_write([key("ZY")], success=True)
-        world.tiers[0].settle(load)
+        theirs, mine = world.tiers[0].parked
+        world.tiers[0].settle(theirs)
+        assert await others == 2
         await turns()
-        assert not task.done() or await task == 4
+        world.tiers[0].settle(mine)
+        await turns()
+        assert not task.done()
         assert await world.during(task) == 4
         await world.check_rest()
+
+
+async def cost_of_blocks_that_come_one_by_one(length):
+    """Return how often a block is asked for; all that was found is retained meanwhile."""
+    text, blocks = LETTERS[:length], range(length)
+    async with (
+        opened(slots=length, bounds=EngineBounds(concurrent_stores=length)) as world,
+        world.engine.request("w", hashes(text)) as writer,
+    ):
+        stores = [asyncio.create_task(world.engine.store(writer, [i], i)) for i in blocks]
+        await turns()
+        counted = Counted(world)
+        task = start(world, "r", text)
+        for found in blocks:
+            await turns()
+            assert retained(world) == found, "for a request that is still deferred"
+            world.transport.settle()
+        assert await task == length
+        await asyncio.wait(stores)
+        assert retained(world) == 0
+        return len(counted.keys) / length
+
+
+@on_loop
+async def test_what_was_found_is_retained_while_the_rest_comes_and_costs_no_more_for_long_prompts():
+    few = await cost_of_blocks_that_come_one_by_one(4)
+    many = await cost_of_blocks_that_come_one_by_one(48)
+    assert max(few, many) < 4.0, "looked up, has landed, on behalf of those found, and at the end"
 
 
 @on_loop
@@ -235,13 +273,16 @@ async def test_nothing_is_remembered_of_calls_that_have_ended():
     async with opened(slots=4, tiers=[SCRIPTED, PROBED]) as world:
         await only_in_the_tier(world, "ab")
         tasks = [start(world, name, "ab") for name in "rs"]
-        async with world.engine.request("full", hashes("stuvw")) as request:
-            with pytest.raises(BusyError):
-                await world.engine.store(request, [0, 1, 2, 3, 4], 0, 0)
         await turns()
+        async with world.engine.request("w", hashes("st")) as request:
+            tasks.append(asyncio.create_task(world.engine.store(request, [0, 1])))
+            await turns()
+        async with world.engine.request("full", hashes("uv")) as request:
+            with pytest.raises(BusyError):
+                await world.engine.store(request, [2, 3], 0, 0)
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
-        await world.during(tasks[1])
+        assert [await world.during(task) for task in tasks[1:]] == [2, 2]
         waiters = world.engine._steps.waiters
         assert not any((waiters.everybody, waiters.by_key, waiters.for_room))
 
