@@ -142,7 +142,7 @@ def test_no_error_of_a_client_library_keeps_the_memory_mapped(memory, operation)
 
 async def probe(actor):
     actor.start_probe(1, K[:1])
-    await asyncio.wait(actor._probes)
+    await asyncio.wait(actor._probes.tasks)
 
 
 def test_an_error_in_the_middle_of_closing_keeps_no_memory(memory):
