@@ -56,6 +56,7 @@ def manager():
         "cpu_bytes_to_use": NUM_BLOCKS * 4096,
         "block_bytes": 4096,
         "cascade_fraction": 1.0,
+        "reserved_fraction": 0.0,  # all of NUM_KEYS cascades at once, to both tiers
         "secondary_tiers": [{"type": "example"}, {"type": "example"}],
     }
     with TieringOffloadingSpec(config) as spec:
