@@ -379,23 +379,25 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _store_rest(self, timeout_s: float) -> None:
         """Let the tiers have what they are owed; waits."""
-        cascades, left_s = self.planner.cascades, timeout_s
-        while self._bridge is not None and cascades.owes_anything:
-            self.planner.begin_step(self._clock())
-            self._tiers.collect(self.planner)
-            cascades.send_owed(self.planner.now_s)
-            self._tiers.hand_over(self.planner)
+        planner, left_s = self.planner, timeout_s
+        while self._bridge is not None and planner.cascades.owes_anything:
+            began_s = self._clock()
+            planner.begin_step(began_s)
+            self._tiers.collect(planner)
+            planner.cascades.send_owed(planner.now_s)
+            self._tiers.hand_over(planner)
             self._bridge.flush()
-            if left_s <= 0 or not self.planner.has_pending_work:
+            if left_s <= 0 or not planner.has_pending_work:
                 return
             # Not the bridge's own wait: others, whose events nobody here takes, may share it.
-            if not self._bridge.runner.wait_until(self._collects_results, min(left_s, _POLL_S)):
-                left_s -= _POLL_S
+            wait_s = min(left_s, _POLL_S)
+            has_news = self._bridge.runner.wait_until(self._collects_results, wait_s)
+            left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
 
     def _collects_results(self) -> bool:
         """Take in what the tiers have to report; return whether a job has its result now."""
         before = self.planner.counters.job_results
-        self._collect()
+        self._tiers.collect(self.planner)
         return self.planner.counters.job_results != before
 
     def _poll(self) -> None:
