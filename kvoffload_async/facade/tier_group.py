@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.health import TierHealth
@@ -14,7 +15,11 @@ from kvoffload_async.facade.foreign import ForeignTier, is_foreign
 from kvoffload_async.facade.guard import TierGuard
 from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.statistics import TierStatistics
+
+_POLL_S: Final = 0.05
+"""How often tiers are polled that do not say when they have something to report."""
 
 
 class TierGroup:
@@ -59,6 +64,29 @@ class TierGroup:
         """Give up the jobs that foreign managers have given up without saying so."""
         for foreign in self._foreign.values():
             foreign.state.abandon_rest()
+
+    def store_owed(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
+        """Let the tiers have what they are owed; waits. Without a bridge nothing is waited for."""
+        left_s = timeout_s
+
+        def has_results() -> bool:
+            before = planner.counters.job_results
+            self.collect(planner)
+            return planner.counters.job_results != before
+
+        while bridge is not None and planner.cascades.owes_anything:
+            began_s = self._clock()
+            planner.begin_step(began_s)
+            self.collect(planner)
+            planner.cascades.send_owed(planner.now_s)
+            self.hand_over(planner)
+            bridge.flush()
+            if left_s <= 0 or not planner.has_pending_work:
+                return
+            # Not the bridge's own wait: others, whose events nobody here takes, may share it.
+            wait_s = min(left_s, _POLL_S)
+            has_news = bridge.runner.wait_until(has_results, wait_s)
+            left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
 
     def stats(self, planner: Planner) -> tuple[TierStatistics, ...]:
         """Return how each tier is."""

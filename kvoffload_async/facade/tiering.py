@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 from kvoffload_async.config import parse_generation
 from kvoffload_async.core.breaker import BreakerSettings
@@ -39,9 +38,6 @@ from kvoffload_async.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_POLL_S: Final = 0.05
-"""How often tiers are polled that do not say when they have something to report."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -345,7 +341,7 @@ class TieringOffloadingManager(OffloadingManager):
         timeout_s = self._shutdown_timeout_s if timeout is None else timeout
         deadline_s = self._clock() + timeout_s
         try:
-            self._store_rest(timeout_s / 2)
+            self._tiers.store_owed(self.planner, self._bridge, timeout_s / 2)
         except OffloadError as error:  # the loop is gone, say: the rest of the shutdown must follow
             logger.warning("what the tiers are owed could not be stored: %s", error)
         self.planner.close()
@@ -376,29 +372,6 @@ class TieringOffloadingManager(OffloadingManager):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was shut down")
-
-    def _store_rest(self, timeout_s: float) -> None:
-        """Let the tiers have what they are owed; waits."""
-        planner, left_s = self.planner, timeout_s
-        while self._bridge is not None and planner.cascades.owes_anything:
-            began_s = self._clock()
-            planner.begin_step(began_s)
-            self._tiers.collect(planner)
-            planner.cascades.send_owed(planner.now_s)
-            self._tiers.hand_over(planner)
-            self._bridge.flush()
-            if left_s <= 0 or not planner.has_pending_work:
-                return
-            # Not the bridge's own wait: others, whose events nobody here takes, may share it.
-            wait_s = min(left_s, _POLL_S)
-            has_news = self._bridge.runner.wait_until(self._collects_results, wait_s)
-            left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
-
-    def _collects_results(self) -> bool:
-        """Take in what the tiers have to report; return whether a job has its result now."""
-        before = self.planner.counters.job_results
-        self._tiers.collect(self.planner)
-        return self.planner.counters.job_results != before
 
     def _poll(self) -> None:
         """Take in what the tiers have to report. Once a step."""
