@@ -133,16 +133,34 @@ class ReplayWorld(World):
         assert self.replay.at(Medium.CPU) == readable
 
     def come_to_rest(self):
+        """Let everything end that ends in no time."""
         for copy in list(self.copies):
             self.end_copy(copy, success=True)
         # A copy that a reset has given up goes on, and what it stores is told when it has ended.
-        while self.manager.has_pending_work() or self.manager.planner.disowned:
+        planner = self.manager.planner
+        while True:
             self.manager.on_schedule_end()
             self.settle_all()
+            has_news = any(secondary.has_pending_work() for secondary in self.secondaries)
+            if not (has_news or planner.jobs or planner.disowned):
+                return
 
     def check(self):
-        """Compare what was told of each tier with what it has."""
+        """Compare what was told of each tier with what it has, and again with all that it owes.
+
+        A tier whose store was cancelled is left alone for a moment before it is tried again: the
+        first comparison is made before that can mend anything.
+        """
         self.come_to_rest()
+        self.compare()
+        if self.manager.has_pending_work():
+            while self.manager.has_pending_work():
+                planner = self.manager.planner
+                self.runner.advance(planner.cascades.wakes_in_s(planner.now_s))
+                self.come_to_rest()
+            self.compare()
+
+    def compare(self):
         self.take()
         self.park(False)
         everything = ks(*range(40))

@@ -112,7 +112,7 @@ def test_a_hook_that_raises_costs_the_third_party_nothing_but_itself(worlds, cap
     world.manager.touch(ks(1), world.contexts["r"])
     world.finish("r")
     world.step()
-    assert "tier tier0: a use of blocks" in caplog.text
+    assert "tier tier0: touch failed" in caplog.text
 
 
 def test_shutting_down_stores_what_is_owed_first(worlds):

@@ -76,8 +76,9 @@ def test_the_primary_tells_its_slots_by_use_and_what_it_has_done(world):
     assert manager.stats().primary.slots == SlotStatistics(
         free=1, writing=1, idle=1, pinned=1, held=0
     )
-    assert here.prepare_store(4, 5, 6) is None
-    here.store(4, 5)
+    assert here.prepare_store(4, 5, 6).keys_to_store == [k(4), k(5)]
+    assert here.prepare_store(6) is None
+    here.complete_store(4, 5)
     read = manager.stats().primary
     assert (read.stored_blocks, read.loaded_blocks) == (4, 1)
     assert (read.evicted_blocks, read.refused_stores) == (1, 1)
@@ -137,7 +138,10 @@ def test_what_a_tier_does_not_take_is_counted(world):
     here = world(EXCLUSIVE, cascade_fraction=0.25)
     here.store(1, 2, 3)
     (tier,) = here.manager.stats().tiers
-    assert (tier.dropped_blocks, tier.dropped_bytes) == (1, SLOT_BYTES)
+    assert (tier.owed_blocks, tier.dropped_blocks) == (1, 0)
+    here.manager.reset_cache_now()
+    (tier,) = here.manager.stats().tiers
+    assert (tier.owed_blocks, tier.dropped_blocks, tier.dropped_bytes) == (0, 1, SLOT_BYTES)
 
 
 def test_an_overdue_job_shows_until_its_copy_has_ended(world):
@@ -161,6 +165,7 @@ def test_a_tier_that_is_left_alone_says_so(world):
         here.step()
         here.settle(error=TierUnavailableError("down"))
         here.poll()
+        here.runner.advance(5.0)  # until it is tried again
     assert here.manager.stats().tiers[0].breakers["store"] == "open"
 
 
@@ -175,7 +180,7 @@ def test_a_probe_is_outstanding_until_it_is_answered(world):
 
 def test_events_that_nobody_reads_are_counted(world):
     here = world(EXCLUSIVE)
-    for log in (here.primary.core._events, here.secondaries[0]._events):
+    for log in (here.primary.core.event_log, here.secondaries[0].tier_state.event_log):
         log._bound = 1
     for number in range(3):
         here.store(number)

@@ -96,14 +96,14 @@ def test_a_manager_that_leaves_its_jobs_to_the_planner_is_guarded_too(worlds, me
 
 def test_errors_of_one_method_are_logged_at_a_bounded_rate(worlds, caplog):
     world = worlds(manager_class=Raising, breaker=NO_BREAKER)
-    world.secondaries[0].failing = frozenset({"touch"})
+    world.secondaries[0].failing = frozenset({"lookup"})
     world.begin("r")
     for _ in range(100):
-        world.manager.touch(ks(1), world.contexts["r"])
-    assert caplog.text.count("touch failed") == 1
+        world.lookup(1)
+    assert caplog.text.count("lookup failed") == 1
     world.runner.advance(60.0)
-    world.manager.touch(ks(1), world.contexts["r"])
-    assert "touch failed (99 times more" in caplog.text
+    world.lookup(1)
+    assert "lookup failed (99 times more" in caplog.text
 
 
 def test_a_tier_whose_lookups_fail_is_left_alone_and_goes_on_storing(worlds):
@@ -199,10 +199,12 @@ def test_a_job_whose_result_is_nonsense_has_failed(worlds, fields):
     world = two_stores(worlds)
     first, second = results_of(world)
     reporting(world, lambda: [JobResult(first.job_id, success=True, **fields), second])
-    world.poll()
-    reporting(world, list)
+    world.step()
+    del world.secondaries[0].get_finished_jobs
     counters = world.manager.planner.counters
     assert (counters.job_results, counters.job_failures) == (2, 1)
+    world.rest()  # its block is stored again
+    assert (counters.job_results, counters.job_failures) == (3, 1)
     assert world.counts["pinned"] == 0
 
 
@@ -303,7 +305,7 @@ def test_misuse_by_the_scheduler_still_raises(worlds):
     world = worlds(manager_class=Raising)
     world.begin("r")
     with pytest.raises(StateError):
-        world.begin("r")
+        world.manager.on_new_request(world.contexts["r"])
     with pytest.raises(StateError):
         world.manager.prepare_load(ks(1), world.contexts["r"])
 
