@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import logging
 import os
 import random
 import statistics
@@ -26,6 +27,7 @@ import threading
 import time
 import tracemalloc
 from dataclasses import astuple, dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,7 @@ class Soak:
         self.seed = int(os.environ.get("KVOFFLOAD_SOAK_SEED", drawn))
         print(f"\nKVOFFLOAD_SOAK_SEED={self.seed}")  # noqa: T201 - to repeat the run
         self.chance = random.Random(self.seed)
+        self.log_path = folder / "soak.log"
         self.faulty = [FaultyFileOps(), FaultyFileOps()]
         registry = SecondaryTierFactory._registry
         loaders = dict(registry._loaders)
@@ -117,6 +120,20 @@ class Soak:
         self.began_s = time.monotonic()
         self.samples: list[tuple[float, Usage]] = []
         self.rounds = 0
+
+    @contextlib.contextmanager
+    def log_in_a_file(self):
+        """Keep the log out of memory, where pytest would hold every record and its error."""
+        logger = logging.getLogger("kvoffload_async")
+        handler = RotatingFileHandler(self.log_path, maxBytes=1 << 20, backupCount=1)
+        logger.addHandler(handler)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.propagate = True
+            logger.removeHandler(handler)
+            handler.close()
 
     def is_over(self) -> bool:
         return time.monotonic() >= self.end_s
@@ -243,7 +260,7 @@ def soak(tmp_path, monkeypatch):
 
 
 def test_an_engine_under_an_event_loop_neither_loses_nor_grows(soak):
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with soak.log_in_a_file(), asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(awaited(soak))
     soak.judge()
 
@@ -296,7 +313,7 @@ async def serve_one(engine, memory, name, names, frames):
 
 
 def test_an_engine_under_a_scheduler_neither_loses_nor_grows(soak):
-    with TieringOffloadingSpec(soak.config) as spec:
+    with soak.log_in_a_file(), TieringOffloadingSpec(soak.config) as spec:
         manager = spec.get_manager()
         num_frames = 4 * CONCURRENCY * MOST_BLOCKS // 3
         memory = PagedMemory(num_frames, BLOCK)
