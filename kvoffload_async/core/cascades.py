@@ -286,6 +286,8 @@ class Cascades:
         self._watch_evictions()
 
     def _drop_all(self) -> None:
+        for request in self.parking.values():
+            request.parked.clear()
         self.parking.clear()
         for tier, backlog in zip(self._tiers, self.backlogs, strict=True):
             tier.counters.dropped_blocks += backlog.clear()

@@ -281,7 +281,10 @@ class Planner:
 
     def close(self) -> None:
         """Owe the tiers nothing any more, and end the engine's own request; idempotent."""
+        waiting = list(self.cascades.parking.values())
         self.cascades.close()
+        for request in waiting:
+            self._end_if_done(request)
         self.own.close()
 
     # -- inside ---------------------------------------------------------------------------------
