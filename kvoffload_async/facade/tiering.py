@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from kvoffload_async.config import parse_generation
@@ -241,10 +242,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        events = list(self._primary.take_events())
-        for guard in self._tiers.guards:
-            events.extend(guard.take_events())
-        return iter(events)
+        of_tiers = (event for guard in self._tiers.guards for event in guard.take_events())
+        return iter([*self._primary.take_events(), *of_tiers])
 
     @property
     def dropped_events(self) -> int:
@@ -367,7 +366,7 @@ class TieringOffloadingManager(OffloadingManager):
         else:
             self._primary.shutdown()
         if errors:
-            names = ", ".join(str(error) for error in errors)
+            names = ", ".join(map(str, errors))
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- inside ---------------------------------------------------------------------------------
@@ -378,17 +377,20 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _store_rest(self, timeout_s: float) -> None:
         """Let the tiers have what they are owed; waits."""
-        cascades, left_s = self.planner.cascades, timeout_s
-        while self._bridge is not None and cascades.owes_anything:
-            self.planner.begin_step(self._clock())
-            self._tiers.collect(self.planner)
-            cascades.send_owed(self.planner.now_s)
-            self._tiers.hand_over(self.planner)
-            self._bridge.flush()
-            if left_s <= 0 or not self.planner.has_pending_work:
+        planner, left_s, has_news = self.planner, timeout_s, False
+        while (bridge := self._bridge) is not None and planner.cascades.owes_anything:
+            num_results = planner.counters.job_results
+            planner.begin_step(self._clock())
+            self._tiers.collect(planner)
+            is_stuck = has_news and planner.counters.job_results == num_results  # not taken in
+            planner.cascades.send_owed(planner.now_s)
+            self._tiers.hand_over(planner)
+            bridge.flush()
+            if left_s <= 0 or not planner.has_pending_work:
                 return
-            if not self._bridge.wait_for_progress(min(left_s, _POLL_S)):
-                left_s -= _POLL_S
+            wait = partial(bridge.runner.wait_until, bool) if is_stuck else bridge.wait_for_progress
+            has_news = wait(min(left_s, _POLL_S))
+            left_s -= max(self._clock() - planner.now_s, 0.0 if has_news else _POLL_S)
 
     def _poll(self) -> None:
         """Take in what the tiers have to report. Once a step."""
