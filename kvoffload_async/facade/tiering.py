@@ -236,10 +236,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        events = list(self._primary.take_events())
-        for guard in self._tiers.guards:
-            events.extend(guard.take_events())
-        return iter(events)
+        of_tiers = (event for guard in self._tiers.guards for event in guard.take_events())
+        return iter([*self._primary.take_events(), *of_tiers])
 
     @property
     def dropped_events(self) -> int:
@@ -364,7 +362,7 @@ class TieringOffloadingManager(OffloadingManager):
         else:
             self._primary.shutdown()
         if errors:
-            names = ", ".join(str(error) for error in errors)
+            names = ", ".join(map(str, errors))
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- inside ---------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class FullWorld(World):
         stores: Copies from the device that the scheduler waits for.
         loads: Copies to the device that it waits for.
         stored: Keys that have been stored.
+        gone: What a tier had and has lost by itself: (tier, key).
         loose: The manager of the tier alone.
     """
 
@@ -68,6 +69,7 @@ class FullWorld(World):
         self.stores = []
         self.loads = []
         self.stored = set()
+        self.gone = set()
 
     # -- bytes ------------------------------------------------------------------------------
 
@@ -95,10 +97,19 @@ class FullWorld(World):
         assert bytes(self.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
 
     def check_nothing_is_lost_unseen(self):
-        """At rest, what was stored is in each tier, or is counted there."""
-        for state, blocks in zip(self.manager.planner.tiers, self.blocks_of_tiers, strict=True):
+        """At rest, what was stored is in each tier, or is counted there, or was lost by it."""
+        tiers = (self.example, self.probed, self.whole)
+        for state, tier, blocks in zip(
+            self.manager.planner.tiers, tiers, self.blocks_of_tiers, strict=True
+        ):
             counted = state.counters.dropped_blocks + state.counters.failed_store_blocks
-            assert len(self.stored - blocks.keys()) <= counted
+            lost = {key for key in self.stored - blocks.keys() if (tier, key) not in self.gone}
+            assert len(lost) <= counted
+
+    def evict(self, tier, key):
+        """Have a tier drop a block that it has, and announce that."""
+        self.gone.add((tier, key))
+        tier.evict([key])
 
     # -- what is under way ------------------------------------------------------------------
 

@@ -209,6 +209,7 @@ class Facade(RuleBasedStateMachine):
                 return
             for index in failed:  # as a tier does that finds a block corrupt
                 tier.blocks.pop(parked.keys[index], None)
+                self.world.gone.add((tier, parked.keys[index]))
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
         else:
             tier.settle(parked, error=error)
@@ -221,13 +222,13 @@ class Facade(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(parked.keys) - 1), "block")
         tier.land(parked, index)
         if evicts and parked.keys[index] in tier.blocks:
-            tier.evict([parked.keys[index]])
+            self.world.evict(tier, parked.keys[index])
 
     @precondition(lambda self: self.world.evictable())
     @rule(data=st.data())
     def evict(self, data):
         tier, key = data.draw(st.sampled_from(self.world.evictable()), "block")
-        tier.evict([key])
+        self.world.evict(tier, key)
 
     @precondition(lambda self: self.world.calls())
     @rule(

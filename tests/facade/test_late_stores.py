@@ -151,6 +151,20 @@ def test_a_neighbour_on_the_bridge_that_nobody_polls_does_not_keep_a_shutdown_fr
     neighbour.shutdown(1.0)
 
 
+def test_shutting_down_ends_in_time_whatever_a_third_party_keeps_to_itself(worlds):
+    class Silent(Contract):
+        def get_finished_jobs(self):
+            return ()
+
+    world = late_world(worlds, Silent)
+    world.step()
+    world.settle_all()
+    before_s = world.runner.now_s()
+    world.manager.shutdown(10.0)
+    assert world.runner.now_s() - before_s <= 10.0 + 1.0
+    assert world.manager.planner.tiers[0].counters.dropped_blocks == 3
+
+
 def test_tiers_that_share_no_bridge_are_not_waited_for():
     world = World(EXCLUSIVE, num_slots=4, cascade_fraction=0.25)
     world.manager._bridge = None
