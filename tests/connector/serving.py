@@ -371,23 +371,23 @@ class Serving:
 
     def rest(self, max_steps=400):
         """Let everything that is still there run to its end, which it must reach."""
+        planner = self.world.manager.planner
         for _ in range(max_steps):
+            self.world.runner.advance(planner.cascades.wakes_in_s(planner.now_s) or 0.0)
             self.world.settle_all()
             for copy in self.copies:
                 if copy.outcome is None:
                     self.perform(copy)
             self.report(*self.copies)
-            late = self.world.manager.planner.disowned  # copies that a reset did not wait for
-            if not (self.live or late or self.connector.has_pending_push_work()):
+            if not (self.live or planner.disowned or self.connector.has_pending_push_work()):
                 break
             self.step()
         else:
             raise AssertionError(f"not at rest: {self.live}")
         assert not self.connector._requests
         assert not len(self.connector._jobs)
-        counts = self.world.counts
-        assert counts["pinned"] == counts["writing"] == 0
-        check_quiescent(self.world.manager.planner)
+        assert self.world.counts["pinned"] == self.world.counts["writing"] == 0
+        check_quiescent(planner)
         opened, ended = (
             Counter(ctx for name, ctx in self.manager.contexts if name == hook)
             for hook in ("on_new_request", "on_request_finished")
