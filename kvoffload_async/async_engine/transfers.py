@@ -63,20 +63,20 @@ class Transfers:
             TimeoutError: The deadline passed; the copy goes on.
             TransportError: It failed, or could not begin.
         """
-        try:
-            device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
-            copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
-            transfer = self._transport.submit(copies, self._transport.record_compute())
-        except Exception as error:
-            ended(False)
-            raise TransportError(f"the copy could not begin: {error}") from error
-        release = permit.keep()
 
         def landed(success: bool) -> None:
             release()
             ended(success)
 
-        landing = self._running.start(transfer, landed)
+        try:
+            device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
+            copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
+            transfer = self._transport.submit(copies, self._transport.record_compute())
+            landing = self._running.start(transfer, landed)
+        except Exception as error:
+            ended(False)
+            raise TransportError(f"the copy could not begin: {error}") from error
+        release = permit.keep()
         async with asyncio.timeout_at(deadline_s):
             outcome = await asyncio.shield(landing)
         if outcome.error is not None:
@@ -145,8 +145,8 @@ class RunningTransfers:
     def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
         """Follow a transfer; the future never fails, and cancelling it ends nothing."""
         running = _Running(transfer, ended, self._loop.create_future())
-        self._running[running] = None
         self._follow(running)
+        self._running[running] = None
         return running.landed
 
     async def quiesce(self, timeout_s: float) -> bool:

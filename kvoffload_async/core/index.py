@@ -55,6 +55,9 @@ class KeyIndex(ABC):
     ) -> None:
         """A probe ended."""
 
+    def left_alone(self) -> None:  # noqa: B027 - nobody waits for an exact index
+        """No probe may be started now: lookups skip the tier."""
+
     def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor remembers who asked
         """A request ended."""
 
@@ -179,6 +182,11 @@ class ProbedIndex(KeyIndex):
         self._forget_unasked(keys)
         if self.decided is not None:
             self.decided(keys)
+
+    def left_alone(self) -> None:
+        """Let who waits for queued keys ask again; the keys stay queued."""
+        if self._pending and self.decided is not None:
+            self.decided(tuple(self._pending))
 
     def forget_request(self, request: Hashable) -> None:
         """Drop the request's share of every verdict; a probe in flight is kept."""

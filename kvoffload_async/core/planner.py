@@ -279,6 +279,11 @@ class Planner:
         """Learn that no copy from before the reset touches the primary any more."""
         self.promotions_paused = False
 
+    def release_retained(self) -> None:
+        """Release what is retained for requests: nobody will load it any more."""
+        for request in self.requests.values():
+            self._proceed(request)
+
     def close(self) -> None:
         """Owe the tiers nothing any more, and end the engine's own request; idempotent."""
         parked = list(self.cascades.parking.values())

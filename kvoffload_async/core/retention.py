@@ -120,7 +120,7 @@ class Retention:
 
         The rest follows at the end of the step: until then it may load more of what it has found.
         """
-        self._release(request, [key for key in keys if key in request.retained])
+        self._release(request, [key for key in dict.fromkeys(keys) if key in request.retained])
         request.waits = request.is_deferred = False
         self._proceeding.append(request)
 

@@ -255,7 +255,10 @@ class TierState:
 
     def end_step(self) -> None:
         """Queue the probe for what was asked in this step, unless the tier is left alone."""
-        if self._closed or not self.health.permits_probe():
+        if self._closed:
+            return
+        if not self.health.permits_probe():
+            self.index.left_alone()
             return
         probe: StartProbe | None = self.index.next_probe()
         if probe is not None:

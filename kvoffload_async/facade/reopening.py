@@ -16,8 +16,9 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import TierTimeoutError, TierUnavailableError
+from kvoffload_async.errors import TierTimeoutError, TierUnavailableError, drop_tracebacks
 from kvoffload_async.facade.foreign import share_health
+from kvoffload_async.facade.guard import GUARDED
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge
@@ -244,7 +245,11 @@ class ReopeningTierManager(SecondaryTierManager):
             state.is_available = True
         live, self._live = self._live, {}
         for ctx in live:
-            tier.on_new_request(ctx)
+            try:
+                tier.on_new_request(ctx)
+            except GUARDED as error:
+                logger.error("tier %s: on_new_request failed: %r", self.tier_type, error)  # noqa: TRY400 - no frames
+                drop_tracebacks(error)
         seconds = time.monotonic() - self._failed_at_s
         logger.warning("tier %s was opened after %.1f s", self.tier_type, seconds)
 

@@ -25,6 +25,7 @@ from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
+    ENGINE_REQ_ID,
     CPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
@@ -143,7 +144,10 @@ class TieringOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; it is REQUEST_LEVEL as soon as one tier wants whole requests."""
         self._ensure_open()
-        if req_context in self.planner.requests:  # before any tier hears of it
+        # Before any tier hears of it.
+        if req_context.req_id == ENGINE_REQ_ID:
+            raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
+        if req_context in self.planner.requests:
             raise StateError(f"request {req_context.req_id!r} is known already")
         wanting = [
             index
@@ -338,6 +342,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._polled_this_step = False
         timeout_s = self._shutdown_timeout_s if timeout is None else timeout
         deadline_s = self._clock() + timeout_s
+        self.planner.release_retained()
         try:
             self._tiers.store_owed(self.planner, self._bridge, timeout_s / 2)
         except OffloadError as error:  # the loop is gone, say: the rest of the shutdown must follow

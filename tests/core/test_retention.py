@@ -350,3 +350,43 @@ def test_a_request_that_asks_again_after_a_load_goes_on_waiting():
     world.step()
     assert world.planner.requests[ctx].retained.keys() == {k("b")} | {k("a")}
     world.wind_down()
+
+
+def test_a_block_that_is_loaded_twice_at_once_is_released_once():
+    world = World(8, limits=PlannerLimits(4, 8, 1000.0))
+    world.fill(0, ks("a"))
+    ctx = world.begin("r")
+    assert world.lookup(ctx, "a") is PENDING
+    world.step()
+    world.settle_all()
+    assert world.lookup(ctx, "a") is HIT
+    world.planner.prepare_load([k("a"), k("a")], ctx)
+    world.planner.complete_load([k("a"), k("a")], ctx)
+    world.step()
+    check_state(world.planner)
+    assert world.planner.primary.state_of(k("a")) is BlockState.IDLE
+
+
+def test_what_is_retained_does_not_keep_what_is_owed_from_its_tier_at_the_end():
+    world = World(8, limits=PlannerLimits(8, 4, 1000.0, 0.25))
+    names = "abcdef"
+    assert len(names) == world.planner.shares.total
+    world.fill(0, ks(names))
+    ctx = world.begin("r")
+    for _ in range(20):
+        for name in names:
+            world.lookup(ctx, name)
+        world.step(0.01)
+        world.settle_all()
+    assert world.planner.shares.spare_slots == 0
+    other = world.begin("s")
+    world.offer(other, "z")
+    world.written()
+    world.finish(other)
+    world.step(0.01)
+    assert world.planner.cascades.backlogs[0].count == 1
+    world.planner.release_retained()
+    world.step(1.0)
+    world.settle_all()
+    assert world.planner.cascades.backlogs[0].count == 0
+    assert world.planner.tiers[0].counters.dropped_blocks == 0

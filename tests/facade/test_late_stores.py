@@ -6,11 +6,11 @@ import logging
 import pytest
 from facade.worlds import EXCLUSIVE, Hearing, World, filled, k, ks, scripted
 
-from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.errors import StateError, TierUnavailableError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.types import ENGINE_REQ_ID
+from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
 
 
 class Contract(Hearing):
@@ -214,3 +214,11 @@ def test_a_failed_store_is_done_again_when_the_tier_is_back(worlds):
     world.step()
     world.settle_all()
     assert list(world.tiers[0].blocks) == [k(1)]
+
+
+def test_the_engines_own_request_id_is_refused_before_a_tier_hears_of_it(worlds):
+    world = worlds(manager_class=Contract)
+    tier = world.manager.secondary_tiers[0]
+    with pytest.raises(StateError, match="the engine's own"):
+        world.manager.on_new_request(ReqContext(ENGINE_REQ_ID))
+    assert tier.open == set()

@@ -67,6 +67,8 @@ def mount(request, monkeypatch):
 
         def on_new_request(self, req_context):
             made.heard.append(req_context.req_id)
+            if req_context.req_id == "bad":
+                raise ValueError("third-party code")
             return super().on_new_request(req_context)
 
         def shutdown(self, timeout=None):
@@ -160,6 +162,17 @@ def test_a_request_that_began_before_is_told_of(mount):
         opened(manager)
         manager.on_new_request(ReqContext("later"))
     assert mount.heard == (["live", "later"] if mount.is_manager else [])
+
+
+def test_an_error_at_one_request_that_began_before_costs_the_others_nothing(mount, caplog):
+    with spec() as engine:
+        manager = engine.get_manager()
+        for name in ("bad", "good"):
+            manager.on_new_request(ReqContext(name))
+        mount.is_there = True
+        opened(manager)
+    assert mount.heard == (["bad", "good"] if mount.is_manager else [])
+    assert ("third-party code" in caplog.text) is mount.is_manager
 
 
 def test_a_tier_that_is_required_stops_the_engine(mount):
