@@ -145,7 +145,7 @@ def test_the_close_ends_a_request_that_waits_for_anothers_write():
     world.offer(other, "a")
     world.finish(other)
     world.planner.close()
-    assert list(world.planner.requests) == ["r"]
+    assert [ctx.req_id for ctx in world.planner.requests] == ["r"]
     assert not world.planner.has_pending_work
     world.wind_down()
 
