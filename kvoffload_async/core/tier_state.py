@@ -190,7 +190,7 @@ class TierState:
         return bool(
             self.jobs.unfinished_count
             or self.jobs.has_ended
-            or (self.index.is_waiting and not self._closed)
+            or (self._waits_for_probes and not self._closed)
         )
 
     # -- what the planner tells -----------------------------------------------------------------
@@ -209,6 +209,13 @@ class TierState:
         self.health.reset()
         if self.backpressure is not None:
             self.backpressure.clear()
+
+    @property
+    def _waits_for_probes(self) -> bool:
+        """Whether a probe is outstanding, or may be started: steps do not bring a tier back."""
+        if self.health.permits_probe():
+            return self.index.is_waiting
+        return bool(self.index.probes_outstanding)
 
     # -- what the owner wants -------------------------------------------------------------------
 
