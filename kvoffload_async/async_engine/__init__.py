@@ -1,4 +1,7 @@
-"""The asynchronous surface: offloading for serving stacks that already run an event loop."""
+"""The asynchronous surface: offloading for serving stacks that already run an event loop.
+
+No second core: what is decided is decided by the planner, through the synchronous surface.
+"""
 
 from kvoffload_async.async_engine.limiter import EngineBounds
 from kvoffload_async.async_engine.request import EngineRequest

@@ -1,6 +1,6 @@
 """What tiers cost on this machine, beside what the machine itself can do.
 
-`run_bench` does what a `Plan` says, and returns a `Report`.
+`run_bench` does what a `Plan` says, and returns a `Report`; the command parses and prints.
 """
 
 from kvoffload_async.bench.figures import Report

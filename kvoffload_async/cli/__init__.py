@@ -1,4 +1,7 @@
-"""The `kvoffload` command: replays traces through the engine, checks configurations."""
+"""The `kvoffload` command: parses, shows progress, prints.
+
+No knowledge of formats on disk, and nothing that a program could want to call.
+"""
 
 from kvoffload_async.cli.app import main
 

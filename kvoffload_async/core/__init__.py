@@ -1,1 +1,4 @@
-"""Sans-IO: plain synchronous state machines; events in, effects out; no clock, thread or torch."""
+"""Sans-IO: the planner, one `TierState` a tier, the primary; events in, effects out.
+
+No clock, thread, torch or logging: time comes in as an argument, and nothing is executed here.
+"""

@@ -1,1 +1,4 @@
-"""Where this package meets other software; each of these imports one optional dependency."""
+"""Where this package meets other software; each of these imports one optional dependency.
+
+Nothing that is useful without it.
+"""

@@ -1,4 +1,7 @@
-"""What tests check of an engine beyond `core.invariants`: at rest, and over a whole history."""
+"""What tests check of an engine beyond `core.invariants`: at rest, and over a whole history.
+
+Nothing that runs in production: what `check_invariants` checks every step is in `core`.
+"""
 
 from kvoffload_async.testing.invariants.checks import (
     HISTORY_INVARIANTS,

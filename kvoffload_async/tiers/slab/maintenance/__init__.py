@@ -1,1 +1,4 @@
-"""Looking after slab stores: see `SlabMaintenance`."""
+"""Looking after slab stores: see `SlabMaintenance`.
+
+Nothing that an open tier needs.
+"""
