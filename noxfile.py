@@ -8,9 +8,11 @@ import nox
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["lint", "types", "imports", "tests"]
+nox.options.error_on_missing_interpreters = False  # they are skipped, and named
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
+PYTHONS = ["3.11", "3.12", "3.13"]
 PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 
 
@@ -41,9 +43,13 @@ def imports(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
-@nox.session
+@nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """All tests with branch coverage: 95 % of the whole, all of core and policies."""
+    """All tests with branch coverage: 95 % of the whole, all of core and policies.
+
+    With every Python that is found. Where pip does not see a CPU build of torch for it, it takes
+    the one with gigabytes of CUDA; see constraints.txt.
+    """
     install(session, "-e", ".[test]")
     session.run(
         "python", "-m", "pytest", "-n", "auto", "--cov", "--cov-report=term", *session.posargs
@@ -59,6 +65,16 @@ def stateful(session: nox.Session) -> None:
         *("python", "-m", "pytest", "-m", "stateful", "--timeout=0"),
         *("-o", "faulthandler_timeout=0", *session.posargs),
         env={"KVOFFLOAD_HYPOTHESIS_PROFILE": "nightly"},
+    )
+
+
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Everything at once, for two minutes, or for KVOFFLOAD_SOAK_S seconds."""
+    install(session, "-e", ".[test]")
+    session.run(
+        *("python", "-m", "pytest", "tests/benchmarks/test_soak.py", "-m", "soak", "-s"),
+        *("-o", "faulthandler_timeout=0", *session.posargs),
     )
 
 

@@ -5,12 +5,19 @@ once; the device has room for six of them at a time.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import random
 
 import torch
 
-from kvoffload_async import BusyError, OffloadEngine, TransportError
+from kvoffload_async import (
+    BusyError,
+    EngineRequest,
+    InvalidatedError,
+    OffloadEngine,
+    TransportError,
+)
 
 BLOCK_BYTES, BLOCKS_PER_REQUEST, ROOMS, CONVERSATIONS = 256, 8, 6, 8
 
@@ -38,24 +45,34 @@ class Server:
         self.loaded = self.computed = 0
 
     async def answer(self, name: str, prompt: str) -> None:
-        hashes = chained_hashes(prompt)
-        async with self.engine.request(name, hashes) as request:
+        async with self.engine.request(name, chained_hashes(prompt)) as request:
             device_blocks = await self.rooms.get()
-            found = await self.engine.lookup(request)  # pins the longest known prefix
             try:
-                found = await self.engine.load(request, device_blocks[:found])
-            except (BusyError, TimeoutError, TransportError):
-                await self.engine.quiesce()  # whatever was begun has ended: compute it instead
-                found = 0
-            for index, block_hash in enumerate(hashes):
-                block = self.kv_cache[device_blocks[index]]
-                if index < found:
-                    assert torch.equal(block, kv_of(block_hash)), "wrong KV was loaded"
-                else:
-                    block.copy_(kv_of(block_hash))
-            await asyncio.sleep(0)  # the forward pass would be awaited here
+                await self.compute(request, chained_hashes(prompt), device_blocks)
+            finally:
+                # Also after an error or a cancellation, when a copy may still use the blocks.
+                if await request.released():
+                    self.rooms.put_nowait(device_blocks)
+
+    async def compute(
+        self, request: EngineRequest, hashes: list[bytes], device_blocks: list[int]
+    ) -> None:
+        """Load the longest known prefix, compute the rest, and store that."""
+        found = await self.engine.lookup(request)  # pins the prefix
+        try:
+            found = await self.engine.load(request, device_blocks[:found])
+        except (BusyError, InvalidatedError, TimeoutError, TransportError):
+            await request.released()  # what was begun has ended: compute it instead
+            found = 0
+        for index, block_hash in enumerate(hashes):
+            block = self.kv_cache[device_blocks[index]]
+            if index < found:
+                assert torch.equal(block, kv_of(block_hash)), "wrong KV was loaded"
+            else:
+                block.copy_(kv_of(block_hash))
+        await asyncio.sleep(0)  # the forward pass would be awaited here
+        with contextlib.suppress(BusyError):  # no room: others cannot use what was computed
             await self.engine.store(request, device_blocks[found : len(hashes)], found)
-            self.rooms.put_nowait(device_blocks)
         self.loaded += found
         self.computed += len(hashes) - found
 
@@ -64,7 +81,6 @@ async def main() -> None:
     kv_cache = torch.zeros(ROOMS * BLOCKS_PER_REQUEST, BLOCK_BYTES, dtype=torch.uint8)
     config = {
         "cpu_bytes_to_use": "192KiB",  # 48 blocks: less than all conversations together
-        "block_bytes": BLOCK_BYTES,
         "model": "org/example",
         "secondary_tiers": [{"type": "example"}],
     }

@@ -15,22 +15,24 @@ from kvoffload_async import (
     make_offload_key,
 )
 from kvoffload_async.registry import POLICIES
+from kvoffload_async.tables.ranked import RankedLists
 
 SLOTS = 32
+MOST_USES = 7
 
 
 class LfuPolicy(CachePolicy):
     """Evicts what was used least often. Counts are forgotten with their block: memory is bounded.
 
-    A victim costs a look at every occupied slot; a serious one would keep them sorted.
+    One list per number of uses, so that no victim is searched for. `RankedLists` skips the blocks
+    that must stay, until `released` says that they may go.
     """
 
     name = "lfu"
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__(capacity_blocks)
-        self._uses = [0] * capacity_blocks
-        self._oldest_first: dict[int, None] = {}
+        self.clear()
 
     def make_room(
         self,
@@ -38,32 +40,46 @@ class LfuPolicy(CachePolicy):
         count: int,
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
-        victims = [slot for slot in self.resident() if is_evictable(slot)][:count]
+        victims: list[int] = []
+        for uses in range(MOST_USES + 1):
+            victims += self._oldest_first.pick(count - len(victims), is_evictable, uses)
         if len(victims) < count:
+            self.released(victims)
             return None  # and nothing has changed
         self.discard(victims)
         return victims
 
-    def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def released(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._oldest_first[slot] = None
+            self._oldest_first.release([slot], self._uses[slot])
+
+    def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        self._oldest_first.append(slots, 0)
+        for slot in slots:
             self._uses[slot] = 0
 
     def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
         for slot, again in zip(reversed(slots), reversed(reused), strict=True):
-            del self._oldest_first[slot]  # tails first, so that the head ends most recent
-            self._oldest_first[slot] = None
-            self._uses[slot] += again
+            self._uses[slot] = min(self._uses[slot] + again, MOST_USES)
+            # Tails first, so that the head ends most recent.
+            self._oldest_first.move_to_end([slot], self._uses[slot])
 
     def discard(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            del self._oldest_first[slot]
+        self._oldest_first.remove(slots)
 
     def clear(self) -> None:
-        self._oldest_first.clear()
+        self._oldest_first = RankedLists(self.capacity_blocks, MOST_USES + 1)
+        self._uses = bytearray(self.capacity_blocks)
 
     def resident(self) -> Iterable[int]:
-        return sorted(self._oldest_first, key=self._uses.__getitem__)  # stable: oldest first
+        every = range(MOST_USES + 1)
+        return [slot for uses in every for slot in self._oldest_first.walk(uses)]
+
+    def skipped(self) -> Iterable[int]:
+        return list(self._oldest_first.skipped())
+
+    def violations(self) -> Iterable[str]:
+        return self._oldest_first.violations()
 
 
 def hits_of(policy: str) -> int:

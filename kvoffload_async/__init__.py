@@ -1,4 +1,7 @@
-"""A multi-tier KV-cache offload engine for LLM serving: asyncio inside, plain calls outside."""
+"""A multi-tier KV-cache offload engine for LLM serving: asyncio inside, plain calls outside.
+
+The public names, and nothing else: importing it loads no torch and starts no thread.
+"""
 
 from kvoffload_async.abc.maintenance import (
     Finding,
@@ -21,6 +24,7 @@ from kvoffload_async.abc.tier import (
     TierBounds,
     TierCapabilities,
     TierEnvironment,
+    TierPlace,
 )
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -38,6 +42,7 @@ from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
     InputError,
+    InvalidatedError,
     OffloadError,
     RepeatedKeyError,
     StateError,
@@ -72,6 +77,14 @@ from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.fingerprint import fingerprint_files
+from kvoffload_async.statistics import (
+    EngineStatistics,
+    OffloadingStatistics,
+    PlannerStatistics,
+    PrimaryStatistics,
+    SlotStatistics,
+    TierStatistics,
+)
 from kvoffload_async.types import (
     ALL_TIERS,
     BlockIDsLoadStoreSpec,
@@ -121,12 +134,14 @@ __all__ = [
     "Direction",
     "EngineBounds",
     "EngineRequest",
+    "EngineStatistics",
     "ExampleSecondaryTierManager",
     "FileSystemTierManager",
     "Finding",
     "GPULoadStoreSpec",
     "GcOptions",
     "InputError",
+    "InvalidatedError",
     "IoRunner",
     "JobMetadata",
     "JobResult",
@@ -147,7 +162,10 @@ __all__ = [
     "OffloadingConnectorWorker",
     "OffloadingEvent",
     "OffloadingManager",
+    "OffloadingStatistics",
+    "PlannerStatistics",
     "PrepareStoreOutput",
+    "PrimaryStatistics",
     "Problem",
     "Removal",
     "RepairOptions",
@@ -160,6 +178,7 @@ __all__ = [
     "SecondaryTierFactory",
     "SecondaryTierManager",
     "SlabTierManager",
+    "SlotStatistics",
     "StateError",
     "StepOutput",
     "StoreMaintenance",
@@ -172,6 +191,8 @@ __all__ = [
     "TierError",
     "TierFullError",
     "TierMatcher",
+    "TierPlace",
+    "TierStatistics",
     "TierTimeoutError",
     "TierUnavailableError",
     "TieringOffloadingManager",

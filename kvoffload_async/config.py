@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -23,8 +24,16 @@ _UNITS: Final = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _MAX_SECONDS: Final = 1e9
+_MAX_INTEGER: Final = (1 << 63) - 1
+"""The largest size or number that the system has a type for."""
 _MAX_LABEL_CHARS: Final = 200
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+_REPR: Final = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 400
+_REPR.maxlong = 60
+_REPR.maxlist = _REPR.maxdict = 8
 
 
 def parse_size_bytes(value: object, key: str) -> int:
@@ -33,15 +42,21 @@ def parse_size_bytes(value: object, key: str) -> int:
     Raises:
         ConfigError: It is neither, or not positive.
     """
+    given = value
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             _reject(key, value, 'a number of bytes, or text such as "64KiB", "4GiB" or "512 MB"')
         value = int(Fraction(match[1]) * unit)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        _reject(key, value, "a positive number of bytes")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_INTEGER:
+        _reject(key, given, "a positive number of bytes, below 8 EiB")
     return value
+
+
+def shown(value: object) -> str:
+    """Return a value that somebody gave, for a message: cut where it is long, or deeply nested."""
+    return _REPR.repr(value)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -57,24 +72,26 @@ def reject_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> 
         if key not in names:
             hint = nearest(str(key), names)
             raise UnknownNameError(
-                f"{where}: unknown key {key!r}{hint}; allowed: {', '.join(names)}"
+                f"{where}: unknown key {shown(key)}{hint}; allowed: {', '.join(names)}"
             )
 
 
 def _reject(key: str, value: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"{key}: {value!r} is not valid; it must be {allowed}")
+    raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {allowed}")
 
 
 Parser = Callable[[object, str], Any]
 """Takes a value and its key; returns the value, or raises a ConfigError that names both."""
 
 
-def at_least(minimum: int) -> Parser:
-    """Return the parser of an integer with a lower bound."""
+def at_least(minimum: int, maximum: int = _MAX_INTEGER) -> Parser:
+    """Return the parser of an integer within bounds."""
 
     def parse(value: object, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             _reject(key, value, f"an integer of at least {minimum}")
+        if value > maximum:
+            _reject(key, value, f"an integer of at least {minimum} and at most {maximum}")
         return value
 
     return parse
@@ -103,6 +120,13 @@ def parse_fraction(value: object, key: str) -> float:
     return float(value)
 
 
+def parse_part(value: object, key: str) -> float:
+    """Return a number of at least 0 and below 1; raises ConfigError."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        _reject(key, value, "a number of at least 0 and below 1")
+    return float(value)
+
+
 def parse_bool(value: object, key: str) -> bool:
     """Return a truth value; raises ConfigError."""
     if not isinstance(value, bool):
@@ -112,9 +136,18 @@ def parse_bool(value: object, key: str) -> bool:
 
 def parse_name(value: object, key: str) -> str:
     """Return a text that is not empty; raises ConfigError."""
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not is_encodable(value):
         _reject(key, value, "a name")
     return value
+
+
+def is_encodable(text: str) -> bool:
+    """Tell whether a text can be written down: JSON can hold halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_label(value: object, key: str) -> str:
@@ -126,6 +159,13 @@ def parse_label(value: object, key: str) -> str:
     ):
         _reject(key, value, f"a text of 1 to {_MAX_LABEL_CHARS} printable characters")
     return value
+
+
+def parse_generation(value: object, key: str) -> str:
+    """Return a generation's label, given as text or as an integer; raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return parse_label(value, key)
 
 
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
@@ -154,13 +194,18 @@ class OffloadConfig:
         model: Name of the model whose KV blocks these are. Tiers on disk need one.
         fingerprint: The content of the model's weights, and everything else that KV bytes depend
             on and that the name does not say; see docs/kv-identity.md.
+        generation: Which weights the blocks are of, an integer or a label; `invalidate` changes it.
         eviction_policy: Name of the primary's cache policy.
         store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
         max_tracker_size: Keys whose offers are remembered.
         accept_prefix: Store the longest head of a batch that fits, instead of all or nothing.
         enable_kv_cache_events: Record events for `take_events`.
-        promotion_fraction: Share of the primary that promotions may occupy until loaded.
-        cascade_fraction: Share of the primary that may be in cascade to one tier at once.
+        reserved_fraction: Part of the primary that no tier's transfers occupy. The rest is divided
+            equally among the tiers; of its share a tier keeps the same part for each direction.
+        promotion_fraction: Part of the primary that one tier's promotions may occupy until loaded,
+            as far as its share reaches.
+        cascade_fraction: Part of the primary that may be in cascade to one tier at once, as far
+            as its share reaches.
         deferral_timeout_s: Seconds that a request may be deferred in all.
         breaker_fault_threshold: Faults in a row after which a tier is left alone.
         breaker_retry_s: Seconds until a tier that was left alone is tried again.
@@ -178,11 +223,13 @@ class OffloadConfig:
     num_workers: int = _option(at_least(1), 1)
     model: str | None = _option(or_none(parse_name), None)
     fingerprint: str | None = _option(or_none(parse_label), None)
+    generation: str | None = _option(or_none(parse_generation), None)
     eviction_policy: str = _option(parse_name, "lru")
     store_threshold: int = _option(at_least(0), 0)
     max_tracker_size: int = _option(at_least(1), 64_000)
-    accept_prefix: bool = _option(parse_bool, default=False)
+    accept_prefix: bool = _option(parse_bool, default=True)
     enable_kv_cache_events: bool = _option(parse_bool, default=False)
+    reserved_fraction: float = _option(parse_part, 0.25)
     promotion_fraction: float = _option(parse_fraction, 0.5)
     cascade_fraction: float = _option(parse_fraction, 0.5)
     deferral_timeout_s: float = _option(parse_seconds, 30.0)

@@ -50,6 +50,10 @@ class BusyError(OffloadError):
     """A bound was reached; nothing was changed, and the call may succeed later."""
 
 
+class InvalidatedError(OffloadError):
+    """The cache was reset, or its generation changed, under the call: compute the blocks."""
+
+
 class TierError(OffloadError):
     """A block of a job failed in a storage tier."""
 
@@ -96,3 +100,24 @@ class JobCancelledError(TierError):
 
 class TransportError(OffloadError):
     """A copy between device and host failed."""
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Let go of the frames of an error, of its causes and contexts, and of the errors in a group.
+
+    Who keeps an error would keep what the functions that it has passed through were working on;
+    on Python 3.12 and 3.13 what everybody who awaited them was working on, too, as the frame of a
+    coroutine that has ended still refers to its awaiter's (cpython issue 100964). A mapping cannot
+    be closed under the slices among that.
+    """
+    seen: set[int] = set()
+    rest = [error]
+    while rest:
+        current = rest.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        BaseException.with_traceback(current, None)  # a frozen one refuses the assignment
+        rest += (current.__cause__, current.__context__)
+        if isinstance(current, BaseExceptionGroup):
+            rest += current.exceptions

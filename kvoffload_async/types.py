@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NewType, TypeVar
+from typing import Any, Final, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,12 @@ OffloadKey = NewType("OffloadKey", bytes)
 
 The hash is the *chained* prefix hash, so equal keys mean equal contents for that group. Bytes and
 not a tuple, so that the garbage collector need not track millions of them.
+"""
+
+ENGINE_REQ_ID: Final = "kvoffload_async:engine"
+"""The `req_id` of what is done for no request: cascades that come late, and uses told to tiers.
+
+A tier hears of its begin and its end as of any other request's, if anything is done under it.
 """
 
 JobId = int
@@ -119,7 +125,8 @@ class ReqContext:
     """What the managers know of one request; one object for the request's whole life.
 
     Attributes:
-        req_id: Unique among the requests in flight.
+        req_id: A name, for messages and for tiers. Requests are told apart by their contexts: an
+            id may be used again at any time.
         kv_transfer_params: The serving stack's per-request parameters, passed through.
         key_positions: End token of each key's block. Recency is committed in this order, head
             first, whatever the order in which transfers end. Keys that are absent rank in the
@@ -215,7 +222,14 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Slots of the primary tier."""
+    """Slots of the primary tier.
+
+    Attributes:
+        generation: How often the primary had been reset when it granted them. Whoever completes a
+            copy with it need not know whether a reset has come in between.
+    """
+
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,11 +254,14 @@ class PrepareStoreOutput:
         keys_to_store: The input's missing keys, in input order.
         store_spec: Their slots, parallel to `keys_to_store`.
         evicted_keys: Keys that made room.
+        keys_left_out: Missing keys that there was no room for: all from some token on, over all
+            KV-cache groups. Offer them again later.
     """
 
     keys_to_store: Sequence[OffloadKey]
     store_spec: CPULoadStoreSpec
     evicted_keys: Sequence[OffloadKey]
+    keys_left_out: Sequence[OffloadKey] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +276,8 @@ class OffloadingEvent:
         ownership: Which secondary tier announces it, unique within a manager; None: the primary.
         metadata_only: A failed write released its bookkeeping; the keys were never readable.
         removal_expected: Each of these stored blocks will be announced as removed when it goes.
+        sequence: Counts the events of one `ownership` from 1 on; where a number is left out, an
+            event was dropped because nobody read it in time. 0: not counted.
     """
 
     keys: Collection[OffloadKey]
@@ -268,11 +287,17 @@ class OffloadingEvent:
     ownership: str | None = None
     metadata_only: bool = False
     removal_expected: bool = False
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEndContext:
-    """What happened in the step that ends."""
+    """What happened in the step that ends.
+
+    Attributes:
+        new_req_ids: Requests that began to be computed in it.
+        preempted_req_ids: Requests that lost their device blocks.
+    """
 
     new_req_ids: Collection[str] = ()
     preempted_req_ids: Collection[str] = ()

@@ -48,8 +48,12 @@ def test_any_text_is_a_size_or_a_config_error(text):
         assert parse_size_bytes(text, "k") > 0
 
 
-def test_a_size_of_absurdly_many_digits_is_still_a_size():
-    assert parse_size_bytes("9" * 400, "k") == int("9" * 400)
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 4000 + "TiB", 1 << 63, 10**4000])
+def test_a_size_beyond_what_the_system_can_count_is_refused_in_one_short_line(size):
+    with pytest.raises(ConfigError, match=r"k: .*9999|k: 92233|k: 1000") as raised:
+        parse_size_bytes(size, "k")
+    assert "below 8 EiB" in str(raised.value)
+    assert len(str(raised.value)) < 1000
 
 
 def test_the_two_required_keys_are_enough():
@@ -106,6 +110,8 @@ def test_a_key_that_is_no_text_is_unknown_too():
         ("deferral_timeout_s", float("inf"), "a positive number of seconds"),
         ("drain_timeout_s", "30", "a positive number of seconds"),
         ("drain_timeout_s", True, "a positive number of seconds"),
+        ("generation", "", "a text of 1 to 200 printable characters"),
+        ("generation", True, "a text of 1 to 200 printable characters"),
         ("secondary_tiers", {"type": "example"}, 'a list of objects, each with a "type"'),
         ("secondary_tiers", "example", 'a list of objects, each with a "type"'),
     ],
@@ -116,6 +122,11 @@ def test_a_wrong_value_is_refused_with_key_value_and_remedy(key, value, allowed)
     message = str(raised.value)
     assert message.startswith(f"{key}: {value!r} is not valid")
     assert allowed in message
+
+
+@pytest.mark.parametrize(("given", "label"), [(3, "3"), ("3", "3"), ("step-7", "step-7")])
+def test_a_generation_is_a_number_or_a_label(given, label):
+    assert OffloadConfig.parse({**MINIMAL, "generation": given}).generation == label
 
 
 def test_a_tier_that_is_no_object_is_refused_with_its_place_in_the_list():

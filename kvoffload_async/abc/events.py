@@ -26,6 +26,8 @@ class JobSettled:
     """Why the job failed as a whole; then no block succeeded."""
     seconds: float = 0.0
     """From the actor's acceptance to the end."""
+    outdated: frozenset[OffloadKey] = frozenset()
+    """Blocks of which something was said since the job began: what the job's end says is older."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class ProbeAnswered:
 
     generation: int
     present: frozenset[OffloadKey]
+    error: TierError | None = field(default=None, compare=False)
+    """Why the tier did not answer; then nothing is in `present`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +63,13 @@ class BlocksEvicted:
     keys: tuple[OffloadKey, ...]
 
 
-TierEvent = JobSettled | JobOverdue | ProbeAnswered | BlocksAppeared | BlocksEvicted
+@dataclass(frozen=True, slots=True)
+class AnnouncementRefused:
+    """A tier announced what is no key: a block hash and 4 bytes behind it."""
+
+    num_keys: int
+
+
+TierEvent = (
+    JobSettled | JobOverdue | ProbeAnswered | BlocksAppeared | BlocksEvicted | AnnouncementRefused
+)

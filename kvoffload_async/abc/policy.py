@@ -22,12 +22,14 @@ class CachePolicy(ABC):
 
     Guaranteed by the caller: `admit` names free slots and absent keys, `access` and `discard`
     occupied slots, none of them twice; `make_room` precedes the `admit` of the same keys within one
-    operation; one thread at a time.
+    operation; `released` names every slot that `make_room` was refused and that may go again; one
+    thread at a time.
 
-    The implementation is responsible for: atomicity of `make_room`; amortised cost that does not
-    grow with the cache; bounded memory (what it keeps of keys that left included). At a million
-    blocks, nothing a block that the garbage collector walks: no set, `OrderedDict` or object of its
-    own kind, but arrays by slot and the structures in `kvoffload_async.tables`.
+    The implementation is responsible for: atomicity of `make_room`; amortised cost that grows
+    neither with the cache nor with what must stay in it; bounded memory (what it keeps of keys that
+    left included). At a million blocks, nothing a block that the garbage collector walks: no set,
+    `OrderedDict` or object of its own kind, but arrays by slot and the structures in
+    `kvoffload_async.tables`, of which `RankedLists` skips what must stay.
 
     Thread: owner.
     """
@@ -53,11 +55,19 @@ class CachePolicy(ABC):
                 at least `count` of them. A policy that remembers who left adapts to them here.
             count: How many victims; may be 0, and then only adaptation happens.
             is_evictable: Whether the block in a slot may go now (neither pinned, nor being
-                written, nor protected by the operation). Constant during the call.
+                written, nor protected by the operation). Constant during the call; and what must
+                stay now must stay until it is released, so there is no need to ask again before.
 
         Returns:
             The victims' slots in the order of eviction, free now, or None if there are not that
             many evictable ones: then nothing has changed.
+        """
+
+    def released(self, slots: Sequence[int]) -> None:  # noqa: B027 - see the second sentence
+        """Learn that blocks may go again; they keep their rank, and may have been skipped or not.
+
+        A policy that asks about every slot in every `make_room` can do without; but thousands of
+        pinned blocks at the victims' end make that slow.
         """
 
     @abstractmethod
@@ -88,6 +98,13 @@ class CachePolicy(ABC):
     @abstractmethod
     def resident(self) -> Iterable[int]:
         """Return every occupied slot, the best victim first. For invariants and inspection."""
+
+    def skipped(self) -> Iterable[int]:
+        """Return the slots about which `make_room` does not ask until they are released.
+
+        For invariants and inspection.
+        """
+        return ()
 
     def violations(self) -> Iterable[str]:
         """Return which invariants of the policy's own do not hold, in words. For inspection."""

@@ -15,7 +15,7 @@ class KeyRanking:
     """Ranks keys by a policy that ranks slots: gives each key a slot as long as it is resident.
 
     The operations are those of `CachePolicy`, by key; keys that are not resident are ignored where
-    keys are accessed or discarded.
+    keys are accessed, discarded or released.
 
     Thread: the policy's.
     """
@@ -59,6 +59,10 @@ class KeyRanking:
         victims = self.policy.make_room(incoming, count, lambda slot: is_evictable(key_of(slot)))
         return None if victims is None else self.remove(victims)
 
+    def released(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that keys, which `make_room` may have been refused, may go again."""
+        self.policy.released([slot for slot in self._table.find(keys) if slot is not None])
+
     def admit(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Make absent keys resident, the last one most recent; return their slots."""
         slots = self._free.take(len(keys))
@@ -98,6 +102,10 @@ class KeyRanking:
     def resident(self) -> Sequence[OffloadKey]:
         """Return every resident key, the best victim first. For invariants and inspection."""
         return self._table.keys_of(list(self.policy.resident()))
+
+    def skipped(self) -> Sequence[OffloadKey]:
+        """Return the keys that the policy skips until they are released. For inspection."""
+        return self._table.keys_of(list(self.policy.skipped()))
 
     def violations(self) -> Iterable[str]:
         """Return which invariants do not hold, in words."""

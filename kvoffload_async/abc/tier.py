@@ -7,16 +7,20 @@ state: queues, deadlines, cancellation and results are the business of the actor
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.types import JobId, JobMetadata, Locality, Medium, OffloadKey
 
 T = TypeVar("T")
+
+_DIGEST_DIGITS = 32
 
 
 class Direction(enum.Enum):
@@ -34,7 +38,7 @@ class TierCapabilities:
 
     Attributes:
         exclusive: Its contents change only through this instance. Then its owner keeps an exact
-            index and never probes; otherwise every new key costs one batched `contains`.
+            index and probes nothing; otherwise every new key costs one batched `contains`.
         persistent: Its contents survive a restart.
         request_level: It wants every block of a request, prefix hits included.
         medium: Where its blocks lie.
@@ -74,7 +78,7 @@ class TierBounds:
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """Whose KV blocks a tier keeps, as its configuration says; docs/kv-identity.md says more.
+    """Whose KV blocks a tier keeps, and how their bytes are laid out; see docs/kv-identity.md.
 
     A block may be loaded only where all of it is the same as when the block was stored.
 
@@ -82,11 +86,52 @@ class KVIdentity:
         model: Name of the model.
         fingerprint: Content of its weights, and whatever else KV bytes depend on.
         namespace: Whatever else the user wants to keep apart.
+        block_bytes: Bytes that a tier keeps of a block: a row of the primary, with the cells of
+            all its workers and the padding to whole pages. 0 where it is not known yet.
+        rank: Which engine's blocks these are, where several have other bytes under the same keys.
+        num_workers: Workers that have a cell each in a row.
+        run_config: Everything that the meaning of a block's bytes depends on, as a JSON object:
+            what is above, but for `rank`, and what else is known of the layout.
+        generation: The cache generation that the tier is opened in. Every key says which it is of,
+            so blocks of several may lie beside each other.
     """
 
     model: str | None = None
     fingerprint: str | None = None
     namespace: str | None = None
+    block_bytes: int = 0
+    rank: int = 0
+    num_workers: int = 1
+    run_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    generation: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits, others for every other identity: for the name of a folder.
+
+        The generation is left out: it is in the keys, and may change while the tier is open.
+        """
+        told_apart = asdict(replace(self, generation=None))
+        text = json.dumps(told_apart, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlace:
+    """A place that a tier keeps its blocks in, compared with those of the engine's other tiers.
+
+    Attributes:
+        path: Absolute path of a directory, which need not exist yet; or the name of a place that
+            is none, such as a URL, which is compared as it is.
+        capacity_bytes: What the tier may come to occupy there; None: no bound.
+        is_exclusive: Whether no other tier of the engine may use the place, or one above or below.
+        key: The option that names the place, for messages.
+    """
+
+    path: str
+    capacity_bytes: int | None = None
+    is_exclusive: bool = True
+    key: str = "root_dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +200,11 @@ class TierEnvironment(Protocol):
         ...
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Announce blocks that can no longer be loaded."""
+        """Announce blocks that can no longer be loaded, as soon as that is so.
+
+        Also those of a job that has not ended: what was announced since it began is not undone by
+        its end.
+        """
         ...
 
 
@@ -191,13 +240,19 @@ class AsyncTier(ABC):
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return those of `keys` that can probably be loaded now. Never called if exclusive."""
+        """Return those of `keys` that can probably be loaded now.
+
+        Of an exclusive tier it is asked only where what the tier has said does not tell: about
+        blocks that it announced while a job of theirs ran. Without an answer, what was announced
+        last stands.
+        """
 
     @abstractmethod
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Copy the job's slots into the tier; return the blocks that failed.
 
-        A block that is already present succeeds without being written again.
+        A block that is already present succeeds without being written again. A tier that keeps
+        blocks of a store that fails as a whole announces them.
         """
 
     @abstractmethod
@@ -215,9 +270,33 @@ class AsyncTier(ABC):
         """Note that these blocks were used, head to tail. Must return at once."""
 
     @classmethod
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
+        """Check the constructor's options before anything is made; return the places in use.
+
+        Changes nothing, on disk neither. Runs whenever a configuration is checked, and before a
+        tier is created. Names have been checked, and that what has no default is there; values are
+        as they are given.
+
+        Args:
+            options: What the constructor would be called with.
+            identity: What `open` would find in its environment.
+
+        Raises:
+            ConfigError: The options cannot work; the message names key, value and remedy.
+        """
+        return ()
+
+    @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
         """Return what looks after such tiers' stores; None: nothing does."""
         return None
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return figures of the tier's own, for `stats()`: counters and levels by name.
+
+        Must return at once, from memory. Thread: owner, while the loop may run.
+        """
+        return {}
 
     def describe(self) -> str:
         """Return one line for people: what this tier is and where."""

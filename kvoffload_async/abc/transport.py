@@ -83,7 +83,8 @@ class Transport(ABC):
     The implementation is responsible for: ordering each transfer after the compute event that
     comes with it and, within a direction, after the transfer before it; a number of launches that
     does not grow with layers times blocks where the device can; a failure that is an outcome,
-    never an exception out of another transfer.
+    never an exception out of another transfer; holding the slots' pages (`hold_pages`) until the
+    last copy has ended and nothing is pinned.
 
     Thread: the worker's, for all but `Transfer.outcome`.
     """

@@ -55,14 +55,15 @@ class Limiter:
         self._name = name
         self._permits = asyncio.Semaphore(permits)
         self._room = waiting
-        self._waiting = 0
+        self.waiting = 0
+        """Callers that wait for a permit."""
 
     @asynccontextmanager
     async def permit(self, deadline_s: float) -> AsyncIterator[Permit]:
         """Hold a permit; BusyError if the queue is full, TimeoutError at the deadline."""
         if not self._permits.locked():
             await self._permits.acquire()  # at once
-        elif self._waiting < self._room:
+        elif self.waiting < self._room:
             await self._wait(deadline_s)
         else:
             raise BusyError(f"too many {self._name} are waiting")
@@ -75,13 +76,13 @@ class Limiter:
 
     def open(self) -> None:
         """Let everybody in who waits."""
-        for _ in range(self._waiting):
+        for _ in range(self.waiting):
             self._permits.release()
 
     async def _wait(self, deadline_s: float) -> None:
-        self._waiting += 1
+        self.waiting += 1
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._permits.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1

@@ -1,4 +1,4 @@
-"""The turns of the core, and who waits for what they bring."""
+"""The turns of the core, and what they bring to those who wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
+from kvoffload_async.async_engine.waiting import Waiter, Waiters
+from kvoffload_async.core.index import KeysDecided
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.types import OffloadingEvent
@@ -20,23 +23,28 @@ class Steps:
     def __init__(self, unread_events: int) -> None:
         """Keep at most so many events for each reader."""
         self._loop = asyncio.get_running_loop()
-        self._progress: asyncio.Future[None] = self._loop.create_future()
+        self.waiters = Waiters()
+        self._news: asyncio.Future[None] = self._loop.create_future()
+        """Ends when there are events for the readers, or none any more."""
         self._unread_events = unread_events
         self._readers: dict[int, deque[OffloadingEvent]] = {}
         self._manager: TieringOffloadingManager | None = None
         self._is_due = False
         self._has_progress = False
         self._has_ended = False
+        self._later: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
 
     def begin(self, manager: TieringOffloadingManager) -> None:
         """Take calls from now on."""
         self._manager = manager
+        watch_keys(manager.planner, self.waiters.decided)
 
     def stop(self) -> None:
         """Take no calls any more; who waits gets a ClosedError."""
         self._manager = None
-        self._wake()
+        self._schedule_later(None)
+        self.waiters.wake_all()
 
     def end(self, manager: TieringOffloadingManager) -> None:
         """End the last step, and with it the readers' events."""
@@ -44,7 +52,7 @@ class Steps:
             self._finish(manager)
         finally:
             self._has_ended = True
-            self._wake()
+            self._tell_readers()
 
     def ensure_open(self) -> None:
         """Raise ClosedError before the begin and after the stop, StateError after a defect."""
@@ -72,8 +80,9 @@ class Steps:
         Raises:
             ClosedError: The engine is closed.
         """
-        delay_s = max(0.0, deadline_s - self._loop.time())
-        await asyncio.wait({self._progress}, timeout=delay_s)
+        with Waiter(self.waiters) as waiter:
+            waiter.expect_progress()
+            await waiter.wait(deadline_s)
         self.ensure_open()
 
     async def events(self) -> AsyncIterator[OffloadingEvent]:
@@ -87,7 +96,7 @@ class Steps:
                     yield unread.popleft()
                 if self._has_ended:
                     return
-                await asyncio.wait({self._progress})
+                await asyncio.wait({self._news})
         finally:
             del self._readers[id(unread)]
 
@@ -97,11 +106,13 @@ class Steps:
         self._is_due = False
         if self._manager is not None:
             self._finish(self._manager)
+            planner = self._manager.planner
+            self._schedule_later(planner.cascades.wakes_in_s(planner.now_s))
 
     def _finish(self, manager: TieringOffloadingManager) -> None:
-        """Hand over what the step has decided; wake who waits, but only if there is news.
+        """Hand over what the step has decided; tell who waits for that, but only if there is news.
 
-        Who waits begins a new step by looking again: woken by steps alone, it would spin.
+        Who waits for room begins a new step by trying again: woken by steps alone, it would spin.
         """
         counters = manager.planner.counters
         results_before = counters.job_results
@@ -110,15 +121,32 @@ class Steps:
             events = list(manager.take_events())
         except OffloadError as error:  # a defect: nobody may wait for what will not come
             self._fault = error
-            self._wake()
+            self.waiters.wake_all()
+            self._tell_readers()
             raise
         for unread in self._readers.values():
             unread.extend(events)
+        if events:
+            self._tell_readers()
         if self._has_progress or events or counters.job_results != results_before:
-            self._wake()
+            self._has_progress = False
+            counts = manager.planner.primary.counts
+            self.waiters.progressed(has_room=counts["free"] + counts["idle"] > 0)
 
-    def _wake(self) -> None:
-        """Let everybody who waits look again."""
-        self._has_progress = False
-        progress, self._progress = self._progress, self._loop.create_future()
-        progress.set_result(None)
+    def _schedule_later(self, delay_s: float | None) -> None:
+        """Have a step after so many seconds, whatever happens until then; None: have none."""
+        if self._later is not None:
+            self._later.cancel()
+        self._later = None if delay_s is None else self._loop.call_later(delay_s, self.schedule)
+
+    def _tell_readers(self) -> None:
+        """Let the readers look for events."""
+        news, self._news = self._news, self._loop.create_future()
+        news.set_result(None)
+
+
+def watch_keys(planner: Planner, decided: KeysDecided) -> None:
+    """Have `decided` called with keys whose writes have ended, or that a probe has answered."""
+    planner.primary.decided = decided
+    for tier in planner.tiers:
+        tier.index.decided = decided

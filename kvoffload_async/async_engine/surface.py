@@ -6,119 +6,29 @@ anything. A *step* of the core is one turn of the loop in which something happen
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.abc.transport import Transport
-from kvoffload_async.async_engine.limiter import EngineBounds
+from kvoffload_async.async_engine.lifecycle import EngineLifecycle
+from kvoffload_async.async_engine.prefix import PrefixSearch
 from kvoffload_async.async_engine.request import EngineRequest
-from kvoffload_async.async_engine.steps import Steps
-from kvoffload_async.async_engine.to_thread import to_thread
-from kvoffload_async.async_engine.transfers import Transfers
-from kvoffload_async.config import OffloadConfig
-from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
-from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.loop import SameLoopRunner, until_done
-from kvoffload_async.types import (
-    LookupResult,
-    OffloadingEvent,
-    OffloadKey,
-    PrepareStoreOutput,
-    ReqContext,
-    make_offload_key,
-)
-
-if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
-    import torch
-
-CreateTransport = Callable[[memoryview], Transport]
-_UNDECIDED = frozenset({LookupResult.HIT_PENDING, LookupResult.RETRY})
-_NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks the engine keeps'
+from kvoffload_async.errors import InvalidatedError, StateError
+from kvoffload_async.types import OffloadingEvent, OffloadKey, ReqContext
 
 
-class OffloadEngine:
+class OffloadEngine(EngineLifecycle):
     """Moves the KV blocks of many concurrent requests, of one KV-cache group.
 
     Every call has a deadline. A call that is cancelled, or whose deadline passes, leaves nothing
     half-owned: a copy that has begun goes on without it, and what it holds is let go when the
-    bytes have stopped moving.
+    bytes have stopped moving. Until then the request's `occupied_blocks` names the device blocks
+    that must not be given to anybody else.
 
     Thread: the loop's, for all of it.
     """
-
-    def __init__(
-        self,
-        config: Mapping[str, Any] | OffloadConfig,
-        create_transport: CreateTransport | None = None,
-        bounds: EngineBounds | None = None,
-        *,
-        kv_caches: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Check the configuration; nothing is started before `async with`.
-
-        Args:
-            config: See `OffloadConfig`; `model` is required here.
-            create_transport: Makes the transport over the device's tensors, given the primary's
-                buffer; called on a helper thread. The transport is owned by the engine.
-            bounds: See `EngineBounds`.
-            kv_caches: Instead of `create_transport`: layer name -> tensor, the first dimension of
-                which counts device blocks.
-
-        Raises:
-            ConfigError: A key or a value is unusable, or the tensors cannot be addressed by block.
-        """
-        self._config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
-        if self._config.model is None:
-            raise ConfigError(_NO_MODEL)
-        spec = TieringOffloadingSpec(self._config)
-        if create_transport is None and kv_caches is not None:
-            create_transport = spec.transport_maker(kv_caches)
-        elif create_transport is None or kv_caches is not None:
-            raise ConfigError("give either create_transport or kv_caches")
-        self._create_transport = create_transport
-        self._bounds = bounds or EngineBounds()
-        self._has_transport = False
-        self._is_open = False
-        self._closing: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        """Map the memory, open the tiers and the transport.
-
-        Raises:
-            ConfigError: A tier or the transport cannot work here; what had been started is closed.
-            StateError: The engine has been opened before.
-        """
-        if hasattr(self, "_loop"):
-            raise StateError("an engine is opened once; make another one")
-        self._loop = asyncio.get_running_loop()
-        self._steps = Steps(self._bounds.unread_events)
-        runner = SameLoopRunner(self._loop, self._steps.note_progress)
-        self._spec = TieringOffloadingSpec(self._config, Bridge(runner))
-        try:
-            # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
-            await to_thread(self._start)
-        except BaseException:
-            await to_thread(self._end, self._config.shutdown_timeout_s)
-            raise
-        self._transfers = Transfers(self._transport, self._bounds)
-        self._is_open = True
-        self._steps.begin(self._manager)
-        return self
-
-    async def __aexit__(self, *_exc_info: object) -> None:
-        await self.close()
-
-    @property
-    def manager(self) -> TieringOffloadingManager:
-        """The decisions behind this surface. For invariants and inspection."""
-        return self._manager
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -132,22 +42,23 @@ class OffloadEngine:
         """Begin a request; leaving the block ends it. Its copies may end later.
 
         Args:
-            req_id: Unique among the requests in flight, their copies included.
+            req_id: A name, for messages and for tiers; others may have the same.
             block_hashes: The chained hash of each of its full blocks, head to tail.
             kv_transfer_params: Passed through to the tiers.
-
-        Raises:
-            StateError: A request with this id is in flight.
         """
         self._require_open()
-        keys = tuple(make_offload_key(block_hash) for block_hash in block_hashes)
+        generation = self._manager.generation
+        keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
         positions = {key: position for position, key in enumerate(keys, 1)}
         ctx = ReqContext(req_id, kv_transfer_params, positions)
         self._manager.on_new_request(ctx)
-        request = EngineRequest(ctx, keys)
+        request = EngineRequest(ctx, keys, self._steps.waiters)
+        self._requests[request] = None
         try:
             yield request
         finally:
+            del self._requests[request]
+            request.wake()
             if self._is_open:
                 self._unpin(request)
                 self._manager.on_request_finished(ctx)
@@ -166,21 +77,35 @@ class OffloadEngine:
         self._require_open()
         self._unpin(request)
         deadline_s = self._loop.time() + timeout_s
-        while True:
-            answers = self._ask(request)
-            self._steps.schedule()
-            late = self._loop.time() >= deadline_s
-            if late or not _UNDECIDED.intersection(answers):
-                hits = itertools.takewhile(lambda answer: answer is LookupResult.HIT, answers)
-                return self._pin(request, len(list(hits)))
-            # The core's own limit on deferrals takes effect when it is asked.
-            limit_s = self._loop.time() + self._config.deferral_timeout_s
-            await self._steps.next_progress(min(deadline_s, limit_s))
+        # The core's own limit on deferrals takes effect when it is asked.
+        limit_s = self._loop.time() + self._config.deferral_timeout_s
+        with request.call() as waiter:
+            search = PrefixSearch(self._manager, request, waiter)
+            while True:
+                found = search.settled()
+                if found is None and self._loop.time() >= deadline_s:
+                    found = search.readable()
+                self._steps.schedule()
+                if found is not None:
+                    return self._pin(request, found)
+                try:
+                    changed = await waiter.wait(min(deadline_s, limit_s))
+                    self._steps.ensure_open()
+                except BaseException:
+                    self._stop_waiting(request)
+                    raise
+                if self._loop.time() >= limit_s:
+                    limit_s, changed = limit_s + self._config.deferral_timeout_s, {}
+                search.look_again(changed)
 
     async def load(
         self, request: EngineRequest, device_blocks: Sequence[int], timeout_s: float = 30.0
     ) -> int:
         """Copy the pinned prefix into device blocks, behind what has been computed so far.
+
+        A call that is cancelled or raises TimeoutError may leave a copy that still writes: into
+        `request.occupied_blocks`, until `request.released` returns. After any other end of the
+        call none of the device blocks is written any more.
 
         Args:
             request: A request whose `lookup` has found something.
@@ -194,34 +119,42 @@ class OffloadEngine:
         Raises:
             StateError: The device blocks do not match the prefix, or it was let go while the call
                 waited for a permit.
+            InvalidatedError: A `reset` or `invalidate` came since the lookup: compute the blocks.
             BusyError: Too many loads are waiting.
             TimeoutError: The deadline passed; a copy that has begun goes on.
             TransportError: The copy failed; the device blocks' contents are undefined.
         """
         self._require_open()
         count = self._count(device_blocks)
+        if count:
+            self._require_valid(request)
         if count > request.prefix_blocks:
             raise StateError(f"{count} blocks are asked for, {request.prefix_blocks} are pinned")
         if not count:
             self._unpin(request)
             return 0
-        claimed = request.slots
+        claimed, generation = request.slots, request.primary_generation
         deadline_s = self._loop.time() + timeout_s
         async with self._transfers.permit(Direction.LOAD, deadline_s) as permit:
-            self._require_open()
+            await self._ready(deadline_s)
+            self._require_valid(request)
             if request.slots is not claimed:
                 raise StateError("the prefix was let go while the load waited for a permit")
             keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
             request.prefix_blocks, request.slots = 0, ()  # the copy holds them from now on
-            self._manager.complete_load(rest, request.ctx)
+            self._manager.complete_load(rest, request.ctx, generation)
             await self._transfers.run(
                 Direction.LOAD,
                 device_blocks,
                 claimed[:count],
                 permit=permit,
-                ended=partial(self._load_ended, keys, request.ctx),
+                ended=partial(
+                    self._load_ended, keys, request, generation, request.occupy(device_blocks)
+                ),
                 deadline_s=deadline_s,
             )
+        if not self._manager.generation.has(keys[0]):
+            raise _invalidated(request)
         return count
 
     async def store(
@@ -233,8 +166,12 @@ class OffloadEngine:
     ) -> int:
         """Copy blocks from the device, behind what has been computed so far; then they cascade.
 
-        The device blocks must stay as they are until the call returns, or, if it was cancelled or
-        gave up, until `quiesce` has returned.
+        What there is room for is stored at once, head first, the rest as room comes, as long as it
+        can come; `request.left_out` is what was not stored in the end.
+
+        The device blocks must stay as they are until the call returns. A call that is cancelled or
+        raises TimeoutError may leave a copy that still reads: `request.occupied_blocks`, until
+        `request.released` returns.
 
         Args:
             request: The request.
@@ -249,7 +186,7 @@ class OffloadEngine:
             StateError: The request has no such blocks.
             BusyError: Too many stores are waiting, or there was no room until the deadline.
             TimeoutError: The deadline passed; a copy that has begun goes on.
-            TransportError: The copy failed; nothing was stored.
+            TransportError: A copy failed; those before it stay stored.
         """
         self._require_open()
         count = self._count(device_blocks)
@@ -257,33 +194,78 @@ class OffloadEngine:
         if first_block < 0 or len(keys) != count:
             raise StateError(f"the request has no {count} blocks from block {first_block} on")
         deadline_s = self._loop.time() + timeout_s
-        async with self._transfers.permit(Direction.STORE, deadline_s) as permit:
-            granted = await self._reserve(request, keys, deadline_s)
-            new = granted.keys_to_store
-            if new:
-                per_chunk = self._config.blocks_per_chunk
-                first = {key: index * per_chunk for index, key in enumerate(keys)}
-                blocks = [block for key in new for block in device_blocks[first[key] :][:per_chunk]]
-                slots = granted.store_spec.block_ids.tolist()
-                await self._transfers.run(
-                    Direction.STORE,
-                    blocks,
-                    slots,
-                    permit=permit,
-                    ended=partial(self._store_ended, new, request.ctx),
-                    deadline_s=deadline_s,
-                )
-        return len(new)
+        return await self._stores.store(request, keys, device_blocks, deadline_s)
 
     async def quiesce(self, timeout_s: float = 30.0) -> bool:
-        """Wait until no copy to or from the device runs; False at the deadline."""
+        """Wait for the copies to or from the device that run now; False at the deadline.
+
+        Those of other requests too, but none that begins later. `EngineRequest.released` waits
+        for the copies of one request.
+        """
         return await self._transfers.quiesce(timeout_s)
 
-    async def wait_for_progress(self, timeout_s: float) -> None:
-        """Wait until a tier or a copy has reported something, at most `timeout_s` seconds.
+    # -- a new start ----------------------------------------------------------------------------
 
-        For drivers that watch the engine; who calls `lookup`, `load` or `store` never needs it.
+    async def reset(self, timeout_s: float | None = None) -> None:
+        """Empty the primary; the secondary tiers keep their blocks.
+
+        Loads, stores and promotions are held back until it is done. Waits for copies to and from
+        the device, and for running jobs of the tiers; those jobs that have not ended at the
+        deadline are given up. What requests had pinned is gone, and a `load` of it raises
+        InvalidatedError.
+
+        Args:
+            timeout_s: Seconds, by default the configuration's `drain_timeout_s`.
+
+        Raises:
+            TimeoutError: A copy to or from the device still runs at the deadline, or another
+                reset does; nothing was reset.
         """
+        self._require_open()
+        limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+        deadline_s = self._loop.time() + limit_s
+        await self._ready(deadline_s)
+        self._resetting = ended = self._loop.create_future()
+        planner = self._manager.planner
+        planner.promotions_paused = True
+        try:
+            if not await self._transfers.quiesce(deadline_s - self._loop.time()):
+                raise TimeoutError("a copy to or from the device still runs: nothing was reset")
+            self._steps.schedule()
+            while planner.jobs and self._loop.time() < deadline_s:
+                await self._steps.next_progress(deadline_s)
+            self._require_open()
+            self._manager.reset_cache_now()
+            for request in self._requests:
+                request.invalidate()
+        finally:
+            self._resetting = None
+            ended.set_result(None)
+            self._manager.on_reset_flushed()
+            self._steps.note_progress()
+            self._steps.waiters.wake_all()
+
+    def invalidate(self, generation: int | str) -> None:
+        """Begin another generation: the weights have changed. Waits for nothing.
+
+        From now on no block of a former generation is served, from the primary or any tier,
+        whatever of it is still on the way: later requests have other keys. Requests in flight find
+        nothing, store nothing more, and a `load` of what they had found raises InvalidatedError.
+        Start with the same `generation` in the configuration after a restart. One that comes again
+        finds its blocks again: never use a label for other weights.
+
+        Raises:
+            ConfigError: It is neither an integer nor a label.
+        """
+        self._require_open()
+        self._manager.invalidate(generation)
+        for request in self._requests:
+            self._unpin(request)
+            request.invalidate()
+        self._steps.waiters.wake_all()
+
+    async def wait_for_progress(self, timeout_s: float) -> None:
+        """Wait until a tier or a copy has reported something; for drivers that watch the engine."""
         self._require_open()
         await self._steps.next_progress(self._loop.time() + timeout_s)
 
@@ -294,59 +276,11 @@ class OffloadEngine:
         """
         return self._steps.events()
 
-    async def close(self, timeout_s: float | None = None) -> None:
-        """Stop the intake, let copies end, close transport and tiers; idempotent.
-
-        Calls under way end with what they have, or with an error. A copy that has not ended by
-        half of `timeout_s` (by default the configuration's `shutdown_timeout_s`) is given up: then
-        the primary's memory stays mapped. Cancelling the call does not stop the closing.
-
-        Raises:
-            OffloadError: A tier failed to close; everything else is closed all the same.
-        """
-        if self._is_open:
-            self._is_open = False
-            limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s
-            self._closing = self._loop.create_task(self._close(limit_s), name="kvoffload:close")
-        elif self._closing is None or self._closing.done():
-            return
-        await until_done(self._closing)
-
-    # -- opening and closing --------------------------------------------------------------------
-
-    def _start(self) -> None:
-        """Thread: a helper's, while the loop's awaits it."""
-        self._manager = self._spec.get_manager()
-        self._transport = self._create_transport(self._manager.get_primary_kv_view())
-        self._has_transport = True
-
-    def _end(self, timeout_s: float) -> None:
-        """Thread: a helper's, while the loop's awaits it."""
-        try:
-            if self._has_transport and not self._transport.close(timeout_s):
-                # Keeps the memory mapped: a copy still runs.
-                self._kept_view = memoryview(self._manager.get_primary_kv_view())
-        finally:
-            self._spec.shutdown(timeout_s)
-
-    async def _close(self, timeout_s: float) -> None:
-        deadline_s = self._loop.time() + timeout_s
-        self._steps.stop()
-        self._transfers.stop()
-        has_landed = await self._transfers.quiesce(timeout_s / 2)
-        self._transfers.abandon()
-        try:
-            self._steps.end(self._manager)
-        finally:
-            left_s = max(0.0, deadline_s - self._loop.time())
-            await to_thread(self._end, left_s if has_landed else left_s / 2)
-
     # -- inside ---------------------------------------------------------------------------------
 
-    def _require_open(self) -> None:
-        if not self._is_open:
-            raise ClosedError("the engine is not open")
-        self._steps.ensure_open()
+    def _require_valid(self, request: EngineRequest) -> None:
+        if request.is_invalidated:
+            raise _invalidated(request)
 
     def _count(self, device_blocks: Sequence[int]) -> int:
         per_chunk = self._config.blocks_per_chunk
@@ -354,47 +288,43 @@ class OffloadEngine:
             raise StateError(f"{len(device_blocks)} blocks: {per_chunk=} does not divide that")
         return len(device_blocks) // per_chunk
 
-    def _ask(self, request: EngineRequest) -> list[LookupResult]:
-        """Look the prefix up; only a miss ends it, so that all its promotions start at once."""
-        answers: list[LookupResult] = []
-        for key in request.keys:
-            answer = self._manager.lookup(key, request.ctx)
-            if answer is LookupResult.MISS:
-                break
-            answers.append(answer)
-        return answers
-
     def _pin(self, request: EngineRequest, count: int) -> int:
         self._unpin(request)  # what a lookup beside this one has pinned
+        request.is_invalidated = False
         if count:
             spec = self._manager.prepare_load(request.keys[:count], request.ctx)
-            request.slots = spec.block_ids.tolist()
+            request.slots, request.primary_generation = spec.block_ids.tolist(), spec.generation
         request.prefix_blocks = count
+        self._stop_waiting(request)
         return count
+
+    def _stop_waiting(self, request: EngineRequest) -> None:
+        if self._manager.on_request_scheduled(request.ctx):
+            self._steps.note_progress()
 
     def _unpin(self, request: EngineRequest) -> None:
         count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, ()
         if count:
-            self._manager.complete_load(request.keys[:count], request.ctx)
+            self._manager.complete_load(
+                request.keys[:count], request.ctx, request.primary_generation
+            )
             self._steps.note_progress()
 
-    async def _reserve(
-        self, request: EngineRequest, keys: Sequence[OffloadKey], deadline_s: float
-    ) -> PrepareStoreOutput:
-        """Wait for room; what is granted belongs to the caller, who must not await before using."""
-        self._require_open()
-        while (granted := self._manager.prepare_store(keys, request.ctx)) is None:
-            self._steps.schedule()
-            if self._loop.time() >= deadline_s:
-                raise BusyError("no room in the primary: everything in it is in use")
-            await self._steps.next_progress(deadline_s)
-        self._steps.schedule()
-        return granted
-
-    def _load_ended(self, keys: Sequence[OffloadKey], ctx: ReqContext, _success: bool) -> None:
-        self._manager.complete_load(keys, ctx)
+    def _load_ended(
+        self,
+        keys: Sequence[OffloadKey],
+        request: EngineRequest,
+        generation: int,
+        release: Callable[[], None],
+        _success: bool,
+    ) -> None:
+        release()
+        self._manager.complete_load(keys, request.ctx, generation)
         self._steps.note_progress()
 
-    def _store_ended(self, keys: Sequence[OffloadKey], ctx: ReqContext, success: bool) -> None:
-        self._manager.complete_store(keys, ctx, success)
-        self._steps.note_progress()
+
+def _invalidated(request: EngineRequest) -> InvalidatedError:
+    return InvalidatedError(
+        f"the cache was reset or invalidated since the lookup of request {request.ctx.req_id!r}: "
+        "compute its blocks"
+    )

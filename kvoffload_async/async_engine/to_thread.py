@@ -20,4 +20,8 @@ async def to_thread(call: Callable[..., T], *args: object) -> T:
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-engine")
     future = asyncio.get_running_loop().run_in_executor(executor, call, *args)
     executor.shutdown(wait=False)  # the thread ends with the call
-    return await until_done(future)
+    try:
+        return await until_done(future)
+    finally:
+        # Until the thread is gone, which takes no time now, it refers to what it has called.
+        executor.shutdown(wait=future.done())

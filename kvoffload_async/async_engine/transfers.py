@@ -12,6 +12,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
 from kvoffload_async.async_engine.limiter import EngineBounds, Limiter, Permit
 from kvoffload_async.errors import ClosedError, TransportError
+from kvoffload_async.statistics import EngineStatistics, OffloadingStatistics
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
 Ended = Callable[[bool], None]
@@ -62,28 +63,39 @@ class Transfers:
             TimeoutError: The deadline passed; the copy goes on.
             TransportError: It failed, or could not begin.
         """
-        try:
-            device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
-            copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
-            transfer = self._transport.submit(copies, self._transport.record_compute())
-        except Exception as error:
-            ended(False)
-            raise TransportError(f"the copy could not begin: {error}") from error
-        release = permit.keep()
 
         def landed(success: bool) -> None:
             release()
             ended(success)
 
-        landing = self._running.start(transfer, landed)
+        try:
+            device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
+            copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
+            transfer = self._transport.submit(copies, self._transport.record_compute())
+            landing = self._running.start(transfer, landed)
+        except Exception as error:
+            ended(False)
+            raise TransportError(f"the copy could not begin: {error}") from error
+        release = permit.keep()
         async with asyncio.timeout_at(deadline_s):
             outcome = await asyncio.shield(landing)
         if outcome.error is not None:
             raise TransportError(str(outcome.error)) from outcome.error
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; False at the deadline."""
+        """Wait until the copies under way have ended, but for later ones; False at the deadline."""
         return await self._running.quiesce(timeout_s)
+
+    def stats(self, manager: OffloadingStatistics) -> EngineStatistics:
+        """Return the manager's figures with those of the copies."""
+        return EngineStatistics(
+            primary=manager.primary,
+            tiers=manager.tiers,
+            planner=manager.planner,
+            copies=len(self._running),
+            waiting_loads=self._limiters[Direction.LOAD].waiting,
+            waiting_stores=self._limiters[Direction.STORE].waiting,
+        )
 
     def stop(self) -> None:
         """Let everybody who waits for a permit look: the engine is being closed."""
@@ -104,12 +116,14 @@ class _Running:
         ended: Told of the end.
         landed: Awaited by the caller, while it cares.
         task: Follows the transfer.
+        has_ended: Whether the bytes have stopped moving; a copy that was given up never has.
     """
 
     transfer: Transfer
     ended: Ended
     landed: asyncio.Future[TransferOutcome]
     task: asyncio.Task[TransferOutcome] = field(init=False)
+    has_ended: bool = False
 
 
 class RunningTransfers:
@@ -125,22 +139,22 @@ class RunningTransfers:
         self._loop = loop
         self._running: dict[_Running, None] = {}  # ordered: who came first is told first
 
+    def __len__(self) -> int:
+        return len(self._running)
+
     def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
         """Follow a transfer; the future never fails, and cancelling it ends nothing."""
         running = _Running(transfer, ended, self._loop.create_future())
-        self._running[running] = None
         self._follow(running)
+        self._running[running] = None
         return running.landed
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Wait until no copy is under way; False at the deadline."""
-        deadline_s = self._loop.time() + timeout_s
-        while self._running:
-            left_s = deadline_s - self._loop.time()
-            if left_s <= 0:
-                return False
-            await asyncio.wait([f.landed for f in self._running], timeout=left_s)
-        return True
+        """Wait until the copies under way have ended, but for later ones; False at the deadline."""
+        copies = list(self._running)
+        if copies and timeout_s > 0:
+            await asyncio.wait([copy.landed for copy in copies], timeout=timeout_s)
+        return all(copy.has_ended for copy in copies)
 
     def abandon(self, error: Exception) -> None:
         """Stop following: who waits is told `error`, and `ended` is never called."""
@@ -157,11 +171,14 @@ class RunningTransfers:
         error = None if task.cancelled() else task.exception()
         if running not in self._running:  # abandoned
             return
-        if task.cancelled():
-            self._follow(running)
+        if task.cancelled() and task.cancelling():
+            self._follow(running)  # somebody has cancelled the task, and not the copy
             return
+        if task.cancelled():  # followed again, it would only say so again
+            error = TransportError("the transport has cancelled the copy by itself")
         outcome = task.result() if error is None else TransferOutcome(0, error=_as_error(error))
         del self._running[running]
+        running.has_ended = True
         try:
             running.ended(outcome.error is None)
         finally:

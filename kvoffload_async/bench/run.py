@@ -47,6 +47,7 @@ def run_bench(
     others = [load_peer(config) for config in peers]
     for one in own:
         one.check_capacity(plan.stored_bytes)
+        one.check(plan.stored_bytes, [work.block_bytes for work in plan.works])
     contenders = _named_apart([*own, *others])
     with ExitStack() as stack:
         floors = _floors(contenders, plan, stack)

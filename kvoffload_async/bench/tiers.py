@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import Parameter
 from types import SimpleNamespace
 from typing import Any, Final
@@ -30,7 +30,8 @@ _DIRECTORY: Final = "root_dir"
 _CAPACITY: Final = "capacity_bytes"
 _SPARE_BYTES: Final = 16 << 20
 """Beside the blocks: indexes, journals, and what a rehearsal needs of a tier's least size."""
-_SPEC: Final = SimpleNamespace(config=OffloadConfig(model="bench"))
+_MODEL: Final = "bench"
+_SPEC: Final = SimpleNamespace(config=OffloadConfig(model=_MODEL))
 """In the place of a spec: names the model of blocks that are made up."""
 
 
@@ -89,7 +90,7 @@ class OwnTier:
                 raise InputError(f"--tier: {_DIRECTORY}: {directory!r} is not valid; give a path")
             self.place = Place(directory, f"--tier {self.name}: {_DIRECTORY}")
         self._config = config
-        SecondaryTierFactory.check_config(self._configured("/", 1), _SPEC.config)
+        self.check(1, ())
 
     def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenOwnTier:
         """Open it; raises what its constructor raises."""
@@ -100,6 +101,14 @@ class OwnTier:
         """Return its capacity, given or made up."""
         given = self._configured(None, stored_bytes).get(_CAPACITY)
         return None if given is None else parse_size_bytes(given, _CAPACITY)
+
+    def check(self, stored_bytes: int, block_sizes: Collection[int]) -> None:
+        """Check its configuration for blocks of so many bytes; raises ConfigError."""
+        directory = None if self.place is None else str(self.place.path)
+        config = self._configured(directory, stored_bytes)
+        for block_bytes in block_sizes or (None,):
+            geometry = _SPEC.config if block_bytes is None else _geometry(block_bytes)
+            SecondaryTierFactory.check_config(config, geometry)
 
     def check_capacity(self, stored_bytes: int) -> None:
         """Refuse a capacity that a round would exhaust: it would measure evictions and misses.
@@ -122,6 +131,10 @@ class OwnTier:
         if self._sizes_itself:
             config[_CAPACITY] = stored_bytes + stored_bytes // 4 + _SPARE_BYTES
         return config
+
+
+def _geometry(block_bytes: int) -> OffloadConfig:
+    return OffloadConfig(model=_MODEL, block_bytes=block_bytes)
 
 
 def _class_of(config: Mapping[str, Any]) -> type:

@@ -59,12 +59,16 @@ def tier_entries() -> list[TierEntry]:
 
 
 def common_options() -> tuple[TierOption, ...]:
-    """Return the options that every tier takes, back-pressure's two keys included."""
+    """Return the options that every tier takes, those included that never reach it."""
     backpressure = (
         TierOption("backpressure_cls", None, '"ema" spares a slow tier some stores.'),
         TierOption("backpressure", None, "high_water_s_per_mib and low_water_s_per_mib."),
     )
-    return (*_options(SecondaryTierManager, set()), *backpressure)
+    opening = (
+        TierOption("required", True, "False: the engine starts without it, and opens it later."),
+        TierOption("reopen_pause_s", 60.0, "Longest pause between two tries of that."),
+    )
+    return (*_options(SecondaryTierManager, set()), *backpressure, *opening)
 
 
 def _entry(name: str) -> TierEntry:

@@ -18,8 +18,8 @@ EXIT_INTERRUPTED: Final = 130
 
 
 def complain(what: object) -> None:
-    """Write one line to standard error."""
-    line = " ".join(str(what).split())
+    """Write one line to standard error, whatever characters it has."""
+    line = " ".join(str(what).split()).encode(errors="backslashreplace").decode()
     typer.echo(f"kvoffload: error: {line}", err=True)
 
 
@@ -31,7 +31,7 @@ def errors_as_one_line() -> Iterator[None]:
     except (InputError, ConfigError) as error:
         complain(error)
         raise typer.Exit(EXIT_BAD_INPUT) from error
-    except OffloadError as error:
+    except (OffloadError, TimeoutError) as error:
         complain(error)
         raise typer.Exit(EXIT_FAILED) from error
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvoffload_async.cli.json_input import JsonInputError, parse_json
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
@@ -45,11 +45,13 @@ def read_config(path: Path) -> dict[str, Any]:
         InputError: It cannot be read, or is no JSON object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: not JSON: {error}") from error
+    except JsonInputError as error:
+        raise InputError(f"{path}: {error}") from error
     if not isinstance(config, dict):
         raise InputError(f"{path}: it must be a JSON object of keys and values")
     return config
@@ -82,7 +84,6 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": scratch.path}]
     config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
-    config.setdefault("accept_prefix", True)
     _size_primary(config, flags)
     return TieringOffloadingSpec(config)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, NoReturn
+from typing import Any
 
+from kvoffload_async.cli.json_input import JsonInputError, parse_json
 from kvoffload_async.errors import InputError
 
 
@@ -33,12 +33,7 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
 
 def _scalar(text: str) -> object:
     try:
-        value = json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except JsonInputError:  # `NaN` and `Infinity` among them: they stay text
         return text
     return text if isinstance(value, list | dict) else value
-
-
-def _reject_constant(name: str) -> NoReturn:
-    """Keep `NaN` and `Infinity`, which are not JSON, as text."""
-    raise ValueError(name)

@@ -27,6 +27,15 @@ class TouchBlocks:
     """Learn that blocks were used, head to tail."""
 
     keys: tuple[OffloadKey, ...]
+    ctx: ReqContext | None = None
+    """For a tier with a say in its jobs: within which request it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRequest:
+    """Learn that jobs may follow for the engine's own request; others' begins are told at once."""
+
+    ctx: ReqContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +45,4 @@ class FinishRequest:
     ctx: ReqContext
 
 
-TierEffect = StartJob | StartProbe | TouchBlocks | FinishRequest
+TierEffect = StartJob | StartProbe | TouchBlocks | BeginRequest | FinishRequest

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import Locality, Medium, OffloadingEvent, OffloadKey
 
 
@@ -18,9 +19,13 @@ class _Entry(NamedTuple):
 class EventLog:
     """Collects events for one medium; drops the oldest ones when nobody reads them.
 
+    Events are numbered as they are taken, and a dropped one leaves its number out: who reads them
+    all sees where some are missing.
+
     Attributes:
         ownership: See `OffloadingEvent`; applies to events that are taken from now on.
         dropped: Events that were dropped.
+        dropped_keys: Keys in them.
     """
 
     def __init__(
@@ -32,7 +37,7 @@ class EventLog:
         ownership: str | None = None,
         announces_removals: bool = False,
         remembers: bool = False,
-        bound: int = 65_536,
+        bound: int = 262_144,
     ) -> None:
         """Start empty.
 
@@ -43,19 +48,22 @@ class EventLog:
             ownership: See the class.
             announces_removals: Whether the removal of every stored block will be added.
             remembers: Remember which blocks are announced, so that each is announced as stored
-                once until its removal, and as removed once. Takes a dictionary entry per block.
-            bound: Events kept.
+                once until its removal, and as removed once. Takes an entry in a table per block.
+            bound: Keys kept; but the latest event is kept however many it has.
         """
         self.ownership = ownership
         self.dropped = 0
+        self.dropped_keys = 0
         self._medium = medium
         self._locality = locality
         self._enabled = enabled
         self._announces_removals = announces_removals
-        self._announced: dict[OffloadKey, int] | None = {} if enabled and remembers else None
+        self._announced = KeyMap() if enabled and remembers else None
         self._epoch = 0
         self._bound = bound
         self._entries: deque[_Entry] = deque()
+        self._num_keys = 0
+        self._sequence = 0
 
     def add(
         self, keys: Collection[OffloadKey], *, removed: bool, metadata_only: bool = False
@@ -68,10 +76,15 @@ class EventLog:
             news = self._changed(news, self._announced, removed=removed)
         if not news:
             return
-        if len(self._entries) == self._bound:
-            self._entries.popleft()
+        entries = self._entries
+        entries.append(_Entry(news, removed, metadata_only))
+        self._num_keys += len(news)
+        while self._num_keys > self._bound and len(entries) > 1:
+            num_dropped = len(entries.popleft().keys)
+            self._num_keys -= num_dropped
+            self.dropped_keys += num_dropped
             self.dropped += 1
-        self._entries.append(_Entry(news, removed, metadata_only))
+            self._sequence += 1
 
     def announce_anew(self) -> None:
         """Announce announced blocks once more when they are stored again: consumers forgot them."""
@@ -84,18 +97,14 @@ class EventLog:
         cannot replay. A metadata-only removal loses the keys that have been allocated anew.
         """
         batch, self._entries = self._entries, deque()
+        self._num_keys = 0
         return iter(self._events(batch, is_allocated))
 
     def _changed(
-        self, keys: Sequence[OffloadKey], announced: dict[OffloadKey, int], *, removed: bool
+        self, keys: Sequence[OffloadKey], announced: KeyMap, *, removed: bool
     ) -> Sequence[OffloadKey]:
         """Take over which blocks are announced; return those for which that is new."""
-        epoch = self._epoch
-        if removed:
-            return [key for key in keys if announced.pop(key, None) is not None]
-        news = [key for key in keys if announced.get(key) != epoch]
-        announced.update(dict.fromkeys(news, epoch))
-        return news
+        return announced.discard_present(keys) if removed else announced.change(keys, self._epoch)
 
     def _events(
         self, batch: Collection[_Entry], is_allocated: Callable[[OffloadKey], bool]
@@ -107,6 +116,7 @@ class EventLog:
                 current = tuple(key for key in keys if not is_allocated(key))
                 if not current:
                     continue
+            self._sequence += 1
             events.append(
                 OffloadingEvent(
                     current,
@@ -116,6 +126,7 @@ class EventLog:
                     ownership=self.ownership,
                     metadata_only=metadata_only,
                     removal_expected=self._announces_removals and not removed,
+                    sequence=self._sequence,
                 )
             )
         return events

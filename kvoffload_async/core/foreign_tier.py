@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvoffload_async.abc.events import JobSettled
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.breaker import Breaker
-from kvoffload_async.core.effects import FinishRequest
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.effects import BeginRequest, FinishRequest
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobState
 from kvoffload_async.core.tier_state import TierLookup, TierState
-from kvoffload_async.errors import StateError
+from kvoffload_async.errors import StateError, TierError
 from kvoffload_async.types import (
     JobId,
     JobResult,
@@ -30,7 +32,7 @@ class ForeignTierState(TierState):
         name: str,
         source: TierLookup,
         *,
-        breaker: Breaker | None = None,
+        breaker: BreakerSettings | None = None,
         medium: Medium = Medium.STORAGE,
         locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,
@@ -47,14 +49,33 @@ class ForeignTierState(TierState):
             backpressure=backpressure,
         )
         self._source = source
+        self._given_up: set[JobId] = set()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the tier says."""
         return self._source.lookup(key, req_context)
 
+    @property
+    def is_exact(self) -> bool:
+        """Never: the tier's contents are its own business."""
+        return False
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return none: whether the tier lacks a key is not known."""
+        return []
+
+    def begin_request(self, ctx: ReqContext) -> None:
+        """Tell the tier, ahead of the jobs of the request."""
+        self.effects.append(BeginRequest(ctx))
+
     def finish_request(self, ctx: ReqContext) -> None:
         """Tell the tier, behind the jobs of the request."""
         self.effects.append(FinishRequest(ctx))
+
+    def abandon_rest(self) -> list[JobId]:
+        """Fail everything that has no result yet; a late one says that the copy has ended."""
+        self._given_up.update(self.jobs.ids_in(JobState.FLYING))
+        return super().abandon_rest()
 
     def answer(self, result: JobResult) -> None:
         """Take in a result that the tier has given.
@@ -62,6 +83,9 @@ class ForeignTierState(TierState):
         Raises:
             StateError: The job is not this tier's, or has a result.
         """
+        if result.job_id in self._given_up and not result.disowned:
+            self.release(result.job_id)
+            return
         if self.jobs.state_of(result.job_id) is not JobState.FLYING:
             raise StateError(
                 f"tier {self.name!r} reported job {result.job_id}, which is not its job"
@@ -71,6 +95,14 @@ class ForeignTierState(TierState):
         else:
             self.jobs.handle(JobSettled(result.job_id), given=result)
 
+    def fail(self, job_id: JobId, error: TierError) -> None:
+        """Give a job its result where the tier has given none: its copy has ended, or never began.
+
+        Raises:
+            IllegalTransitionError: The job is not this tier's, or has a result.
+        """
+        self.jobs.handle(JobSettled(job_id, job_error=error))
+
     def release(self, job_id: JobId) -> None:
         """Take in that the copy of a disowned job has ended.
 
@@ -79,4 +111,5 @@ class ForeignTierState(TierState):
         """
         if self.jobs.state_of(job_id) is not JobState.DISOWNED:
             raise StateError(f"tier {self.name!r} released job {job_id}, which is not its job")
+        self._given_up.discard(job_id)
         self.jobs.handle(JobSettled(job_id))

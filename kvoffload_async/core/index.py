@@ -7,7 +7,7 @@ batched existence probe for the keys that are new in a step, shared between requ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Final
 
@@ -15,15 +15,23 @@ from kvoffload_async.core.effects import StartProbe
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import LookupResult, OffloadKey
 
+KeysDecided = Callable[[Sequence[OffloadKey]], object]
+"""Told of keys of which more is known now; must call nothing of the core."""
+
 
 class KeyIndex(ABC):
     """Answers whether a tier has a key.
 
     Thread: owner.
+
+    Attributes:
+        decided: Told of the keys that a probe has answered.
     """
 
+    decided: KeysDecided | None = None
+
     @abstractmethod
-    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
         """Return HIT, MISS or RETRY."""
 
     @abstractmethod
@@ -34,6 +42,10 @@ class KeyIndex(ABC):
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Blocks are gone (`surely`), or could not be loaded for a reason that may pass."""
 
+    @abstractmethod
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the keys that are known to be absent. Asks nobody."""
+
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
         return None
@@ -43,13 +55,21 @@ class KeyIndex(ABC):
     ) -> None:
         """A probe ended."""
 
-    def forget_request(self, req_id: str) -> None:  # noqa: B027 - nor remembers who asked
+    def left_alone(self) -> None:  # noqa: B027 - nobody waits for an exact index
+        """No probe may be started now: lookups skip the tier."""
+
+    def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor remembers who asked
         """A request ended."""
 
     @property
     def is_waiting(self) -> bool:
         """Whether an answer is outstanding."""
         return False
+
+    @property
+    def probes_outstanding(self) -> int:
+        """Probes that have no answer yet."""
+        return 0
 
 
 class ExactIndex(KeyIndex):
@@ -62,7 +82,7 @@ class ExactIndex(KeyIndex):
     def __init__(self) -> None:
         self._present = KeyMap()
 
-    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
         """Return HIT or MISS."""
         return LookupResult.MISS if self._present.get(key) is None else LookupResult.HIT
 
@@ -78,6 +98,11 @@ class ExactIndex(KeyIndex):
         """Drop keys that are surely gone; the others may well load next time."""
         if surely:
             self._present.discard(keys)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those that are not there."""
+        found = self._present.find(keys)
+        return [key for key, number in zip(keys, found, strict=True) if number is None]
 
     def __len__(self) -> int:
         return len(self._present)
@@ -108,18 +133,18 @@ class ProbedIndex(KeyIndex):
         self._concurrent_probes = concurrent_probes
         self._keys_per_probe = keys_per_probe
         self._verdicts = KeyMap()
-        self._by_request: dict[str, dict[OffloadKey, None]] = {}
+        self._by_request: dict[Hashable, dict[OffloadKey, None]] = {}
         self._pending: dict[OffloadKey, None] = {}
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
-    def lookup(self, key: OffloadKey, req_id: str) -> LookupResult:
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
         """Return HIT, MISS, or RETRY while a probe is queued or under way."""
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = _PENDING
             self._pending[key] = None
-        asked = self._by_request.setdefault(req_id, {})
+        asked = self._by_request.setdefault(request, {})
         if key not in asked:
             asked[key] = None
             self._verdicts.set(key, verdict + _PHASES)
@@ -132,6 +157,10 @@ class ProbedIndex(KeyIndex):
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Flip the verdicts that live requests hold to absent, so that none asks for ever."""
         self._flip(keys, _ABSENT)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those for which a live request has the answer that they are absent."""
+        return [key for key, verdict in self._known(keys) if verdict % _PHASES == _ABSENT]
 
     def next_probe(self) -> StartProbe | None:
         """Batch the queued keys, unless as many probes are in flight as may be."""
@@ -151,10 +180,17 @@ class ProbedIndex(KeyIndex):
         self._enter([key for key in keys if key in present], _PRESENT)
         self._enter([key for key in keys if key not in present], _ABSENT)
         self._forget_unasked(keys)
+        if self.decided is not None:
+            self.decided(keys)
 
-    def forget_request(self, req_id: str) -> None:
+    def left_alone(self) -> None:
+        """Let who waits for queued keys ask again; the keys stay queued."""
+        if self._pending and self.decided is not None:
+            self.decided(tuple(self._pending))
+
+    def forget_request(self, request: Hashable) -> None:
         """Drop the request's share of every verdict; a probe in flight is kept."""
-        keys = list(self._by_request.pop(req_id, ()))
+        keys = list(self._by_request.pop(request, ()))
         for key, verdict in self._known(keys):
             self._verdicts.set(key, verdict - _PHASES)
         self._forget_unasked(keys)
@@ -163,6 +199,11 @@ class ProbedIndex(KeyIndex):
     def is_waiting(self) -> bool:
         """Whether a key is queued or in flight."""
         return bool(self._in_flight) or bool(self._pending)
+
+    @property
+    def probes_outstanding(self) -> int:
+        """Probes that have no answer yet."""
+        return len(self._in_flight)
 
     def __len__(self) -> int:
         return len(self._verdicts)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.errors import InvariantError
-from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.types import ENGINE_REQ_ID, JobMetadata, OffloadKey
 
 S = TypeVar("S")
 
@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """Something that always holds of a subject.
 
     Attributes:
-        name: P1 to P20.
+        name: P1 to P23.
         statement: What always holds.
         violations: Returns what does not, in words.
     """
@@ -82,36 +82,59 @@ def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
     yield from _pins(planner, {key: max(refs, 0) for key, (_, refs) in blocks.items()})
     yield from _writes(planner, {key for key, (_, refs) in blocks.items() if refs < 0})
     yield from _slots_of_jobs(planner, {key: slot for key, (slot, _) in blocks.items()})
-    for tier in planner.tiers:
-        late = (record.job for record in tier.jobs.disowned())
-        jobs = chain(tier.jobs.unreported(), late)
-        cascading = sum(len(job.keys) for job in jobs if not job.is_promotion)
-        if tier.cascading_blocks != cascading:
-            yield f"tier {tier.name!r} counts {tier.cascading_blocks} blocks, not {cascading}"
 
 
 def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     """P7."""
-    under_way = Counter(_promoted_keys(planner))
-    for key, count in under_way.items():
+    for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
             yield f"block {key.hex()} has {count} promotions under way"
-    outstanding = under_way.total() + sum(len(r.retained) for r in planner.requests.values())
+    retained = {key for request in planner.requests.values() for key in request.retained}
+    under_way = sum(1 for _ in _promoted_keys(planner))
     counted = planner.promotions.outstanding_slots
-    if counted != outstanding:
-        yield f"{counted} promotion slots are counted, {outstanding} are outstanding"
+    if counted != under_way + len(retained):
+        yield f"{counted} slots are counted, {under_way} promoted and {len(retained)} retained"
     if counted > planner.limits.promotion_slots:
         yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
-    for req_id, request in planner.requests.items():
-        if request.is_finished and request.retained:
-            yield f"blocks are kept for request {req_id!r}, which has finished"
+
+
+def what_is_retained_is_waited_for(planner: Planner) -> Iterator[str]:
+    """P22."""
+    for ctx, request in planner.requests.items():
+        if request.retained and not planner.retention.has_reason(request):
+            count = len(request.retained)
+            yield f"{count} blocks are retained for request {ctx.req_id!r}, which does not wait"
+
+
+def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
+    """P21."""
+    shares = planner.shares
+    promised = Counter(tier for tier, _, _ in planner.promotions.unflushed())
+    for index, tier in enumerate(planner.tiers):
+        loads, stores = promised[index], 0
+        for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.disowned())):
+            loads += len(job.keys) if job.is_promotion else 0
+            stores += 0 if job.is_promotion else len(job.keys)
+        counted = (tier.promotion_slots, tier.cascading_blocks)
+        if counted != (loads, stores):
+            yield f"tier {tier.name!r} counts {counted} slots, but occupies {(loads, stores)}"
+        bounds = (shares.promotions, shares.cascades)
+        if loads + stores > shares.each or loads > bounds[0] or stores > bounds[1]:
+            yield f"tier {tier.name!r} occupies {counted} slots of {bounds}, {shares.each} in all"
+    if shares.occupied > shares.total:
+        yield f"tiers and waiting requests occupy {shares.occupied} slots of {shares.total}"
+    if shares.retained_slots != planner.retention.retained_slots:
+        yield f"{shares.retained_slots} retained slots are counted, not as many as are retained"
 
 
 def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
     """P10."""
-    for req_id, request in planner.requests.items():
+    for ctx, request in planner.requests.items():
         if request.can_end:
-            yield f"the tiers were not told that request {req_id!r} has finished"
+            yield f"the tiers were not told that request {ctx.req_id!r} has finished"
+    for job in _writers(planner):
+        if job.req_context.req_id == ENGINE_REQ_ID:
+            yield f"promotion {job.job_id} is of the engine's own request"
 
 
 def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
@@ -127,17 +150,44 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
         f"block {resident[slot].hex()} is resident, but not ranked"
         for slot in resident.keys() - set(ranked)
     )
+    yield from (f"block {key.hex()} may go, but the policy skips it" for key in primary.forgotten())
     yield from primary.policy.violations()
 
 
 def pending_work_is_known(planner: Planner) -> Iterator[str]:
     """P16."""
-    parked = [req_id for req_id, request in planner.requests.items() if request.parked]
-    if planner.has_pending_work != bool(planner.jobs or parked):
+    parked = [ctx.req_id for ctx, request in planner.requests.items() if request.parked]
+    cascades = planner.cascades
+    takers = [
+        tier.name
+        for i, tier in enumerate(planner.tiers)
+        if cascades.backlogs[i].count and cascades.room(i) and not cascades.backlogs[i].is_shut
+    ]
+    if planner.has_pending_work != bool(planner.jobs or parked or takers):
         yield (
-            f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs "
-            f"and parked keys of {parked}"
+            f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs, "
+            f"parked keys of {parked} and blocks owed to {takers}"
         )
+
+
+def what_is_owed_is_readable(planner: Planner) -> Iterator[str]:
+    """P23."""
+    readable = {slot for _, slot, refs in planner.primary.resident() if refs >= 0}
+    for index, (tier, backlog) in enumerate(
+        zip(planner.tiers, planner.cascades.backlogs, strict=True)
+    ):
+        for slot in set(backlog.slots()) - readable:
+            yield f"tier {tier.name!r} is owed the block in slot {slot}, which is not readable"
+        under_way = {
+            slot
+            for at, job in _reading_jobs(planner)
+            if at == index
+            for slot in job.block_ids.tolist()
+        }
+        yield from (f"tier {tier.name!r}: {text}" for text in backlog.violations(under_way))
+    owes = any(backlog.count for backlog in planner.cascades.backlogs)
+    if owes != (planner.primary.on_evicted is not None):
+        yield "evictions are watched although nothing is owed, or not although something is"
 
 
 # -- reasons ------------------------------------------------------------------------------------
@@ -147,8 +197,8 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
     reasons = planner.primary.loads()
     for job in _readers(planner):
         reasons.update(job.keys)
-    for request in planner.requests.values():
-        reasons.update(request.retained.keys())
+    reasons.update({key for request in planner.requests.values() for key in request.retained})
+    reasons.update(planner.retention.guarded)
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"block {key.hex()} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
@@ -180,7 +230,7 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
         for job in chain(_readers(planner), _writers(planner))
         for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True)
     ]
-    named += [("a reservation", key, slot) for key, slot in planner.promotions.unflushed()]
+    named += [("a reservation", key, slot) for _, key, slot in planner.promotions.unflushed()]
     for who, key, slot in named:
         if slots.get(key) != slot:
             yield f"{who} names slot {slot}, but block {key.hex()} is in {slots.get(key)}"
@@ -188,8 +238,14 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
 
 def _readers(planner: Planner) -> Iterator[JobMetadata]:
     """The cascades whose copies may still run, under a pin each."""
-    yield from (job for _, job in planner.jobs.values() if not job.is_promotion)
-    yield from (late.job for late in planner.disowned.values() if not late.holds_slots)
+    return (job for _, job in _reading_jobs(planner))
+
+
+def _reading_jobs(planner: Planner) -> Iterator[tuple[int, JobMetadata]]:
+    """The same, each with its tier."""
+    for index, tier in enumerate(planner.tiers):
+        yield from ((index, job) for job in tier.jobs.unreported() if not job.is_promotion)
+        yield from ((index, r.job) for r in tier.jobs.disowned() if not r.holds_slots)
 
 
 def _writers(planner: Planner) -> Iterator[JobMetadata]:
@@ -198,7 +254,7 @@ def _writers(planner: Planner) -> Iterator[JobMetadata]:
 
 def _promoted_keys(planner: Planner) -> Iterator[OffloadKey]:
     yield from chain.from_iterable(job.keys for job in _writers(planner))
-    yield from (key for key, _ in planner.promotions.unflushed())
+    yield from (key for _, key, _ in planner.promotions.unflushed())
 
 
 STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
@@ -213,23 +269,39 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P7",
-        "at most one promotion a key is under way, and no more slots than the cap",
+        "at most one promotion a key is under way, and with what is retained no more than the cap",
         promotions_are_single_and_capped,
     ),
     Invariant(
         "P10",
-        "each tier hears once of a request's begin and end, and of no job outside of them",
+        "each tier hears once of a request's begin and end, the engine's own for late cascades "
+        "included, and of no job outside of them",
         finished_requests_wait_for_something,
     ),
     Invariant(
         "P13",
-        "the policy ranks exactly the resident keys, and its own invariants hold",
+        "the policy ranks exactly the resident keys, and skips none that may go",
         policy_ranks_what_is_resident,
     ),
     Invariant(
         "P16",
-        "work is pending if and only if a job has no result or a key is parked",
+        "work is pending if and only if a job has no result, or a block waits to cascade and may",
         pending_work_is_known,
+    ),
+    Invariant(
+        "P21",
+        "each tier occupies what it counts and no more than its share, and the reserve is kept",
+        shares_are_true_and_kept,
+    ),
+    Invariant(
+        "P22",
+        "whoever a block is retained for is waiting for it",
+        what_is_retained_is_waited_for,
+    ),
+    Invariant(
+        "P23",
+        "what a tier is owed is readable and watched, and goes to it as soon as there is room",
+        what_is_owed_is_readable,
     ),
 )
 

@@ -86,6 +86,10 @@ class Ledger:
         self._slot_bytes = slot_bytes
         self._records: dict[JobId, JobRecord] = {}
         self._unfinished = 0
+        self.queued_count = 0
+        """Jobs that were not handed over yet."""
+        self.disowned_count = 0
+        """Jobs that have a result and whose copies still run."""
         self._ended: list[tuple[JobMetadata, JobResult]] = []
         self._released: list[JobRecord] = []
 
@@ -101,6 +105,7 @@ class Ledger:
             return False
         self._records[job.job_id] = JobRecord(job)
         self._unfinished += 1
+        self.queued_count += 1
         return True
 
     def handle(self, event: JobEvent, given: JobResult | None = None) -> JobMetadata:
@@ -180,6 +185,7 @@ class Ledger:
 
     def _launch(self, record: JobRecord, _event: JobEvent) -> None:
         record.state = JobState.FLYING
+        self.queued_count -= 1
 
     def _settle(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobSettled)  # noqa: S101 - for the type checker; see TRANSITIONS
@@ -205,15 +211,18 @@ class Ledger:
     def _disown(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobOverdue | JobAbandoned)  # noqa: S101 - see _settle
         record.state = JobState.DISOWNED
+        self.disowned_count += 1
         return JobResult(event.job_id, success=False, error=event.error, disowned=True)
 
     def _give_up(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobAbandoned)  # noqa: S101 - see _settle
         record.state = JobState.SETTLED
+        self.queued_count -= 1
         return JobResult(event.job_id, success=False, error=event.error)
 
     def _release(self, record: JobRecord, event: JobEvent) -> None:
         del self._records[event.job_id]
+        self.disowned_count -= 1
         self._released.append(record)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:

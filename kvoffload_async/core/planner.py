@@ -7,16 +7,23 @@ clock: time comes in with `begin_step`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
+from kvoffload_async.core.cascades import Cascades
+from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.own_context import OwnContext
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.retention import Retention
+from kvoffload_async.core.shares import PlannerLimits, Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.core.touches import Touches
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import (
+    ENGINE_REQ_ID,
     JobId,
     JobMetadata,
     JobResult,
@@ -28,38 +35,13 @@ from kvoffload_async.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerLimits:
-    """The planner's bounds.
-
-    Attributes:
-        promotion_slots: Primary slots that promotions may occupy until they are loaded.
-        cascade_blocks: Blocks in cascade to one tier; what is over it is dropped and counted.
-        deferral_s: Seconds that a request may be deferred in all; then pending means missing.
-    """
-
-    promotion_slots: int
-    cascade_blocks: int
-    deferral_s: float
-
-
-@dataclass(slots=True)
-class PlannerCounters:
-    """What the planner has done so far."""
-
-    jobs_submitted: int = 0
-    job_results: int = 0
-    job_failures: int = 0
-    promotions_refused: int = 0
-    deferrals_expired: int = 0
-
-
 class Planner:
     """Decides what is stored, cascaded, promoted and evicted.
 
     Thread: owner.
 
     Attributes:
+        now_s: When the step began.
         sources: Who answers a lookup in each tier: its state, or an observer around that.
     """
 
@@ -70,29 +52,53 @@ class Planner:
         self.sources: list[TierLookup] = list(self.tiers)
         self.limits = limits
         self.counters = PlannerCounters()
-        self.promotions = Promotions(primary, limits.promotion_slots)
-        self.requests: dict[str, RequestState] = {}
+        self.shares = Shares(
+            primary.num_slots,
+            self.tiers,
+            promotion_slots=limits.promotion_slots,
+            cascade_blocks=limits.cascade_blocks,
+            reserved_fraction=limits.reserved_fraction,
+        )
+        self.retention = Retention(primary, self.shares, limits.promotion_slots, limits.deferral_s)
+        self.promotions = Promotions(primary, self.tiers, self.shares, self.retention)
+        self.requests: dict[ReqContext, RequestState] = {}
+        self._newest: dict[str, RequestState] = {}
+        """Request id -> the live request that has it; of several, the one that came last."""
         self.promotions_paused = False
-        self._parking: dict[str, RequestState] = {}
-        self._hits_of_step: set[OffloadKey] = set()
+        self.own = OwnContext()
+        self.cascades = Cascades(
+            primary,
+            self.tiers,
+            self.shares,
+            self.own,
+            partial(self._submit, is_promotion=False),
+        )
+        self._touches = Touches(self.tiers, self.cascades, self.own)
+        self._asking: RequestState | None = None
+        self._found = self.retention.found
         self._next_job_id: JobId = 0
-        self._now_s = 0.0
+        self.begin_step(0.0)
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
-        """Begin a request; raises StateError if its id is live."""
-        if ctx.req_id in self.requests:
+        """Begin a request; raises StateError if it is live, or has the engine's own id.
+
+        Others may be live that have its id.
+        """
+        if ctx.req_id == ENGINE_REQ_ID:
+            raise StateError(f"request {ctx.req_id!r}: the id is the engine's own; take another")
+        if ctx in self.requests:
             raise StateError(f"request {ctx.req_id!r} is known already")
         self.primary.open_request(ctx)
-        self.requests[ctx.req_id] = RequestState(ctx, request_level_tiers)
+        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: commit its recency now, tell the tiers as soon as nothing can follow."""
         request = self._live_request(ctx)
-        self.primary.close_request(ctx)
+        self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
-        self.promotions.release(request, list(request.retained))
+        self.retention.proceed(request)
         self._end_if_done(request)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
@@ -102,15 +108,18 @@ class Planner:
             StateError: The request is unknown or has finished.
         """
         request = self._live_request(ctx)
+        if request is not self._asking:
+            self._asking = request
+            self.retention.begin_round(request, self.now_s)
         answer = self.primary.lookup(key)
         if answer is LookupResult.HIT:
-            self._hits_of_step.add(key)
+            self._found.append(key)
             return answer
         if answer is LookupResult.MISS and not request.is_expired:
             answer = self._search(key, request)
         if answer is LookupResult.MISS:
             return answer
-        if request.defer(self._now_s, self.limits.deferral_s):
+        if request.defer(self.now_s, self.limits.deferral_s):
             self.counters.deferrals_expired += 1
         return LookupResult.MISS if request.is_expired else answer
 
@@ -118,49 +127,78 @@ class Planner:
         """Pin keys that were HIT in this step; return their slots, in key order."""
         request = self._live_request(ctx)
         slots = self.primary.prepare_load(ctx, keys)
-        self.promotions.release(request, keys)
+        self.retention.load(request, keys)
+        self._asking = None
         request.proceed()
         return slots
 
-    def complete_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
-        """Unpin what `prepare_load` pinned."""
-        self.primary.complete_load(ctx, keys)
+    def on_request_scheduled(self, ctx: ReqContext) -> bool:
+        """Learn that a request waits for no loads any more, if it still is there.
+
+        Returns:
+            Whether blocks were retained for it until now.
+        """
+        request = self.requests.get(ctx)
+        if request is None:
+            return False
+        had_some = bool(request.retained)
+        self._proceed(request)
+        return had_some
+
+    def complete_load(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext, generation: int | None = None
+    ) -> None:
+        """Unpin what `prepare_load` pinned, unless a reset has."""
+        self.primary.complete_load(ctx, keys, generation)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for missing keys; None if there is no room, and then nothing changed."""
+        """Reserve slots for missing keys, or None if there is no room; the request proceeds."""
         request = self._live_request(ctx)
+        self._proceed(request)
+        if len(keys) > self.primary.pool.free_count:
+            self.retention.guard_from_store()
         output = self.primary.prepare_store(ctx, keys)
         if output is None:
             return None
-        request.proceed()
         request.writing.update(output.keys_to_store)
         if request.request_level_tiers:
-            self._cascade_present(request, keys, frozenset(output.keys_to_store))
+            new = frozenset(output.keys_to_store)
+            self.cascades.send_present(request, keys, new, self.now_s)
         return output
 
-    def complete_store(self, keys: Sequence[OffloadKey], ctx: ReqContext, *, success: bool) -> None:
+    def complete_store(
+        self,
+        keys: Sequence[OffloadKey],
+        ctx: ReqContext,
+        *,
+        success: bool,
+        generation: int | None = None,
+    ) -> None:
         """End the write of keys that `prepare_store` granted; on success they cascade."""
-        written = self.primary.complete_store(ctx, keys, success=success)
-        request = self.requests.get(ctx.req_id)
+        written = self.primary.complete_store(ctx, keys, success=success, generation=generation)
+        request = self.requests.get(ctx)
         if request is None or not written:
             return
         if success:
             for index in range(len(self.tiers)):
-                self._cascade(index, request, written)
+                self.cascades.send(index, request, written, self.now_s)
         request.writing.difference_update(written)
         self._end_if_done(request)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Note a use of keys."""
-        self.primary.touch(ctx, keys)
+        if self.primary.touch(ctx, keys):
+            self._touches.note(keys)
 
     # -- steps and jobs -------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
         """Note the time of the scheduler's step, at its first call."""
-        self._now_s = now_s
+        self.now_s = now_s
+        for tier in self.tiers:
+            tier.begin_step(now_s)
 
     def collect(self) -> None:
         """Take in the results and the releases that the tiers' states have."""
@@ -171,24 +209,34 @@ class Planner:
     def collect_from(self, index: int) -> None:
         """Take in what one tier's state has."""
         tier = self.tiers[index]
-        for job, result in tier.take_ended(self._now_s):
+        for job, result in tier.take_ended(self.now_s):
             self._job_ended(index, job, result)
         for record in tier.take_released():
-            self._job_released(record)
+            self._job_released(index, record)
 
-    def end_step(self) -> None:
-        """Submit the step's promotions; retry what is parked."""
+    def end_step(self, scheduled: Iterable[str] = ()) -> None:
+        """Submit promotions and what waits to cascade; tell tiers of uses; release what is over.
+
+        Args:
+            scheduled: Ids of requests that began to be computed in this step.
+        """
+        for req_id in scheduled:
+            if req_id in self._newest:
+                self._proceed(self._newest[req_id])
         for tier, request, keys, slots in self.promotions.flush():
-            self._submit(tier, request, keys, slots, is_promotion=True)
+            self._submit(tier, request.ctx, keys, slots, is_promotion=True)
             self._end_if_done(request)
-        for request in list(self._parking.values()):
-            self._retry_parked(request)
-        self._hits_of_step.clear()
+        for request in self.cascades.retry_parked(self.now_s):
+            self._end_if_done(request)
+        self._touches.flush(self.now_s)
+        self.cascades.send_owed(self.now_s)
+        self._asking = None
+        self.retention.end_step(self.now_s)
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job has no result yet, or a key is parked."""
-        return self.counters.jobs_submitted != self.counters.job_results or bool(self._parking)
+        """Whether a job has no result yet, or a block waits to cascade and may."""
+        return self.counters.jobs_submitted != self.counters.job_results or self.cascades.has_work
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
@@ -214,23 +262,35 @@ class Planner:
         if jobs := self.jobs:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
         self.promotions.reset()
+        self.cascades.forget()
         reading = [record for record in self.disowned.values() if not record.holds_slots]
         for record in reading:
             record.holds_slots = True
         self.primary.reset([slot for r in reading for slot in r.job.block_ids.tolist()])
-        self._parking.clear()
         for request in list(self.requests.values()):
             request.forget_blocks()
             self._end_if_done(request)
         for tier in self.tiers:
-            if tier.backpressure is not None:
-                tier.backpressure.clear()
-        self._hits_of_step.clear()
+            tier.reset()
+        self._asking = None
         self.promotions_paused = True
 
     def reset_flushed(self) -> None:
         """Learn that no copy from before the reset touches the primary any more."""
         self.promotions_paused = False
+
+    def release_retained(self) -> None:
+        """Release what is retained for requests: nobody will load it any more."""
+        for request in self.requests.values():
+            self._proceed(request)
+
+    def close(self) -> None:
+        """Owe the tiers nothing any more, and end the engine's own request; idempotent."""
+        parked = list(self.cascades.parking.values())
+        self.cascades.close()
+        for request in parked:
+            self._end_if_done(request)
+        self.own.close()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -239,8 +299,8 @@ class Planner:
         self.counters.job_failures += not result.success
         if job.is_promotion:
             self._promotion_ended(index, job, result)
-        elif not result.disowned:
-            self.primary.unpin(job.keys)
+        else:
+            self.cascades.ended(index, job, result, self.now_s)
 
     def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
@@ -248,25 +308,30 @@ class Planner:
             good = frozenset()  # whatever the tier says: while the copy runs, nothing has landed
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
-        request = self.requests.get(job.req_context.req_id)
-        if request is not None and request.ctx is not job.req_context:
-            request = None  # another request took the id since
+        request = self.requests.get(job.req_context)
         if result.disowned:
             self.promotions.disown(failed)
         else:
-            self.promotions.land(landed, request)
-            self.promotions.fail(failed)
+            self.promotions.land(index, landed, request)
+            self.promotions.fail(index, failed)
+            self.cascades.offer_faster(index, landed, self.now_s)
         if request is not None:
             request.failed.update((index, key) for key in failed)
 
-    def _job_released(self, record: JobRecord) -> None:
+    def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:
             self.primary.release_slots(record.job.block_ids.tolist())
         else:
-            self.primary.unpin(record.job.keys)
+            self.cascades.released(index, record, self.now_s)
+
+    def _proceed(self, request: RequestState) -> None:
+        request.proceed()
+        if request.waits or request.retained:
+            self.retention.proceed(request)
+            self._asking = None
 
     def _live_request(self, ctx: ReqContext) -> RequestState:
-        request = self.requests.get(ctx.req_id)
+        request = self.requests.get(ctx)
         if request is None or request.is_finished:
             raise StateError(
                 f"request {ctx.req_id!r} is unknown or has finished: call on_new_request first"
@@ -279,11 +344,11 @@ class Planner:
             return LookupResult.MISS
         unknown = False
         for index, tier in enumerate(self.tiers):
-            if (index, key) in request.failed or not tier.may_load(request.ctx, self._now_s):
+            if (index, key) in request.failed or not tier.may_load(request.ctx, self.now_s):
                 continue
             answer = self.sources[index].lookup(key, request.ctx)
             if answer is LookupResult.HIT:
-                if self.promotions.reserve(index, request, key, self._hits_of_step):
+                if self.promotions.reserve(index, request, key):
                     return LookupResult.HIT_PENDING
                 self.counters.promotions_refused += 1
                 return LookupResult.MISS
@@ -291,51 +356,10 @@ class Planner:
             unknown = unknown or answer is not LookupResult.MISS
         return LookupResult.RETRY if unknown else LookupResult.MISS
 
-    def _cascade(self, index: int, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Pin readable keys and send them to a tier: as long a head of them as it takes now."""
-        tier = self.tiers[index]
-        room = max(0, self.limits.cascade_blocks - tier.cascading_blocks)
-        taken = keys[:room] if tier.takes_store(self._now_s) else keys[:0]
-        tier.counters.dropped_blocks += len(keys) - len(taken)
-        if taken:
-            self._submit(index, request, taken, self.primary.pin(taken), is_promotion=False)
-
-    def _cascade_present(
-        self, request: RequestState, keys: Sequence[OffloadKey], new: Collection[OffloadKey]
-    ) -> None:
-        """Send what is readable to the tiers that want whole requests; park what is not yet."""
-        readable = []
-        for key in dict.fromkeys(keys):
-            answer = self.primary.lookup(key)
-            if answer is LookupResult.HIT:
-                readable.append(key)
-            elif answer is LookupResult.HIT_PENDING and key not in new:
-                request.parked[key] = None
-        if request.parked:
-            self._parking[request.ctx.req_id] = request
-        if readable:
-            for index in request.request_level_tiers:
-                self._cascade(index, request, readable)
-
-    def _retry_parked(self, request: RequestState) -> None:
-        readable = []
-        for key in list(request.parked):
-            answer = self.primary.lookup(key)
-            if answer is not LookupResult.HIT_PENDING:
-                del request.parked[key]
-            if answer is LookupResult.HIT:
-                readable.append(key)
-        if readable:
-            for index in request.request_level_tiers:
-                self._cascade(index, request, readable)
-        if not request.parked:
-            del self._parking[request.ctx.req_id]
-            self._end_if_done(request)
-
     def _submit(
         self,
         index: int,
-        request: RequestState,
+        ctx: ReqContext,
         keys: Sequence[OffloadKey],
         slots: Sequence[int],
         *,
@@ -346,8 +370,8 @@ class Planner:
             tuple(keys),
             as_block_ids(slots),
             is_promotion,
-            request.ctx,
-            self._now_s,
+            ctx,
+            self.now_s,
         )
         self._next_job_id += 1
         self.counters.jobs_submitted += 1
@@ -356,6 +380,8 @@ class Planner:
     def _end_if_done(self, request: RequestState) -> None:
         if not request.can_end:
             return
-        del self.requests[request.ctx.req_id]
+        del self.requests[request.ctx]
+        if self._newest.get(request.ctx.req_id) is request:
+            del self._newest[request.ctx.req_id]
         for tier in self.tiers:
             tier.finish_request(request.ctx)

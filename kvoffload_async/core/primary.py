@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.heads import split_where_it_fits, those_before, used_before
+from kvoffload_async.core.loads import Loads
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
@@ -59,36 +61,42 @@ class Primary(ResidentBlocks):
         Args:
             num_slots: Capacity in blocks.
             policy: Ranks resident keys; owned by this object from now on.
-            accept_prefix: Whether `prepare_store` takes the longest head of a batch that fits,
-                instead of all or nothing.
+            accept_prefix: Whether `prepare_store` takes the longest head of a batch that fits
+                beside what its request has used, instead of all or nothing.
             admission: Filters what `prepare_store` takes.
             enable_events: Whether `take_events` has anything to tell.
         """
-        super().__init__(num_slots)
+        super().__init__(num_slots, policy)
         self._pool = SlotPool(num_slots)
-        self._policy = policy
-        self._writers: dict[int, str] = {}
+        self._writers: dict[int, ReqContext] = {}
         """Slot that a request writes -> that request."""
         self._recency = RecencyLog(self._rank)
         self._accept_prefix = accept_prefix
         self._admission = admission
-        self._events = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
-        self._loads: dict[str, Counter[OffloadKey]] = {}
+        self._loads = Loads()
+        refs = self._refs
+        self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
         self._writing = 0
-        self._epoch = 0
+        self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
+        """What `take_events` tells, and what of it was dropped."""
+        self.generation = 0
+        """How often this was reset: a grant of an earlier generation is worth nothing any more."""
 
     # -- requests -------------------------------------------------------------------------------
 
     def open_request(self, ctx: ReqContext) -> None:
-        """Begin a request; raises StateError if it is live already."""
+        """Begin a request; raises StateError if this very context is live already."""
         self._recency.open(ctx)
 
-    def close_request(self, ctx: ReqContext) -> None:
-        """Commit what the request used to the policy; raises StateError if it is not live."""
-        self._recency.commit(ctx)
+    def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
+        """Commit what the request used; return what it found, head to tail."""
+        return self._recency.commit(ctx)
 
-    def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> bool:
         """Note a use. Counts at the request's end, or at once if the request is unknown.
+
+        Returns:
+            Whether it counts already.
 
         Raises:
             StateError: Something is too short to be a key.
@@ -97,8 +105,9 @@ class Primary(ResidentBlocks):
             raise too_short(keys)
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
-        else:
-            self._rank(dict.fromkeys(keys, True).items())
+            return False
+        self._rank(dict.fromkeys(keys, True).items())
+        return True
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -111,30 +120,27 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
-        if keys:
-            self._loads.setdefault(ctx.req_id, Counter()).update(keys)
+        self.counters.loaded_blocks += len(keys)
+        self._loads.begin(ctx, keys)
         self._recency.note(ctx, keys, reused=True)
         return slots
 
-    def complete_load(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Undo the request's `prepare_load`. After a reset, what it forgot is ignored.
+    def complete_load(
+        self, ctx: ReqContext, keys: Sequence[OffloadKey], generation: int | None = None
+    ) -> None:
+        """Undo the request's `prepare_load`, which a reset may have done already.
+
+        Args:
+            ctx: The request.
+            keys: What it has loaded.
+            generation: That of the grant. None: whoever calls drops what is from before a reset.
 
         Raises:
             StateError: The request did not load a key, and no reset has happened.
         """
-        loads = self._loads.get(ctx.req_id, Counter())
-        known = asked = Counter(keys)
-        if any(count > loads.get(key, 0) for key, count in asked.items()):
-            if not self._epoch:
-                raise StateError(f"request {ctx.req_id!r} completes a load that it did not prepare")
-            known = asked & loads
-        for key, count in known.items():
-            loads[key] -= count
-            if not loads[key]:
-                del loads[key]
-        self.unpin(known.elements())
-        if not loads:
-            self._loads.pop(ctx.req_id, None)
+        if generation in {None, self.generation}:
+            may_be_unknown = self.generation > 0
+            self.unpin(self._loads.end(ctx, keys, may_be_unknown=may_be_unknown))
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -153,48 +159,43 @@ class Primary(ResidentBlocks):
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
-        refs = self._refs
-        missing, readable, protected = self._sorted_out(keys)
-        wanted = missing if self._admission is None else self._admission.admitted(missing)
-        room = self._pool.free_count + self._idle - len(protected)
-        if len(wanted) > room:
-            if not self._accept_prefix or not room:
+        missing, readable, idle = self._sorted_out(keys)
+        wanted: Sequence[OffloadKey] = missing
+        if self._admission is not None:
+            wanted = self._admission.admitted(missing)
+        left_out: Sequence[OffloadKey] = ()
+        if self._accept_prefix and len(wanted) > self._pool.free_count:
+            used = self._recency.used_by(ctx)
+            if len(wanted) > self._room_beside(idle) - len(used):
+                head = used_before(wanted, used, ctx.key_positions)
+                idle |= self._sorted_out(head)[2]
+            room = self._room_beside(idle)
+            wanted, left_out = split_where_it_fits(wanted, ctx.key_positions, room)
+            if not wanted:
+                self.counters.refused_stores += 1
                 return None
-            wanted = wanted[:room]
-        may_go: Callable[[int], bool] = lambda slot: not refs[slot]  # noqa: E731 - one of two
-        if protected:
-            may_go = lambda slot: not refs[slot] and slot not in protected  # noqa: E731
-        granted = self._reserve(wanted, may_go, ctx.req_id)
+        if idle:
+            granted = self._reserve_beside(idle, wanted, ctx)
+        else:
+            granted = self._reserve(wanted, self._may_go, ctx)
         if granted is None:
+            self.counters.refused_stores += 1
             return None
         slots, evicted = granted
         if self._admission is not None:
-            self._admission.offered(missing)
+            self._admission.offered(those_before(left_out, missing, ctx.key_positions))
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(as_block_ids(slots)), evicted)
+        spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
+        return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
-    def _sorted_out(
-        self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
-        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
-        refs = self._refs
-        missing: list[OffloadKey] = []
-        readable: list[OffloadKey] = []
-        idle: set[int] = set()
-        unique = list(dict.fromkeys(keys))
-        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
-            if slot is None:
-                missing.append(key)
-            elif refs[slot] >= 0:
-                readable.append(key)
-                if not refs[slot]:
-                    idle.add(slot)
-        return missing, readable, idle
+    def _room_beside(self, idle: Collection[int]) -> int:
+        """Return how many blocks fit if those in some idle slots stay."""
+        return self._pool.free_count + self._idle - len(idle)
 
-    def reserve(self, key: OffloadKey, protected: Collection[OffloadKey]) -> int | None:
-        """Reserve a slot for one absent key, evicting at most one other that is not protected.
+    def reserve(self, key: OffloadKey) -> int | None:
+        """Reserve a slot for one absent key, evicting at most one other.
 
         Returns:
             The slot, or None if there is no room: then nothing has changed.
@@ -204,31 +205,37 @@ class Primary(ResidentBlocks):
         """
         if key in self._blocks:
             raise StateError(f"block {key.hex()} is present already")
-        refs, key_of = self._refs, self._blocks.key_of
-        granted = self._reserve(
-            [key], lambda slot: not refs[slot] and key_of(slot) not in protected, None
-        )
+        granted = self._reserve([key], self._may_go, None)
         if granted is None:
             return None
         (slot,), _ = granted
         return slot
 
     def complete_store(
-        self, ctx: ReqContext, keys: Sequence[OffloadKey], *, success: bool
+        self,
+        ctx: ReqContext,
+        keys: Sequence[OffloadKey],
+        *,
+        success: bool,
+        generation: int | None = None,
     ) -> list[OffloadKey]:
         """End the request's write of `keys`; return those that were its to end.
 
-        Keys that are ready, unknown, or being written by another are ignored.
+        Keys that are ready, unknown, or being written by another are ignored; and so are all if
+        they were granted before a reset: see `complete_load` for the generation.
         """
-        parts, writers, req_id = self._parts, self._writers, ctx.req_id
+        parts, writers = self._parts, self._writers
         mine: list[OffloadKey] = []
         slots: list[int] = []
+        if generation not in {None, self.generation}:
+            return mine
         for key in dict.fromkeys(keys):
             slot = parts[key[PART_AT]].get(key)
-            if slot is not None and writers.get(slot) == req_id:
+            if slot is not None and writers.get(slot) is ctx:
                 mine.append(key)
                 slots.append(slot)
         self._end_write(mine, slots, success=success)
+        self.counters.stored_blocks += success * len(mine)
         return mine
 
     def complete_write(self, keys: Sequence[OffloadKey], *, success: bool) -> None:
@@ -256,9 +263,9 @@ class Primary(ResidentBlocks):
         Args:
             still_touched: Slots that disowned copies still touch, once a copy; they become held.
         """
-        self._epoch += 1
+        self.generation += 1
         removed = [key for key, _, refs in self.resident() if refs >= 0]
-        self._events.add(removed, removed=True)
+        self.event_log.add(removed, removed=True)
         self._blocks.clear()
         self._writers.clear()
         self._loads.clear()
@@ -272,7 +279,7 @@ class Primary(ResidentBlocks):
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events since the last call."""
-        return self._events.take(self._blocks.__contains__)
+        return self.event_log.take(self._blocks.__contains__)
 
     @property
     def num_slots(self) -> int:
@@ -296,11 +303,6 @@ class Primary(ResidentBlocks):
         """The slots. For invariants and inspection."""
         return self._pool
 
-    @property
-    def policy(self) -> CachePolicy:
-        """The ranking. For invariants and inspection."""
-        return self._policy
-
     def state_of(self, key: OffloadKey) -> BlockState:
         """Return where a key stands."""
         slot = self._blocks.get(key)
@@ -310,24 +312,31 @@ class Primary(ResidentBlocks):
             return BlockState.WRITING
         return BlockState.PINNED if self._refs[slot] else BlockState.IDLE
 
-    def ranked(self) -> list[OffloadKey]:
-        """Return the keys that the policy ranks, the best victim first.
-
-        For invariants and inspection.
-        """
-        return self._blocks.keys_of(tuple(self._policy.resident()))
-
     def loads(self) -> Counter[OffloadKey]:
         """Return how many loads pin each key. For invariants and inspection."""
-        return sum(self._loads.values(), Counter())
+        return self._loads.total()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _reserve_beside(
+        self, idle: Collection[int], missing: Sequence[OffloadKey], writer: ReqContext
+    ) -> tuple[list[int], list[OffloadKey]] | None:
+        """Reserve as `_reserve` does, with the blocks in these idle slots pinned."""
+        refs = self._refs
+        for slot in idle:
+            refs[slot] = 1
+        try:
+            return self._reserve(missing, self._may_go, writer)
+        finally:
+            for slot in idle:
+                refs[slot] = 0
+            self._policy.released(tuple(idle))
 
     def _reserve(
         self,
         missing: Sequence[OffloadKey],
         is_evictable: Callable[[int], bool],
-        writer: str | None,
+        writer: ReqContext | None,
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Return the slots of absent keys, and the keys that had to go for them."""
         if not missing:
@@ -338,9 +347,12 @@ class Primary(ResidentBlocks):
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None:
             return None
+        if self.on_evicted is not None and victims:
+            self.on_evicted(victims)
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
-        self._events.add(evicted, removed=True)
+        self.counters.evicted_blocks += len(victims)
+        self.event_log.add(evicted, removed=True)
         if len(victims) == len(missing):
             slots = victims[::-1]  # what freeing and allocating them would give
         else:
@@ -369,7 +381,10 @@ class Primary(ResidentBlocks):
             writers.pop(slot, None)
         self._writing -= len(slots)
         self._idle += len(slots)
-        self._events.add(keys, removed=False)
+        self._policy.released(slots)
+        self.event_log.add(keys, removed=False)
+        if self.decided is not None:
+            self.decided(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
@@ -377,16 +392,6 @@ class Primary(ResidentBlocks):
         self._policy.discard(slots)
         self._blocks.remove(slots)
         self._writing -= len(slots)
-        self._events.add(keys, removed=True, metadata_only=True)
-
-    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
-        """Tell the policy what a request used, head to tail; absent keys are left out."""
-        parts = self._parts
-        slots: list[int] = []
-        reused: list[bool] = []
-        for key, again in accesses:
-            slot = parts[key[PART_AT]].get(key)
-            if slot is not None:
-                slots.append(slot)
-                reused.append(again)
-        self._policy.access(slots, reused)
+        self.event_log.add(keys, removed=True, metadata_only=True)
+        if self.decided is not None:
+            self.decided(keys)

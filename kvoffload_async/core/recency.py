@@ -6,7 +6,7 @@ transfers end, and lets the tail of a prompt go before its head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey, ReqContext
@@ -22,21 +22,21 @@ class RecencyLog:
             rank: Takes what a request used, head to tail, and whether it found a key or stored it.
         """
         self._rank = rank
-        self._accesses: dict[str, dict[OffloadKey, bool]] = {}
+        self._accesses: dict[ReqContext, dict[OffloadKey, bool]] = {}
 
     def open(self, ctx: ReqContext) -> None:
         """Begin a request.
 
         Raises:
-            StateError: A request with this id is live.
+            StateError: This very request is live; another one may have its id.
         """
-        if ctx.req_id in self._accesses:
+        if ctx in self._accesses:
             raise StateError(f"request {ctx.req_id!r} is known already")
-        self._accesses[ctx.req_id] = {}
+        self._accesses[ctx] = {}
 
     def knows(self, ctx: ReqContext) -> bool:
         """Tell whether the request is live."""
-        return ctx.req_id in self._accesses
+        return ctx in self._accesses
 
     def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
         """Record that a live request used keys; the first use of a key decides how it counts.
@@ -44,7 +44,7 @@ class RecencyLog:
         Raises:
             StateError: The request is not live.
         """
-        accesses = self._accesses.get(ctx.req_id)
+        accesses = self._accesses.get(ctx)
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         if accesses:
@@ -53,22 +53,27 @@ class RecencyLog:
         else:
             accesses.update(dict.fromkeys(keys, reused))
 
-    def commit(self, ctx: ReqContext) -> None:
-        """End a request: rank what it used.
+    def used_by(self, ctx: ReqContext) -> Collection[OffloadKey]:
+        """Return what a live request has used so far."""
+        return self._accesses[ctx].keys()
+
+    def commit(self, ctx: ReqContext) -> list[OffloadKey]:
+        """End a request: rank what it used; return what it found, head to tail.
 
         Raises:
             StateError: The request is not live.
         """
-        accesses = self._accesses.pop(ctx.req_id, None)
+        accesses = self._accesses.pop(ctx, None)
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
         positions = ctx.key_positions
-        if not positions:
-            self._rank(accesses.items())
-            return
-        last = max(positions.values()) + 1
-        self._rank(sorted(accesses.items(), key=lambda access: positions.get(access[0], last)))
+        ordered: Iterable[tuple[OffloadKey, bool]] = accesses.items()
+        if positions:
+            last = max(positions.values()) + 1
+            ordered = sorted(ordered, key=lambda access: positions.get(access[0], last))
+        self._rank(ordered)
+        return [key for key, reused in ordered if reused]
 
-    def live_requests(self) -> set[str]:
-        """Return the ids of the live requests."""
+    def live_requests(self) -> set[ReqContext]:
+        """Return the live requests."""
         return set(self._accesses)

@@ -13,14 +13,17 @@ class RequestState:
     __slots__ = (
         "_deferred_at_s",
         "_deferred_s",
+        "asked_at_s",
         "ctx",
         "failed",
+        "is_deferred",
         "is_expired",
         "is_finished",
         "parked",
         "request_level_tiers",
         "retained",
         "unflushed_promotions",
+        "waits",
         "writing",
     )
 
@@ -36,8 +39,15 @@ class RequestState:
         """Slots reserved in this step whose job is not submitted yet."""
         self.parked: dict[OffloadKey, None] = {}
         """Keys to cascade to the request-level tiers once another request has written them."""
-        self.retained: dict[OffloadKey, None] = {}
-        """Promoted blocks that landed and wait, pinned, to be loaded."""
+        self.retained: dict[OffloadKey, bool] = {}
+        """Blocks that stay, pinned, until the request loads them or proceeds without them, and
+        whether they were promoted for it."""
+        self.waits = False
+        """Whether it has looked something up and not proceeded since; see `Retention`."""
+        self.is_deferred = False
+        """Whether a lookup of this step was deferred."""
+        self.asked_at_s = 0.0
+        """When it last looked something up."""
         self.failed: set[tuple[int, OffloadKey]] = set()
         """Promotions that failed: not tried again for this request."""
         self._deferred_s = 0.0
@@ -58,6 +68,7 @@ class RequestState:
 
         Time adds up from one deferred lookup to the next, and a failed round does not reset it.
         """
+        self.is_deferred = True
         if self._deferred_at_s is not None:
             self._deferred_s += max(0.0, now_s - self._deferred_at_s)
         self._deferred_at_s = now_s
@@ -75,3 +86,4 @@ class RequestState:
         self.writing.clear()
         self.parked.clear()
         self.retained.clear()
+        self.waits = self.is_deferred = False

@@ -1,4 +1,4 @@
-"""Which blocks are resident, in which slots, and how often each is pinned.
+"""Which blocks are resident, in which slots, how often each is pinned, and who may be evicted.
 
 A block's state machine, encoded in one counter so that a batch costs one integer a key:
 
@@ -9,14 +9,17 @@ A block's state machine, encoded in one counter so that a batch costs one intege
 
 What is known of a block lies in arrays by slot: a million blocks cost no object each that the
 garbage collector walks, and no step moves more than a few small parts of a table. Bytes a block at
-a million, under LRU: 160 with its key of 36, 91 without; 38 more once blocks have come and gone.
+a million, under LRU: 164 with its key of 36, 95 without; 38 more once blocks have come and gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.core.counters import PrimaryCounters
+from kvoffload_async.core.index import KeysDecided
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
 from kvoffload_async.tables.keymap import PART_AT, too_short
@@ -27,18 +30,28 @@ WRITING: Final = -1
 
 
 class ResidentBlocks:
-    """The blocks of a cache with `num_slots` slots: what `Primary` looks up and pins.
+    """The blocks of a cache with `num_slots` slots: what `Primary` looks up, pins and ranks.
 
     Thread: owner.
+
+    Attributes:
+        decided: Told of keys whose writes have ended, well or not, other than by a reset.
+        counters: What it has done so far.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        """Start empty."""
+    decided: KeysDecided | None = None
+
+    def __init__(self, num_slots: int, policy: CachePolicy) -> None:
+        """Start empty; the policy is owned from now on."""
+        self._policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._idle = 0
+        self.on_evicted: Callable[[Sequence[int]], None] | None = None
+        """Told which slots are about to lose their blocks, while somebody needs to know."""
+        self.counters = PrimaryCounters()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
@@ -76,12 +89,27 @@ class ResidentBlocks:
         """Undo one `pin`."""
         keys = tuple(keys)
         refs = self._refs
-        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-            count = 0 if slot is None else refs[slot]
-            if slot is None or count < 1:
-                raise StateError(f"block {key.hex()} is not pinned")
-            self._idle += count == 1
-            refs[slot] = count - 1
+        released: list[int] = []
+        try:
+            for key, slot in zip(keys, self._blocks.find(keys), strict=True):
+                count = 0 if slot is None else refs[slot]
+                if slot is None or count < 1:
+                    raise StateError(f"block {key.hex()} is not pinned")
+                refs[slot] = count - 1
+                if count == 1:
+                    released.append(slot)
+        finally:
+            self._idle += len(released)
+            self._policy.released(released)
+
+    def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the slots of those of the keys that are readable, in their order."""
+        refs = self._refs
+        return [s for s in self._blocks.find(keys) if s is not None and refs[s] >= 0]
+
+    def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
+        """Return the keys of the blocks in slots that are taken."""
+        return self._blocks.keys_of(slots)
 
     def slot_of(self, key: OffloadKey) -> int:
         """Return a resident key's slot; raises StateError if it is absent."""
@@ -94,12 +122,49 @@ class ResidentBlocks:
         """Return the key of the block in a slot. For invariants and inspection."""
         return self._blocks.key_of(slot)
 
+    @property
+    def policy(self) -> CachePolicy:
+        """The ranking. For invariants and inspection."""
+        return self._policy
+
+    def ranked(self) -> list[OffloadKey]:
+        """Return the keys that the policy ranks, the best victim first.
+
+        For invariants and inspection.
+        """
+        return self._blocks.keys_of(tuple(self._policy.resident()))
+
+    def forgotten(self) -> list[OffloadKey]:
+        """Return keys that may go, but that the policy skips: there must be none.
+
+        For invariants and inspection.
+        """
+        return self._blocks.keys_of([s for s in self._policy.skipped() if not self._refs[s]])
+
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
         """Iterate over (key, slot, reference count), -1 for writing.
 
         For invariants and inspection.
         """
         return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
+
+    def _sorted_out(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
+        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
+        refs = self._refs
+        missing: list[OffloadKey] = []
+        readable: list[OffloadKey] = []
+        idle: set[int] = set()
+        unique = list(dict.fromkeys(keys))
+        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
+            if slot is None:
+                missing.append(key)
+            elif refs[slot] >= 0:
+                readable.append(key)
+                if not refs[slot]:
+                    idle.add(slot)
+        return missing, readable, idle
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots = []
@@ -108,3 +173,15 @@ class ResidentBlocks:
                 raise StateError(f"block {key.hex()} is not being written")
             slots.append(slot)
         return slots
+
+    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
+        """Tell the policy what a request used, head to tail; absent keys are left out."""
+        parts = self._parts
+        slots: list[int] = []
+        reused: list[bool] = []
+        for key, again in accesses:
+            slot = parts[key[PART_AT]].get(key)
+            if slot is not None:
+                slots.append(slot)
+                reused.append(again)
+        self._policy.access(slots, reused)

@@ -1,4 +1,4 @@
-"""One tier on the owner's side: its jobs, its index, its breaker, its counters, its effects."""
+"""One tier on the owner's side: its jobs, its index, its breakers, its counters, its effects."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvoffload_async.abc.events import (
+    AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
     JobOverdue,
@@ -15,17 +16,17 @@ from kvoffload_async.abc.events import (
     TierEvent,
 )
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings
+from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import KeyIndex
+from kvoffload_async.core.health import TierHealth
+from kvoffload_async.core.index import ExactIndex, KeyIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
     StateError,
     TierClosedError,
-    TierFullError,
 )
 from kvoffload_async.types import (
     JobId,
@@ -40,7 +41,6 @@ from kvoffload_async.types import (
 )
 
 _GONE = (BlockMissingError, CorruptBlockError)
-_FAULT_OF_ONE_BLOCK = (BlockMissingError, CorruptBlockError, TierFullError)
 
 
 class TierLookup(Protocol):
@@ -53,7 +53,14 @@ class TierLookup(Protocol):
 
 @dataclass(slots=True)
 class TierCounters:
-    """What a tier has done so far."""
+    """What a tier has done so far.
+
+    Attributes:
+        dropped_blocks: Evicted from the primary, or given up, before the tier had room for them.
+        late_blocks: Submitted after they had waited for room.
+        failed_store_blocks: Not stored, for a reason that does not pass, or too often to go on.
+        refused_keys: What the tier announced that is no key.
+    """
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -61,7 +68,25 @@ class TierCounters:
     loaded_bytes: int = 0
     failed_jobs: int = 0
     failed_loads: int = 0
+    failed_blocks: int = 0
     dropped_blocks: int = 0
+    late_blocks: int = 0
+    failed_store_blocks: int = 0
+    refused_keys: int = 0
+
+    def count(self, job: JobMetadata, result: JobResult) -> None:
+        """Count a job that has its result."""
+        self.failed_jobs += not result.success
+        self.failed_loads += job.is_promotion and not result.success
+        num_bytes = result.transfer_bytes or 0
+        landed = len(job.keys) if result.success else len(result.successful_keys or ())
+        self.failed_blocks += len(job.keys) - landed
+        if job.is_promotion:
+            self.loaded_bytes += num_bytes
+            self.loaded_blocks += landed
+        else:
+            self.stored_bytes += num_bytes
+            self.stored_blocks += landed
 
 
 class TierState:
@@ -69,7 +94,7 @@ class TierState:
 
     Effects pile up until `take_effects`, which also launches the jobs among them: until then a
     job is certainly untouched by the tier. What happened in the tier comes in through `handle`.
-    Breaker, back-pressure and counters are the planner's: a manager alone does without them.
+    Breakers, back-pressure and counters are the planner's: a manager alone does without them.
 
     Thread: owner.
 
@@ -77,7 +102,12 @@ class TierState:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
         cascading_blocks: Blocks of stores whose copies may still run.
+        promotion_slots: Slots of promotions, from their reservation until their block has landed or
+            was given up, and no copy runs.
         effects: What waits to be handed over.
+        event_log: What `take_events` tells, and what of it was dropped.
+        health: When the planner leaves a failing tier alone.
+        is_available: Whether the tier is open; it may not be yet, or not any more.
     """
 
     def __init__(
@@ -87,7 +117,7 @@ class TierState:
         slot_bytes: int,
         events: EventLog,
         *,
-        breaker: Breaker | None = None,
+        breaker: BreakerSettings | None = None,
         medium: Medium = Medium.STORAGE,
         locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,
@@ -99,7 +129,7 @@ class TierState:
             index: What is known of the tier's contents; owned by this object from now on.
             slot_bytes: Bytes a row.
             events: Where changes of the tier's contents are announced.
-            breaker: When the planner leaves a failing tier alone.
+            breaker: When the planner leaves a failing tier alone, in each direction.
             medium: Where the tier's blocks lie.
             locality: How far away that is.
             backpressure: Spares the tier some cascades when it is slow.
@@ -107,33 +137,49 @@ class TierState:
         self.name = name
         self.index = index
         self.jobs = Ledger(slot_bytes)
-        self.breaker = breaker or Breaker(BreakerSettings())
+        self.health = TierHealth(breaker or BreakerSettings())
         self.medium = medium
         self.locality = locality
         self.backpressure = backpressure
-        self.cascading_blocks = 0
+        self.cascading_blocks = self.promotion_slots = 0
         self.counters = TierCounters()
-        self._events = events
+        self.event_log = events
         self.effects: list[TierEffect] = []
+        self.is_available = True
         self._closed = False
 
     # -- questions ------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS or RETRY, from memory."""
-        return self.index.lookup(key, req_context.req_id)
+        return self.index.lookup(key, req_context)
 
     def may_load(self, ctx: ReqContext, now_s: float) -> bool:
         """Tell whether a request may be promoted from here now."""
-        return self.breaker.permits(now_s) and any(
-            matcher.matches(self.medium, self.locality) for matcher in ctx.load_tier_filter
+        return (
+            self.is_available
+            and self.health.loads.permits(now_s)
+            and any(matcher.matches(self.medium, self.locality) for matcher in ctx.load_tier_filter)
         )
 
     def takes_store(self, now_s: float) -> bool:
         """Tell whether one more cascade may be submitted now."""
-        if not self.breaker.permits(now_s):
+        if not self.may_store(now_s):
             return False
         return self.backpressure is None or not self.backpressure.drops_store(now_s)
+
+    def may_store(self, now_s: float) -> bool:
+        """Tell whether the tier is open and in order, as far as is known."""
+        return self.is_available and self.health.stores.permits(now_s)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the tier's contents are known here."""
+        return isinstance(self.index, ExactIndex)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the keys that the tier is known not to have."""
+        return self.index.lacks(keys)
 
     @property
     def has_pending_work(self) -> bool:
@@ -144,8 +190,32 @@ class TierState:
         return bool(
             self.jobs.unfinished_count
             or self.jobs.has_ended
-            or (self.index.is_waiting and not self._closed)
+            or (self._waits_for_probes and not self._closed)
         )
+
+    # -- what the planner tells -----------------------------------------------------------------
+
+    def begin_step(self, now_s: float) -> None:
+        """Note the time; from the first call on the breakers are heeded for probes too."""
+        self.health.now_s = now_s
+
+    def reserve_slot(self) -> None:
+        """Count a slot that was reserved for a promotion."""
+        self.promotion_slots += 1
+        self.health.promotion_reserved()
+
+    def reset(self) -> None:
+        """Forget what a reset of the primary has made void."""
+        self.health.reset()
+        if self.backpressure is not None:
+            self.backpressure.clear()
+
+    @property
+    def _waits_for_probes(self) -> bool:
+        """Whether a probe is outstanding, or may be started: steps do not bring a tier back."""
+        if self.health.permits_probe():
+            return self.index.is_waiting
+        return bool(self.index.probes_outstanding)
 
     # -- what the owner wants -------------------------------------------------------------------
 
@@ -173,27 +243,34 @@ class TierState:
 
     def take_on(self, job: JobMetadata) -> None:
         """Accept a job of the planner's; it counts, and so does what `take_ended` says of it."""
-        self.breaker.note(BreakerEvent.TRIED, job.submit_time)
         if not job.is_promotion:
+            self.health.store_submitted(job)
             self.cascading_blocks += len(job.keys)
         self.submit(job)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
         """Pass a use of blocks on to the tier."""
         if keys and not self._closed:
-            self.effects.append(TouchBlocks(tuple(keys)))
+            self.effects.append(TouchBlocks(tuple(keys), ctx))
+
+    def begin_request(self, ctx: ReqContext) -> None:
+        """Learn of the engine's own request."""
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
-        self.index.forget_request(ctx.req_id)
+        self.index.forget_request(ctx)
 
     def end_step(self) -> None:
-        """Queue the probe for what was asked in this step."""
+        """Queue the probe for what was asked in this step, unless the tier is left alone."""
         if self._closed:
+            return
+        if not self.health.permits_probe():
+            self.index.left_alone()
             return
         probe: StartProbe | None = self.index.next_probe()
         if probe is not None:
             self.effects.append(probe)
+            self.health.probe_started(probe.generation)
 
     def take_effects(self) -> list[TierEffect]:
         """Detach the effects; the jobs among them now belong to the tier until they settle."""
@@ -220,12 +297,15 @@ class TierState:
                     self.index.vanished(job.keys, surely=False)
             case ProbeAnswered():
                 self.index.answered(event.generation, event.present)
+                self.health.probe_ended(event)
             case BlocksAppeared():
                 self.index.appeared(event.keys)
-                self._events.add(event.keys, removed=False)
-            case BlocksEvicted():  # pragma: no branch - no other event exists
+                self.event_log.add(event.keys, removed=False)
+            case BlocksEvicted():
                 self.index.vanished(event.keys, surely=True)
-                self._events.add(event.keys, removed=True)
+                self.event_log.add(event.keys, removed=True)
+            case AnnouncementRefused():  # pragma: no branch - no other event exists
+                self.counters.refused_keys += event.num_keys
 
     def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
         """Detach the planner's jobs that have a result since the last call, and count them."""
@@ -238,19 +318,22 @@ class TierState:
         """Detach the planner's disowned jobs whose memory became free since the last call."""
         released = self.jobs.take_released()
         for record in released:
-            if not record.job.is_promotion:
+            if record.job.is_promotion:
+                self.promotion_slots -= len(record.job.keys)
+            else:
                 self.cascading_blocks -= len(record.job.keys)
         return released
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach what appeared in and disappeared from the tier since the last call."""
-        return self._events.take(lambda _key: False)
+        return self.event_log.take(lambda _key: False)
 
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop the intake; jobs that were not handed over fail now, the others go on."""
         self._closed = True
+        self.is_available = False
         self.effects.clear()
         self._abandon(JobState.QUEUED)
 
@@ -263,29 +346,31 @@ class TierState:
     # -- inside ---------------------------------------------------------------------------------
 
     def _settle(self, event: JobSettled) -> None:
-        is_late = self.jobs.state_of(event.job_id) is JobState.DISOWNED
         job = self.jobs.handle(event)
         if event.job_error is not None:
             if job.is_promotion:
                 self.index.vanished(job.keys, surely=False)
             return
-        failures = event.failures
+        failures, outdated = event.failures, event.outdated
         if not job.is_promotion:
             stored: Sequence[OffloadKey] = job.keys
             if failures:
                 stored = [key for i, key in enumerate(job.keys) if i not in failures]
+            if outdated:
+                stored = [key for key in stored if key not in outdated]
             self.index.appeared(stored)
-            self._events.add(stored, removed=False)
+            self.event_log.add(stored, removed=False)
             return
-        if not failures or is_late:
-            return  # what a late load has missed may have been stored since
-        gone = [job.keys[i] for i, error in failures.items() if isinstance(error, _GONE)]
+        if not failures:
+            return
+        failed = {job.keys[i]: error for i, error in failures.items()}
+        gone = [key for key, error in failed.items() if isinstance(error, _GONE)]
+        unavailable = [key for key, error in failed.items() if not isinstance(error, _GONE)]
+        if outdated:
+            gone = [key for key in gone if key not in outdated]
         self.index.vanished(gone, surely=True)
-        self._events.add(gone, removed=True)
-        self.index.vanished(
-            [job.keys[i] for i, error in failures.items() if not isinstance(error, _GONE)],
-            surely=False,
-        )
+        self.event_log.add(gone, removed=True)
+        self.index.vanished(unavailable, surely=False)
 
     def _abandon(self, *states: JobState) -> None:
         for job_id in self.jobs.ids_in(*states):
@@ -294,23 +379,16 @@ class TierState:
             )
 
     def _count(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
-        worked = result.success or isinstance(result.error, _FAULT_OF_ONE_BLOCK)
-        self.breaker.note(BreakerEvent.WORKED if worked else BreakerEvent.FAULTED, now_s)
-        self.counters.failed_jobs += not result.success
-        self.counters.failed_loads += job.is_promotion and not result.success
-        num_bytes = result.transfer_bytes or 0
-        landed = len(job.keys) if result.success else len(result.successful_keys or ())
+        self.health.job_ended(job, result, now_s)
+        self.counters.count(job, result)
         if job.is_promotion:
-            self.counters.loaded_bytes += num_bytes
-            self.counters.loaded_blocks += landed
             return
         if not result.disowned:
             self.cascading_blocks -= len(job.keys)
-        self.counters.stored_bytes += num_bytes
-        self.counters.stored_blocks += landed
         if self.backpressure is None:
             return
         if result.success:
+            num_bytes = result.transfer_bytes or 0
             self.backpressure.store_ended(result.transfer_time or 0.0, num_bytes, now_s)
         else:
             self.backpressure.store_failed(now_s)

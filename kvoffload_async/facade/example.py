@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from kvoffload_async.facade.secondary import SecondaryTierManager, TierOptions
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.tiers.example import ExampleTier
 
 

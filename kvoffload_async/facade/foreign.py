@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Final
+import traceback
+from collections.abc import Callable
+from typing import Any, Final
 
-from kvoffload_async.core.breaker import Breaker
-from kvoffload_async.core.effects import FinishRequest, StartJob
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.effects import BeginRequest, FinishRequest, StartJob, TouchBlocks
 from kvoffload_async.core.foreign_tier import ForeignTierState
-from kvoffload_async.core.ledger import refused
-from kvoffload_async.errors import StateError, TierUnavailableError
+from kvoffload_async.core.ledger import JobState
+from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.facade.guard import GUARDED, TierGuard, wrong
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.types import JobMetadata, ReqContext
-
-logger = logging.getLogger(__name__)
+from kvoffload_async.types import (
+    JobId,
+    JobMetadata,
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+)
 
 _LEFT_TO_THE_PLANNER: Final = (
     "on_request_finished",
     "lookup",
+    "touch",
     "submit_store",
     "submit_load",
     "get_finished_jobs",
@@ -33,45 +42,55 @@ def is_foreign(manager: SecondaryTierManager) -> bool:
     )
 
 
+def share_health(state: TierState, manager: SecondaryTierManager) -> None:
+    """Have the probes of a manager's own state count where the planner looks."""
+    own = getattr(manager, "tier_state", None)
+    if isinstance(own, TierState):
+        own.health = state.health
+
+
 class ForeignTier:
-    """Carries effects to such a manager, and its results back.
+    """Carries effects to such a manager, and its results back; no error of its escapes.
 
     Thread: owner.
 
     Attributes:
         state: What the planner drives.
+        guard: Through which the manager is called.
     """
 
-    def __init__(self, manager: SecondaryTierManager, breaker: Breaker) -> None:
+    def __init__(
+        self, manager: SecondaryTierManager, breaker: BreakerSettings, clock: Callable[[], float]
+    ) -> None:
         self.state = ForeignTierState(
             manager.tier_type,
-            manager,
+            self,
             breaker=breaker,
             medium=manager.medium,
             locality=manager.locality,
             backpressure=manager.backpressure_detector,
         )
+        self.guard = TierGuard(manager, self.state, clock)
         self._manager = manager
+        share_health(self.state, manager)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return what the manager says."""
+        return self.guard.lookup(key, req_context)
 
     def poll_tier(self) -> None:
-        """Have the state hold what the manager has to report.
-
-        Raises:
-            StateError: Something was reported that is no job of this tier's; all else is taken in.
-        """
-        wrong: list[StateError] = []
-        for result in self._manager.get_finished_jobs():
+        """Have the state hold what the manager has to report; what is wrong is only logged."""
+        for result in self.guard.finished_jobs():
             try:
-                self.state.answer(result)
-            except StateError as error:
-                wrong.append(error)
-        for job_id in self._manager.get_released_jobs():
+                self.state.answer(_checked(result))
+            except GUARDED as error:
+                self.guard.complain("get_finished_jobs", error)
+                self._fail_job_of(result, error)
+        for job_id in self.guard.released_jobs():
             try:
                 self.state.release(job_id)
-            except StateError as error:
-                wrong.append(error)
-        if wrong:
-            raise wrong[0]
+            except GUARDED as error:
+                self.guard.complain("get_released_jobs", error)
 
     def hand_over(self) -> None:
         """Execute what the planner wants done; a job that is refused has its result at once."""
@@ -79,15 +98,12 @@ class ForeignTier:
             match effect:
                 case StartJob(job):
                     self._submit(job)
+                case TouchBlocks(keys, ReqContext() as ctx):
+                    self.guard.touch(keys, ctx)
+                case BeginRequest(ctx):
+                    self.guard.wants_whole_requests(ctx)
                 case FinishRequest(ctx):  # pragma: no branch - there are no other effects
-                    self._finish(ctx)
-
-    def _finish(self, ctx: ReqContext) -> None:
-        try:
-            self._manager.on_request_finished(ctx)
-        except Exception:
-            # The effects behind it have left the state: they must be carried out all the same.
-            logger.exception("tier %s: the end of request %s", self._manager.tier_type, ctx.req_id)
+                    self.guard.finish_request(ctx)
 
     def _submit(self, job: JobMetadata) -> None:
         try:
@@ -95,7 +111,37 @@ class ForeignTier:
                 self._manager.submit_load(job)
             else:
                 self._manager.submit_store(job)
-        except Exception as cause:  # noqa: BLE001 - third-party code; it becomes the job's result
-            error = TierUnavailableError(f"{self._manager.tier_type} refused the job: {cause}")
-            error.__cause__ = cause
-            self.state.answer(refused(job, error))
+        except GUARDED as cause:
+            self._fail(job.job_id, f"{self.state.name} refused the job", cause)
+
+    def _fail_job_of(self, report: object, cause: BaseException) -> None:
+        """Give the job of a report that cannot be read its result, if it is known which it is."""
+        job_id = getattr(report, "job_id", None)
+        if isinstance(job_id, int) and self.state.jobs.state_of(job_id) is JobState.FLYING:
+            self._fail(job_id, f"{self.state.name} reported nonsense", cause)
+
+    def _fail(self, job_id: JobId, what: str, cause: BaseException) -> None:
+        # Not str(): an error of a third party's may raise there.
+        text = "".join(traceback.format_exception_only(cause)).strip()
+        error = TierUnavailableError(f"{what}: {text}")
+        error.__cause__ = cause
+        self.state.fail(job_id, error)
+
+
+def _checked(result: object) -> JobResult:
+    """Return what a manager has reported, if all of it is what it must be.
+
+    Raises:
+        StateError: It is not.
+    """
+    if isinstance(result, JobResult):
+        fields: tuple[tuple[object, Any], ...] = (
+            (result.job_id, int),
+            (result.successful_keys, frozenset | None),
+            (result.transfer_time, int | float | None),
+            (result.transfer_bytes, int | float | None),
+            (result.error, Exception | None),
+        )
+        if all(isinstance(value, allowed) for value, allowed in fields):
+            return result
+    raise wrong(result)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Final, Unpack
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import KVIdentity, TierPlace
 from kvoffload_async.config import (
-    OffloadConfig,
-    at_least,
     parse_bool,
     parse_fraction,
     parse_name,
@@ -17,24 +17,21 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.secondary import (
-    SecondaryTierManager,
-    TierOptions,
-    check_tier_options,
-    read_threads,
-)
+from kvoffload_async.facade.places import examine
+from kvoffload_async.facade.secondary import SecondaryTierManager, read_threads
 from kvoffload_async.facade.storage import (
     config_of,
-    default_run_config,
-    identity_fields,
+    identity_of,
+    named_layout,
     parse_choice,
     parse_directory,
-    parse_run_config,
 )
+from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
-from kvoffload_async.tiers.fs.space import SpaceSettings
+from kvoffload_async.tiers.fs.space import Footprint, SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.types import Locality
 
@@ -53,8 +50,6 @@ class FileSystemTierManager(SecondaryTierManager):
         tier_type: str = "fs",
         *,
         root_dir: str,
-        rank: int = 0,
-        run_config: Mapping[str, Any] | None = None,
         verify: str = "when_present",
         capacity_bytes: int | str | None = None,
         eviction_policy: str = "lru",
@@ -75,10 +70,6 @@ class FileSystemTierManager(SecondaryTierManager):
             primary_kv_view: See `SecondaryTierManager`.
             tier_type: See `SecondaryTierManager`.
             root_dir: Absolute path of the directory; made if it is not there.
-            rank: Which worker's blocks these are.
-            run_config: Everything that the layout of a block's bytes depends on; by default the
-                spec's geometry and the slot size. What `model`, `fingerprint` and `namespace` say
-                is added to it.
             verify: "required", "when_present" or "off": which blocks are served.
             capacity_bytes: Disk bytes, as allocated, that are never exceeded; None: unbounded.
             eviction_policy: Eviction policy at capacity.
@@ -95,44 +86,36 @@ class FileSystemTierManager(SecondaryTierManager):
         Raises:
             ConfigError: An option is unusable, or the directory is.
         """
-        check_tier_options(options)
-        directory = parse_directory(root_dir)
-        check_policy(parse_name(eviction_policy, "eviction_policy"))
-        high = parse_fraction(high_watermark, "high_watermark")
-        low = parse_fraction(low_watermark, "low_watermark")
-        if low > high:
-            raise ConfigError(
-                f"low_watermark: {low} is above high_watermark={high}; it must not be"
-            )
-        space = None
-        if capacity_bytes is not None:
-            space = SpaceSettings(parse_size_bytes(capacity_bytes, "capacity_bytes"), high, low)
-        fields = parse_run_config(run_config) or default_run_config(
-            offloading_spec, primary_kv_view
-        )
-        fields |= identity_fields(run_config, options, config_of(offloading_spec))
-        settings = FsSettings(
-            root_dir=directory,
-            run_config=fields,
-            rank=at_least(0)(rank, "rank"),
-            verify=Verify(parse_choice(verify, Verify, "verify")),
-            space=space,
-            direct_io=parse_bool(direct_io, "direct_io"),
-            fsync=parse_bool(fsync, "fsync"),
-            # vLLM's own tier reads files of its namespaces without verifying them.
-            reuse_inodes=parse_bool(reuse_inodes, "reuse_inodes") and run_config is None,
-            rescan_interval_s=parse_seconds(rescan_interval_s, "rescan_interval_s"),
-            io_threads=read_threads(options.get("n_read_threads"))
-            + options.get("n_write_threads", 1),
-            locality=Locality(parse_choice(locality, Locality, "locality")),
-        )
-        tier = FsTier(settings, partial(create_policy, eviction_policy), ops)
+        given = {
+            "root_dir": root_dir,
+            "verify": verify,
+            "capacity_bytes": capacity_bytes,
+            "eviction_policy": eviction_policy,
+            "high_watermark": high_watermark,
+            "low_watermark": low_watermark,
+            "direct_io": direct_io,
+            "fsync": fsync,
+            "reuse_inodes": reuse_inodes,
+            "rescan_interval_s": rescan_interval_s,
+            "locality": locality,
+            **options,
+        }
+        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        identity = identity_of(options, config_of(offloading_spec), row_bytes)
+        tier = FsTier(_settings(given, identity), partial(create_policy, eviction_policy), ops)
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
-        """Check that the model is named; see `SecondaryTierManager`."""
-        identity_fields(options.get("run_config"), options, config)
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
+        """Check every option, and that the capacity has room for a block."""
+        settings = _settings(_DEFAULTS | dict(options), identity)
+        capacity_bytes = settings.space.capacity_bytes if settings.space else None
+        place = TierPlace(settings.root_dir, capacity_bytes)
+        if settings.space is not None and identity.block_bytes:
+            namespace = Namespace(settings.root_dir, settings.run_config, settings.rank)
+            ground = examine(replace(place, path=namespace.folder))
+            Footprint.of(ground.status, identity.block_bytes).check(settings.space.capacity_bytes)
+        return [place]
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
@@ -140,3 +123,35 @@ class FileSystemTierManager(SecondaryTierManager):
         from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance  # noqa: PLC0415
 
         return FsMaintenance
+
+
+_DEFAULTS: Final = defaults_of(FileSystemTierManager)
+
+
+def _settings(options: Mapping[str, Any], identity: KVIdentity) -> FsSettings:
+    """Return what the options mean, all of which are there; raises ConfigError."""
+    check_tier_options(options)
+    check_policy(parse_name(options["eviction_policy"], "eviction_policy"))
+    high = parse_fraction(options["high_watermark"], "high_watermark")
+    low = parse_fraction(options["low_watermark"], "low_watermark")
+    if low > high:
+        raise ConfigError(f"low_watermark: {low} is above high_watermark={high}; it must not be")
+    space = None
+    if options["capacity_bytes"] is not None:
+        capacity_bytes = parse_size_bytes(options["capacity_bytes"], "capacity_bytes")
+        space = SpaceSettings(capacity_bytes, high, low)
+    reuses_inodes = parse_bool(options["reuse_inodes"], "reuse_inodes")
+    return FsSettings(
+        root_dir=parse_directory(options["root_dir"]),
+        run_config=named_layout(identity),
+        rank=identity.rank,
+        verify=Verify(parse_choice(options["verify"], Verify, "verify")),
+        space=space,
+        direct_io=parse_bool(options["direct_io"], "direct_io"),
+        fsync=parse_bool(options["fsync"], "fsync"),
+        # vLLM's own tier reads files of its namespaces without verifying them.
+        reuse_inodes=reuses_inodes and options.get("run_config") is None,
+        rescan_interval_s=parse_seconds(options["rescan_interval_s"], "rescan_interval_s"),
+        io_threads=read_threads(options.get("n_read_threads")) + options.get("n_write_threads", 1),
+        locality=Locality(parse_choice(options["locality"], Locality, "locality")),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.types import (
     LoadStoreSpec,
     LookupResult,
@@ -24,7 +25,12 @@ class OffloadingManager(ABC):
     failed transfer never raises.
 
     Thread: owner, the scheduler's, for all of it.
+
+    Attributes:
+        generation: Makes the keys of blocks; one that is read at a request's begin makes all its.
     """
+
+    generation = Generation()
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -39,8 +45,20 @@ class OffloadingManager(ABC):
         """Pin blocks that were HIT earlier in this step; return their slots, in key order."""
 
     @abstractmethod
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Undo one `prepare_load`, whether or not the copy succeeded."""
+    def complete_load(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        generation: int | None = None,
+    ) -> None:
+        """Undo one `prepare_load`, whether or not the copy succeeded.
+
+        Args:
+            keys: The blocks.
+            req_context: The request that prepared it.
+            generation: That of the grant: nothing happens if a reset came in between. None: it did
+                not, or the request has prepared no load of these blocks since.
+        """
 
     @abstractmethod
     def prepare_store(
@@ -48,7 +66,13 @@ class OffloadingManager(ABC):
     ) -> PrepareStoreOutput | None:
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
-        All or nothing: with None nothing is stored, nothing evicted and nothing changed.
+        With None nothing is stored and nothing evicted. If there is room for a head only, that may
+        be granted: what `keys_left_out` names is to be offered again.
+
+        Args:
+            keys: Grouped by KV-cache group, head to tail in each; `ReqContext.key_positions` tells
+                where those of several groups lie.
+            req_context: The request, which is computed now: it waits for no loads any more.
         """
 
     @abstractmethod
@@ -57,10 +81,12 @@ class OffloadingManager(ABC):
         keys: Sequence[OffloadKey],
         req_context: ReqContext,
         success: bool = True,
+        generation: int | None = None,
     ) -> None:
         """Make stored blocks readable or, after a failed copy, forget them.
 
-        Keys that are ready already or unknown are ignored.
+        Keys that are ready already or unknown are ignored. For the generation see
+        `complete_load`.
         """
 
     @abstractmethod

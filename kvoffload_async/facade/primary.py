@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.readings import read_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -35,7 +37,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         *,
         cache_policy: str = "lru",
         buffer: PrimaryBuffer | None = None,
-        accept_prefix: bool = False,
+        accept_prefix: bool = True,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
         enable_events: bool = False,
@@ -46,7 +48,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             num_blocks: Capacity.
             cache_policy: Name of the eviction policy.
             buffer: The memory behind the slots; owned from now on. None: account only.
-            accept_prefix: Store the longest head of a batch that fits, not all or nothing.
+            accept_prefix: Store the longest head of a batch that fits, over all KV-cache groups,
+                not all or nothing.
             store_threshold: A block is stored at its n-th offer; 0 and 1 mean at once.
             max_tracker_size: Keys whose offers are remembered.
             enable_events: Record events for `take_events`.
@@ -88,10 +91,14 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return self.core.lookup(key)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        return CPULoadStoreSpec(as_block_ids(self.core.prepare_load(req_context, keys)))
+        return CPULoadStoreSpec(
+            as_block_ids(self.core.prepare_load(req_context, keys)), self.core.generation
+        )
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.core.complete_load(req_context, keys)
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
+    ) -> None:
+        self.core.complete_load(req_context, keys, generation)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
@@ -99,9 +106,13 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return self.core.prepare_store(req_context, keys)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+        generation: int | None = None,
     ) -> None:
-        self.core.complete_store(req_context, keys, success=success)
+        self.core.complete_store(req_context, keys, success=success, generation=generation)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.core.touch(req_context, keys)
@@ -118,6 +129,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         return False
 
+    def stats(self) -> OffloadingStatistics:
+        """Return what the primary has done so far, and how it is now; also when it is closed."""
+        return OffloadingStatistics(primary=read_primary(self.core))
+
     def reset_cache(self) -> None:
         self.core.reset()
 
@@ -128,4 +143,5 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Release the memory; idempotent."""
         self._closed = True
         if self._buffer is not None:
-            self._buffer.release()
+            counts = self.core.counts  # of blocks that the device may be reading or writing
+            self._buffer.release(is_idle=not (counts["pinned"] or counts["writing"]))

@@ -5,29 +5,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
-from kvoffload_async.config import (
-    OffloadConfig,
-    Parser,
-    at_least,
-    or_none,
-    parse_bool,
-    parse_label,
-    parse_name,
-    parse_seconds,
-)
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
+from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.storage import completed, config_of
+from kvoffload_async.facade.storage import config_of, identity_of
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
+from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -47,47 +39,6 @@ logger = logging.getLogger(__name__)
 
 _KEYS_A_STEP: Final = 4096
 """How many keys that a tier announces the owner takes in at once: about a millisecond's worth."""
-
-
-class TierOptions(TypedDict, total=False):
-    """The options that every tier takes; times in seconds."""
-
-    runtime: Bridge | None
-    io_timeout_s: float
-    probe_timeout_s: float
-    open_timeout_s: float
-    close_timeout_s: float
-    n_read_threads: int | None
-    n_write_threads: int
-    enable_kv_events: bool
-    backpressure_detector: Backpressure | None
-    model: str | None
-    fingerprint: str | None
-    namespace: str | None
-
-
-_PARSERS: Final[Mapping[str, Parser]] = {
-    "io_timeout_s": parse_seconds,
-    "probe_timeout_s": parse_seconds,
-    "open_timeout_s": parse_seconds,
-    "close_timeout_s": parse_seconds,
-    "n_read_threads": or_none(at_least(1)),
-    "n_write_threads": at_least(1),
-    "enable_kv_events": parse_bool,
-    "model": or_none(parse_name),
-    "fingerprint": or_none(parse_label),
-    "namespace": or_none(parse_label),
-}
-
-
-def check_tier_options(options: Mapping[str, Any]) -> None:
-    """Check those of `TierOptions` that a configuration can give; others are ignored.
-
-    Raises:
-        ConfigError: A value is of the wrong type, or impossible.
-    """
-    for name in options.keys() & _PARSERS.keys():
-        _PARSERS[name](options[name], name)
 
 
 def read_threads(wanted: int | None) -> int:
@@ -136,6 +87,8 @@ class SecondaryTierManager:
         model: str | None = None,
         fingerprint: str | None = None,
         namespace: str | None = None,
+        rank: int = 0,
+        run_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the tier; waits for that.
 
@@ -159,13 +112,23 @@ class SecondaryTierManager:
             fingerprint: Content of the model's weights and whatever else KV bytes depend on; by
                 default the spec's.
             namespace: Keeps blocks apart from those of other namespaces.
+            rank: Which engine's blocks these are, where several have other bytes under one key.
+            run_config: Everything that the layout of a block's bytes depends on; by default the
+                spec's geometry and the slot size. What `model`, `fingerprint` and `namespace` say
+                is added to it.
 
         Raises:
             ConfigError: The tier cannot work with its options; nothing is left running.
             TierUnavailableError: The tier's place cannot be reached.
             TimeoutError: It did not open in time.
         """
-        identity = KVIdentity(model, fingerprint, namespace)
+        labels: dict[str, Any] = {
+            "model": model,
+            "fingerprint": fingerprint,
+            "namespace": namespace,
+            "rank": rank,
+            "run_config": run_config,
+        }
         check_tier_options(
             {
                 "io_timeout_s": io_timeout_s,
@@ -175,7 +138,7 @@ class SecondaryTierManager:
                 "n_read_threads": n_read_threads,
                 "n_write_threads": n_write_threads,
                 "enable_kv_events": enable_kv_events,
-                **asdict(identity),
+                **labels,
             }
         )
         shape = primary_kv_view.shape
@@ -194,6 +157,8 @@ class SecondaryTierManager:
         self._close_timeout_s = close_timeout_s
         self._report: CloseReport | None = None
         self._view = memoryview(primary_kv_view)
+        self._row_bytes = shape[1]
+        self._gauges_failed = False
         index: KeyIndex = (
             ExactIndex()
             if tier.capabilities.exclusive
@@ -236,7 +201,7 @@ class SecondaryTierManager:
             ),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
-            identity=completed(identity, config_of(offloading_spec)),
+            identity=identity_of(labels, config_of(offloading_spec), shape[1]),
         )
         try:
             self._link.open(open_timeout_s)
@@ -248,13 +213,9 @@ class SecondaryTierManager:
         self._link.pump()
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
-        """Check what a subclass can tell of its options before it is made; raises ConfigError.
-
-        Args:
-            options: The tier's configuration, names and types of the values checked.
-            config: The spec's, where there is one.
-        """
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
+        """Check a subclass's options before anything is made; see `AsyncTier.check_options`."""
+        return ()
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -273,7 +234,11 @@ class SecondaryTierManager:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
-        return self.tier_state.lookup(key, req_context)
+        answer = self.tier_state.lookup(key, req_context)
+        if answer is LookupResult.RETRY and self._link.inbox:  # its verdict may be in there
+            self._link.pump(_KEYS_A_STEP)
+            answer = self.tier_state.lookup(key, req_context)
+        return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Note a use of blocks, head to tail."""
@@ -306,7 +271,10 @@ class SecondaryTierManager:
         self.poll_tier()
         if not self.tier_state.jobs.has_ended:
             return ()
-        return [result for _, result in self.tier_state.jobs.take_ended()]
+        ended = self.tier_state.jobs.take_ended()
+        for job, result in ended:
+            self.tier_state.counters.count(job, result)
+        return [result for _, result in ended]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the disowned jobs whose copies ended since the last call, each once."""
@@ -320,7 +288,9 @@ class SecondaryTierManager:
             self._link.pump(_KEYS_A_STEP)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: existence probes that it asked for start, and submitted jobs run."""
+        """End a step: take in what the tier did; its existence probes and submitted jobs start."""
+        if self._link.inbox:
+            self._link.pump(_KEYS_A_STEP)
         self.tier_state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()
@@ -341,6 +311,29 @@ class SecondaryTierManager:
         For consumers of events that have been told to forget everything.
         """
         self._events.announce_anew()
+
+    def stats(self, state: TierState | None = None) -> TierStatistics:
+        """Return what the tier has done so far, and how it is now; also when it is closed.
+
+        Args:
+            state: What the planner knows of the tier, where that is another object than
+                `tier_state`.
+        """
+        try:
+            gauges = dict(self.tier.gauges())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
+            gauges = {}
+            if not self._gauges_failed:
+                self._gauges_failed = True
+                logger.warning("tier %s: gauges() failed: %r", self.tier_type, error)
+        return read_tier(
+            self.tier_state if state is None else state,
+            self.tier_state,
+            name=self.ownership or self.tier_type,
+            row_bytes=self._row_bytes,
+            waiting_jobs=self._link.actor.waiting_jobs,
+            gauges=gauges,
+        )
 
     @property
     def ownership(self) -> str | None:

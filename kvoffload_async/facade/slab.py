@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Final, Unpack
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import KVIdentity, TierPlace
 from kvoffload_async.config import (
-    OffloadConfig,
     at_least,
     or_none,
     parse_bool,
     parse_name,
     parse_size_bytes,
+    shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.secondary import (
-    SecondaryTierManager,
-    TierOptions,
-    check_tier_options,
-)
+from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import (
     config_of,
-    default_run_config,
-    identity_fields,
+    identity_of,
+    named_layout,
     parse_choice,
     parse_directory,
-    parse_run_config,
+)
+from kvoffload_async.facade.tier_options import (
+    MAX_THREADS,
+    TierOptions,
+    check_tier_options,
+    defaults_of,
 )
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
@@ -52,8 +54,6 @@ class SlabTierManager(SecondaryTierManager):
         *,
         root_dir: str,
         capacity_bytes: int | str,
-        rank: int = 0,
-        run_config: Mapping[str, Any] | None = None,
         on_mismatch: str = "fail",
         segment_bytes: int | str = "1GiB",
         eviction_policy: str = "lru",
@@ -75,10 +75,6 @@ class SlabTierManager(SecondaryTierManager):
             root_dir: Absolute path of the directory; made if it is not there.
             capacity_bytes: Disk bytes, as allocated and with everything that the store needs
                 beside its blocks, that are never exceeded.
-            rank: Which worker's blocks these are.
-            run_config: Everything that the layout of a block's bytes depends on; by default the
-                spec's geometry and the slot size. What `model`, `fingerprint` and `namespace` say
-                is added to it.
             on_mismatch: What happens if the folder has blocks of another layout or content:
                 "fail"; "new_namespace", which makes a store of its own, with a capacity of its
                 own, beside them; or "replace", which discards them.
@@ -102,40 +98,34 @@ class SlabTierManager(SecondaryTierManager):
             ConfigError: An option is unusable, the directory is, or the store in it is another
                 process's or of another layout.
         """
-        for name in ("n_read_threads", "n_write_threads"):
-            if name in options:
-                raise ConfigError(f"{name}: does not go with this tier; give io_threads")
-        check_tier_options(options)
-        check_policy(parse_name(eviction_policy, "eviction_policy"))
-        fields = parse_run_config(run_config) or default_run_config(
-            offloading_spec, primary_kv_view
-        )
-        fields |= identity_fields(run_config, options, config_of(offloading_spec))
-        threads = or_none(at_least(2))(io_threads, "io_threads") or suitable_threads()
-        settings = SlabSettings(
-            root_dir=parse_directory(root_dir),
-            run_config=fields,
-            capacity_bytes=parse_size_bytes(capacity_bytes, "capacity_bytes"),
-            rank=at_least(0)(rank, "rank"),
-            segment_bytes=parse_size_bytes(segment_bytes, "segment_bytes"),
-            verify=parse_bool(verify, "verify"),
-            on_mismatch=OnMismatch(parse_choice(on_mismatch, OnMismatch, "on_mismatch")),
-            direct_io=parse_bool(direct_io, "direct_io"),
-            fdatasync=parse_bool(fdatasync, "fdatasync"),
-            io_threads=threads,
-            stripes=threads,
-            piece_bytes=parse_size_bytes(piece_bytes, "piece_bytes"),
-            locality=Locality(parse_choice(locality, Locality, "locality")),
-        )
+        given = {
+            "root_dir": root_dir,
+            "capacity_bytes": capacity_bytes,
+            "on_mismatch": on_mismatch,
+            "segment_bytes": segment_bytes,
+            "eviction_policy": eviction_policy,
+            "verify": verify,
+            "direct_io": direct_io,
+            "fdatasync": fdatasync,
+            "io_threads": io_threads,
+            "piece_bytes": piece_bytes,
+            "locality": locality,
+            **options,
+        }
+        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        settings = _settings(given, identity_of(options, config_of(offloading_spec), row_bytes))
         tier = SlabTier(settings, partial(create_policy, eviction_policy), ops)
         options["n_read_threads"] = settings.io_threads - 1
         options["n_write_threads"] = 1
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], config: OffloadConfig | None) -> None:
-        """Check that the model is named; see `SecondaryTierManager`."""
-        identity_fields(options.get("run_config"), options, config)
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
+        """Check every option, and that the capacity has room for a block."""
+        settings = _settings(_DEFAULTS | dict(options), identity)
+        if identity.block_bytes:
+            settings.budget(identity.block_bytes)
+        return [TierPlace(settings.root_dir, settings.capacity_bytes)]
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
@@ -143,3 +133,34 @@ class SlabTierManager(SecondaryTierManager):
         from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance  # noqa: PLC0415
 
         return SlabMaintenance
+
+
+_DEFAULTS: Final = defaults_of(SlabTierManager)
+
+
+def _settings(options: Mapping[str, Any], identity: KVIdentity) -> SlabSettings:
+    """Return what the options mean, all of which are there; raises ConfigError."""
+    for name in ("n_read_threads", "n_write_threads"):
+        if name in options:
+            raise ConfigError(
+                f"{name}: {shown(options[name])} does not go with this tier; give io_threads"
+            )
+    check_tier_options(options)
+    check_policy(parse_name(options["eviction_policy"], "eviction_policy"))
+    parse_threads = or_none(at_least(2, MAX_THREADS))
+    threads = parse_threads(options["io_threads"], "io_threads") or suitable_threads()
+    return SlabSettings(
+        root_dir=parse_directory(options["root_dir"]),
+        run_config=named_layout(identity),
+        capacity_bytes=parse_size_bytes(options["capacity_bytes"], "capacity_bytes"),
+        rank=identity.rank,
+        segment_bytes=parse_size_bytes(options["segment_bytes"], "segment_bytes"),
+        verify=parse_bool(options["verify"], "verify"),
+        on_mismatch=OnMismatch(parse_choice(options["on_mismatch"], OnMismatch, "on_mismatch")),
+        direct_io=parse_bool(options["direct_io"], "direct_io"),
+        fdatasync=parse_bool(options["fdatasync"], "fdatasync"),
+        io_threads=threads,
+        stripes=threads,
+        piece_bytes=parse_size_bytes(options["piece_bytes"], "piece_bytes"),
+        locality=Locality(parse_choice(options["locality"], Locality, "locality")),
+    )

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ClosedError, ConfigError, TierUnavailableError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.facade.opening import naming_tier
+from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.reopening import create_tier
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
+from kvoffload_async.runtime.machine import Limit, memory_limit
+from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch
@@ -42,6 +49,7 @@ class _Spec(ABC):
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
+            TierUnavailableError: The place of a tier does not answer.
         """
         self.config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
         self.stride_bytes = row_stride_bytes(self.config.block_bytes, self.config.num_workers)
@@ -52,17 +60,18 @@ class _Spec(ABC):
                 f"{self.stride_bytes} bytes (block_bytes * num_workers, in whole pages)"
             )
         check_policy(self.config.eviction_policy)
-        for index, tier in enumerate(self.config.secondary_tiers):
-            try:
-                SecondaryTierFactory.check_config(tier, self.config)
-            except ConfigError as error:
-                raise type(error)(f"secondary_tiers[{index}]: {error}") from error
-            except (ImportError, AttributeError) as error:
-                key = "module_path" if "module_path" in tier else "type"
+        for limit in self._memory_limits():
+            if self.num_blocks * self.stride_bytes > limit.size_bytes:
                 raise ConfigError(
-                    f"secondary_tiers[{index}]: {key}: {tier[key]!r} cannot be used ({error}); "
-                    "module_path must name a module that can be imported, and type a class in it"
-                ) from error
+                    f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
+                    f"{limit.name}, which is {limit.size_bytes} bytes; use less"
+                )
+        places: list[tuple[str, TierPlace]] = []
+        for index, tier in enumerate(self.config.secondary_tiers):
+            with naming_tier(index, tier), _unless_required(tier):
+                found = SecondaryTierFactory.check_config(tier, self.config)
+                places += [(f"secondary_tiers[{index}]: ", place) for place in found]
+        check_places(places)
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
@@ -77,14 +86,15 @@ class _Spec(ABC):
         kv_caches: Mapping[str, torch.Tensor],
         groups: Sequence[Sequence[str]] | None = None,
         *,
-        block_dim: int = 0,
+        block_dim: int | None = None,
     ) -> KVLayout:
         """Describe one worker's tensors; nothing is copied.
 
         Args:
             kv_caches: Layer name -> tensor, of any dtype, on one device.
             groups: The layer names of each KV-cache group; by default all layers in one.
-            block_dim: The dimension that counts device blocks.
+            block_dim: The dimension that counts device blocks; None: the first, unless that looks
+                like key and value.
 
         Raises:
             ConfigError: The tensors cannot be addressed by block, or one chunk of theirs is
@@ -105,7 +115,7 @@ class _Spec(ABC):
         kv_caches: Mapping[str, torch.Tensor],
         groups: Sequence[Sequence[str]] | None = None,
         *,
-        block_dim: int = 0,
+        block_dim: int | None = None,
         worker_index: int = 0,
     ) -> Callable[[memoryview], Transport]:
         """Return what makes the transport that goes with the tensors' device, given the buffer.
@@ -135,7 +145,7 @@ class _Spec(ABC):
         kv_caches: Mapping[str, torch.Tensor],
         groups: Sequence[Sequence[str]] | None = None,
         *,
-        block_dim: int = 0,
+        block_dim: int | None = None,
         worker_index: int = 0,
         flush_timeout_s: float = 30.0,
     ) -> OffloadingConnectorWorker:
@@ -156,6 +166,11 @@ class _Spec(ABC):
         )
         transport = create_transport(self._get_kv_view())
         return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
+
+    def _memory_limits(self) -> Sequence[Limit]:
+        """Return what the primary's memory must fit in."""
+        limit = memory_limit()
+        return () if limit is None else (limit,)
 
     def _create_buffer(self) -> PrimaryBuffer:
         """Return the primary's memory, new; a subclass that shares it maps it elsewhere."""
@@ -212,10 +227,12 @@ class TieringOffloadingSpec(_Spec):
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
+            TierUnavailableError: The place of a tier does not answer.
         """
         super().__init__(config)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
+        self._is_shut_down = False
         self._manager: TieringOffloadingManager | None = None
 
     def __enter__(self) -> Self:
@@ -231,9 +248,15 @@ class TieringOffloadingSpec(_Spec):
 
     @property
     def runtime(self) -> Bridge:
-        """Where this spec's tiers run; its threads start with the first use."""
+        """Where this spec's tiers run; its threads start with the first use.
+
+        Raises:
+            ClosedError: The spec was shut down: a tier that is still being opened comes too late.
+        """
         if self._runtime is not None:
             return self._runtime
+        if self._is_shut_down:
+            raise ClosedError("the spec was shut down")
         if self._host is None:
             self._host = RuntimeHost()
         return self._host.bridge
@@ -243,13 +266,20 @@ class TieringOffloadingSpec(_Spec):
 
         Raises:
             ConfigError: A tier cannot work here. What had been started is closed again.
+            TierUnavailableError: A tier's place cannot be reached. Likewise.
+            TimeoutError: A tier did not open in time. Likewise.
         """
         if self._manager is None:
             self._manager = self._create_manager()
+            guard_forks(self, _manager=None, _host=None)
         return self._manager
 
     def _get_kv_view(self) -> memoryview:
         return self.get_manager().get_primary_kv_view()
+
+    def __del__(self) -> None:
+        if getattr(self, "_host", None) is not None:
+            warn_unclosed(self, "shutdown()")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut the manager down, then stop the threads; idempotent.
@@ -258,6 +288,7 @@ class TieringOffloadingSpec(_Spec):
             OffloadError: A tier failed to close; everything else is closed all the same.
         """
         timeout_s = self.config.shutdown_timeout_s if timeout is None else timeout
+        self._is_shut_down = True
         try:
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)
@@ -275,12 +306,9 @@ class TieringOffloadingSpec(_Spec):
         primary = self._create_primary()
         tiers: list[SecondaryTierManager] = []
         try:
-            for tier_config in self._tier_configs():
-                tiers.append(  # noqa: PERF401 - each is closed again if a later one fails
-                    SecondaryTierFactory.create_secondary_tier(
-                        tier_config, primary.get_primary_kv_view(), self
-                    )
-                )
+            for index, tier_config in enumerate(self._tier_configs()):
+                with naming_tier(index, tier_config):
+                    tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
         except BaseException:
             for tier in reversed(tiers):
                 tier.shutdown(config.shutdown_timeout_s)
@@ -293,6 +321,7 @@ class TieringOffloadingSpec(_Spec):
             primary,
             tiers,
             bridge=self.runtime,
+            reserved_fraction=config.reserved_fraction,
             promotion_fraction=config.promotion_fraction,
             cascade_fraction=config.cascade_fraction,
             deferral_timeout_s=config.deferral_timeout_s,
@@ -301,7 +330,15 @@ class TieringOffloadingSpec(_Spec):
             shutdown_timeout_s=config.shutdown_timeout_s,
             check_invariants=config.check_invariants,
             clock=self.runtime.runner.now_s,
+            generation=config.generation,
         )
+
+
+def _unless_required(tier_config: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Let a tier pass whose place does not answer, if the engine can do without the tier."""
+    if tier_config.get("required", True) is False:
+        return suppress(TierUnavailableError)
+    return nullcontext()
 
 
 _STOP_THREADS_S = 0.5

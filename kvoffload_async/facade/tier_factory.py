@@ -9,16 +9,28 @@ from dataclasses import fields, replace
 from typing import Any
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import AsyncTier
-from kvoffload_async.config import OffloadConfig, nearest, reject_unknown
+from kvoffload_async.abc.tier import AsyncTier, TierPlace
+from kvoffload_async.config import (
+    OffloadConfig,
+    Parser,
+    nearest,
+    parse_bool,
+    parse_seconds,
+    reject_unknown,
+    shown,
+)
 from kvoffload_async.core.backpressure import (
     LOCAL_BACKPRESSURE,
     Backpressure,
     BackpressureSettings,
 )
-from kvoffload_async.errors import ConfigError, UnknownNameError
-from kvoffload_async.facade.secondary import SecondaryTierManager, check_tier_options
+from kvoffload_async.errors import ConfigError, TierUnavailableError, UnknownNameError
+from kvoffload_async.facade.places import check_places
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.storage import config_of, identity_of
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.registry import Registry, load_class
+from kvoffload_async.runtime.buffer import row_stride_bytes
 
 
 class UnknownOptionError(UnknownNameError, TypeError):
@@ -33,6 +45,7 @@ class SecondaryTierFactory:
 
     * `type`: the registered name, or with `module_path` the class's name in that module;
     * `module_path`: the module of an out-of-tree tier;
+    * `required` (true) and `reopen_pause_s`: see `facade.reopening`;
     * `backpressure_cls` (`"ema"`) and `backpressure` (its settings): see `Backpressure`;
     * everything else goes to the constructor.
     """
@@ -86,24 +99,28 @@ class SecondaryTierFactory:
     @classmethod
     def check_config(
         cls, tier_config: Mapping[str, Any], config: OffloadConfig | None = None
-    ) -> None:
-        """Check names, keys, and the types of those values whose default tells; creates nothing.
+    ) -> tuple[TierPlace, ...]:
+        """Check a tier's configuration as far as it can be without a place; creates nothing.
 
         Args:
             tier_config: The tier's configuration.
             config: That of the spec which the tier is for, where there is one: a tier takes
-                `model` and `fingerprint` from it.
+                `model` and `fingerprint` from it, and its geometry.
+
+        Returns:
+            The places that the tier will keep its blocks in; see `check_places`.
 
         Raises:
-            ConfigError: As `create_secondary_tier`, or an option is missing, or its value is no
-                number, no integer, or not true or false where its default is one.
+            ConfigError: As `create_secondary_tier`.
             ImportError: As `create_secondary_tier`.
             AttributeError: As `create_secondary_tier`.
+            TierUnavailableError: The tier's place does not answer.
         """
         loaded, _, options = cls._resolve(dict(tier_config))
-        _check_values(options, loaded)
-        if issubclass(loaded, SecondaryTierManager):
-            loaded.check_options(options, config)
+        block_bytes = 0
+        if config is not None and config.block_bytes:
+            block_bytes = row_stride_bytes(config.block_bytes, config.num_workers)
+        return _check(loaded, options, config, block_bytes)
 
     @classmethod
     def create_secondary_tier(
@@ -112,14 +129,20 @@ class SecondaryTierFactory:
         primary_kv_view: memoryview,
         offloading_spec: object,
     ) -> SecondaryTierManager:
-        """Create and open a tier; the caller's mapping is not changed.
+        """Check a tier's configuration, create and open it; the caller's mapping is not changed.
 
         Raises:
-            ConfigError: `type` is missing or unknown, or an option is unusable.
+            ConfigError: `type` is missing or unknown, an option is missing or unusable, or the
+                tier's place is.
             ImportError: The tier's module cannot be imported.
             AttributeError: Its module has no such class.
+            TierUnavailableError: The tier's place cannot be reached.
+            TimeoutError: It did not open in time.
         """
         loaded, tier_type, options = cls._resolve(dict(tier_config))
+        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        places = _check(loaded, options, config_of(offloading_spec), row_bytes)
+        check_places([("", place) for place in places])
         common: dict[str, Any] = {
             "offloading_spec": offloading_spec,
             "primary_kv_view": primary_kv_view,
@@ -140,7 +163,7 @@ class SecondaryTierFactory:
         module_path = config.pop("module_path", None)
         for key, name in (("type", tier_type), ("module_path", module_path)):
             if name is not None and not isinstance(name, str):
-                raise ConfigError(f"{key}: {name!r} is not valid; it must be a name")
+                raise ConfigError(f"{key}: {shown(name)} is not valid; it must be a name")
         if tier_type in _RENAMED:
             warnings.warn(
                 f"the secondary tier {tier_type!r} is called {_RENAMED[tier_type]!r} now",
@@ -152,14 +175,21 @@ class SecondaryTierFactory:
             loaded = cls.get_tier_class(tier_type)
         else:
             loaded = cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
+        for key, parse in _OF_THE_ENGINE.items():
+            if key in config:
+                parse(config.pop(key), key)
         _move_backpressure(config)
         accepted = accepted_options(loaded) | accepted_options(SecondaryTierManager)
         for name in config:
             if name not in accepted:
-                names = sorted(accepted - _HIDDEN | {"backpressure_cls", "backpressure"})
+                names = sorted(
+                    accepted - _HIDDEN
+                    | _OF_THE_ENGINE.keys()
+                    | {"backpressure_cls", "backpressure"}
+                )
                 raise UnknownOptionError(
-                    f"secondary tier {tier_type!r}: unknown key {name!r}{nearest(name, names)}; "
-                    f"allowed: {', '.join(names)}"
+                    f"secondary tier {tier_type!r}: unknown key {shown(name)}"
+                    f"{nearest(name, names)}; allowed: {', '.join(names)}"
                 )
         own = accepted_options(loaded) if issubclass(loaded, AsyncTier) else set()
         check_tier_options({key: config[key] for key in config if key not in own})
@@ -185,7 +215,10 @@ SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.slab", "SlabT
 
 _GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})
 _HIDDEN = frozenset({"backpressure_detector", "ops"})
+_OF_THE_ENGINE: Mapping[str, Parser] = {"required": parse_bool, "reopen_pause_s": parse_seconds}
+"""Keys of a tier that say what is done with it, and never reach it."""
 _RENAMED = {"fs_python": "fs"}
+_MOST_S_PER_MIB = 1e9
 
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
@@ -223,16 +256,34 @@ def accepted_options(cls: type) -> set[str]:
     return accepted
 
 
-def _check_values(options: Mapping[str, Any], cls: type) -> None:
+def _check(
+    cls: type[Any], options: Mapping[str, Any], config: OffloadConfig | None, block_bytes: int
+) -> tuple[TierPlace, ...]:
+    """Check the options of a tier whose names are known; return where it will keep its blocks."""
+    own = accepted_options(cls)
     parameters = constructor_parameters(SecondaryTierManager) | constructor_parameters(cls)
-    for key in sorted(accepted_options(cls) - options.keys()):
+    for key in sorted(own - options.keys()):
         if parameters[key].default is inspect.Parameter.empty:
             raise ConfigError(f"{key}: missing; this tier does not work without it")
+    is_async = issubclass(cls, AsyncTier)
+    labels = {key: options[key] for key in options if not (is_async and key in own)}
+    identity = identity_of(labels, config, block_bytes)
+    seen = {key: options[key] for key in options if key in own or not is_async}
+    try:
+        places = tuple(cls.check_options(seen, identity))
+    except (ConfigError, TierUnavailableError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"type: {cls.__qualname__} cannot check its options, as it raises "
+            f"{type(error).__name__} ({error}); correct its check_options"
+        ) from error
     for key, value in options.items():
         allowed = _TYPES.get(type(parameters[key].default))
         # By type and not isinstance: true and false are integers to that.
         if allowed is not None and type(value) not in allowed[0]:
-            raise ConfigError(f"{key}: {value!r} is not valid; it must be {allowed[1]}")
+            raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {allowed[1]}")
+    return places
 
 
 def _move_backpressure(config: dict[str, Any]) -> None:
@@ -244,9 +295,9 @@ def _move_backpressure(config: dict[str, Any]) -> None:
             raise ConfigError('backpressure: goes with backpressure_cls; add "ema"')
         return
     if name != "ema":
-        raise ConfigError(f'backpressure_cls: {name!r} is unknown; allowed: "ema"')
+        raise ConfigError(f'backpressure_cls: {shown(name)} is unknown; allowed: "ema"')
     if settings is not None and not isinstance(settings, Mapping):
-        raise ConfigError(f"backpressure: {settings!r} is not valid; it must be an object")
+        raise ConfigError(f"backpressure: {shown(settings)} is not valid; it must be an object")
     config["backpressure_detector"] = Backpressure(parse_backpressure(settings or {}))
 
 
@@ -260,9 +311,11 @@ def parse_backpressure(raw: Mapping[str, Any]) -> BackpressureSettings:
     reject_unknown(raw, names, "backpressure")
     settings = replace(LOCAL_BACKPRESSURE, **raw)
     low, high = settings.low_water_s_per_mib, settings.high_water_s_per_mib
-    if not all(isinstance(mark, int | float) for mark in (low, high)) or not 0 < low < high:
+    are_numbers = all(isinstance(mark, int | float) for mark in (low, high))
+    if not are_numbers or not 0 < low < high < _MOST_S_PER_MIB:
         raise ConfigError(
-            f"backpressure: low_water_s_per_mib={low!r} and high_water_s_per_mib={high!r} must be "
-            "numbers with 0 < low < high"
+            f"backpressure: low_water_s_per_mib={shown(low)} and "
+            f"high_water_s_per_mib={shown(high)} must be numbers with 0 < low < high < "
+            f"{_MOST_S_PER_MIB:g}"
         )
     return settings

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload_async.core.breaker import Breaker, BreakerSettings
+from kvoffload_async.config import parse_generation
+from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner, PlannerLimits
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.readings import read_planner, read_primary
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
-from kvoffload_async.facade.foreign import ForeignTier, is_foreign
+from kvoffload_async.facade.generation import Generation
+from kvoffload_async.facade.loss_warnings import LossWarnings
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
+from kvoffload_async.facade.tier_group import TierGroup
 from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
+    ENGINE_REQ_ID,
     CPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
@@ -29,6 +37,8 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -50,6 +60,7 @@ class TieringOffloadingManager(OffloadingManager):
         secondary_tiers: Sequence[SecondaryTierManager],
         *,
         bridge: Bridge | None = None,
+        reserved_fraction: float = 0.25,
         promotion_fraction: float = 0.5,
         cascade_fraction: float = 0.5,
         deferral_timeout_s: float = 30.0,
@@ -59,6 +70,7 @@ class TieringOffloadingManager(OffloadingManager):
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
         check_laws: bool | None = None,
+        generation: int | str | None = None,
     ) -> None:
         """Compose; primary and tiers are owned from now on.
 
@@ -67,8 +79,9 @@ class TieringOffloadingManager(OffloadingManager):
             secondary_tiers: In the order of lookup.
             bridge: The bridge that the tiers share; then this manager hands jobs over once a
                 step. None: each tier hands its own over.
-            promotion_fraction: Share of the primary that promotions may occupy until loaded.
-            cascade_fraction: Share of the primary that may be in cascade to one tier.
+            reserved_fraction: Part of the primary that nothing of this occupies; see `Shares`.
+            promotion_fraction: Part of it for promotions, and what waiting requests retain.
+            cascade_fraction: Part of it that may be in cascade to one tier.
             deferral_timeout_s: Seconds that a request may be deferred in all.
             breaker: When a failing tier is left alone.
             drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
@@ -76,7 +89,10 @@ class TieringOffloadingManager(OffloadingManager):
             check_invariants: Check every invariant at the end of every step; for debugging.
             clock: Monotonic seconds.
             check_laws: Deprecated: the old name of `check_invariants`.
+            generation: Which weights the blocks are of; see `invalidate`.
         """
+        self.generation = Generation(generation)
+        self._is_tagged = bool(self.generation.tag)
         self._primary = primary
         self.secondary_tiers = tuple(secondary_tiers)
         self._bridge = bridge
@@ -84,40 +100,39 @@ class TieringOffloadingManager(OffloadingManager):
         self._drain_timeout_s = drain_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
         if check_laws is not None:
-            warnings.warn(
-                "check_laws is called check_invariants now", DeprecationWarning, stacklevel=2
-            )
+            renamed = "check_laws is called check_invariants now"
+            warnings.warn(renamed, DeprecationWarning, stacklevel=2)
         self._check_invariants = check_invariants or bool(check_laws)
         slots = primary.core.num_slots
-        self._sources: list[SecondaryTierManager | ForeignTier] = []
-        self._foreign: dict[int, ForeignTier] = {}
+        self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
         self.planner = Planner(
             primary.core,
-            [
-                self._join(index, Breaker(breaker or BreakerSettings()))
-                for index in range(len(self.secondary_tiers))
-            ],
+            self._tiers.states,
             PlannerLimits(
                 promotion_slots=max(1, int(slots * promotion_fraction)),
                 cascade_blocks=max(1, int(slots * cascade_fraction)),
                 deferral_s=deferral_timeout_s,
+                reserved_fraction=reserved_fraction,
             ),
         )
+        self._losses = LossWarnings(self.planner, clock())
         seen: Counter[str] = Counter()
         for tier in self.secondary_tiers:
             tier.flushes_on_poll = bridge is None
             tier.ownership = owner_name(tier.tier_type, seen)
         self._polled_this_step = False
         self._closed = False
+        guard_forks(self, _closed=True)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self.secondary_tiers:
+            warn_unclosed(self, "shutdown()")
 
     @property
     def engine(self) -> Planner:
         """Deprecated: the planner's old name."""
-        warnings.warn(
-            "TieringOffloadingManager.engine is called planner now",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        renamed = "TieringOffloadingManager.engine is called planner now"
+        warnings.warn(renamed, DeprecationWarning, stacklevel=2)
         return self.planner
 
     def get_primary_kv_view(self) -> memoryview:
@@ -129,12 +144,15 @@ class TieringOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; it is REQUEST_LEVEL as soon as one tier wants whole requests."""
         self._ensure_open()
-        if req_context.req_id in self.planner.requests:  # before any tier hears of it
+        # Before any tier hears of it.
+        if req_context.req_id == ENGINE_REQ_ID:
+            raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
+        if req_context in self.planner.requests:
             raise StateError(f"request {req_context.req_id!r} is known already")
         wanting = [
             index
-            for index, tier in enumerate(self.secondary_tiers)
-            if tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
+            for index, guard in enumerate(self._tiers.guards)
+            if guard.wants_whole_requests(req_context)
         ]
         self.planner.on_new_request(req_context, wanting)
         policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
@@ -143,7 +161,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request. The tiers learn of it once nothing more can be submitted for it."""
         self.planner.on_request_finished(req_context)
-        self._hand_over()
+        self._tiers.hand_over(self.planner)
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -151,18 +169,32 @@ class TieringOffloadingManager(OffloadingManager):
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
         if not self._polled_this_step:
             self._poll()
+        if self._is_tagged and not self.generation.has(key):
+            return LookupResult.MISS
         return self.planner.lookup(key, req_context)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        return CPULoadStoreSpec(as_block_ids(self.planner.prepare_load(keys, req_context)))
+        self.generation.require(keys)
+        slots = self.planner.prepare_load(keys, req_context)
+        return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.planner.complete_load(keys, req_context)
+    def on_request_scheduled(self, req_context: ReqContext) -> bool:
+        """Learn that a request waits for no loads any more, or that it has ended.
+
+        For drivers that end steps without saying so in a `ScheduleEndContext`.
+
+        Returns:
+            Whether blocks were retained for it until now.
+        """
+        return self.planner.on_request_scheduled(req_context)
+
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
+    ) -> None:
+        self.planner.complete_load(keys, req_context, generation)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.planner.touch(keys, req_context)
-        for tier in self.secondary_tiers:
-            tier.touch(keys, req_context)
 
     # -- stores ---------------------------------------------------------------------------------
 
@@ -171,31 +203,36 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if not self._polled_this_step:
             self._poll()
-        output = self.planner.prepare_store(keys, req_context)
-        self._hand_over()
+        output = self.planner.prepare_store(self.generation.current(keys), req_context)
+        self._tiers.hand_over(self.planner)
         return output
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+        generation: int | None = None,
     ) -> None:
         if self._closed:
             return  # a copy that ended after the shutdown: nothing can follow from it
-        self.planner.complete_store(keys, req_context, success=success)
-        self._hand_over()
+        self.planner.complete_store(keys, req_context, success=success, generation=generation)
+        self._tiers.hand_over(self.planner)
 
     # -- steps ----------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: submit the step's promotions, retry parked cascades, hand everything over."""
+        """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:
             return
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
-        self.planner.end_step()
-        self._hand_over()
-        for tier in self.secondary_tiers:
-            tier.on_schedule_end(context)
+        self.planner.end_step(() if context is None else context.new_req_ids)
+        self._losses.check(self.planner.now_s)
+        self._tiers.hand_over(self.planner)
+        for guard in self._tiers.guards:
+            guard.end_step(context)
         if self._bridge is not None:
             self._bridge.flush()
         if self._check_invariants:
@@ -203,14 +240,26 @@ class TieringOffloadingManager(OffloadingManager):
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        events = list(self._primary.take_events())
-        for tier in self.secondary_tiers:
-            events.extend(tier.take_events())
-        return iter(events)
+        of_tiers = (event for guard in self._tiers.guards for event in guard.take_events())
+        return iter([*self._primary.take_events(), *of_tiers])
+
+    @property
+    def dropped_events(self) -> int:
+        """Events of the primary and of the tiers that were dropped, as nobody took them."""
+        logs = [tier.tier_state.event_log for tier in self.secondary_tiers]
+        return sum(log.dropped for log in (self._primary.core.event_log, *logs))
 
     def has_pending_work(self) -> bool:
         return self.planner.has_pending_work or any(
-            tier.has_pending_work() for tier in self.secondary_tiers
+            guard.has_pending_work() for guard in self._tiers.guards
+        )
+
+    def stats(self) -> OffloadingStatistics:
+        """Return what was done so far, and how it is now; also when it is closed."""
+        return OffloadingStatistics(
+            primary=read_primary(self._primary.core),
+            tiers=self._tiers.stats(self.planner),
+            planner=read_planner(self.planner),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -228,6 +277,21 @@ class TieringOffloadingManager(OffloadingManager):
             raise StateError("the tiers share no bridge: poll them instead")
         return self._bridge.wait_for_progress(timeout_s)
 
+    def invalidate(self, generation: int | str) -> None:
+        """Begin another generation, between steps: the weights have changed. Waits for nothing.
+
+        From now on no block of a former generation is served, from the primary or any tier,
+        whatever of it is still on the way. Requests that began before find nothing and store
+        nothing more. Make the keys of later ones with the new `generation.key`. A generation that
+        comes again finds its blocks again: never use a label for other weights.
+
+        Raises:
+            ConfigError: It is neither an integer nor a label.
+        """
+        self._ensure_open()
+        self.generation = Generation(parse_generation(generation, "generation"))
+        self._is_tagged = True
+
     # -- the calls that wait --------------------------------------------------------------------
 
     def reset_cache(self) -> None:
@@ -238,13 +302,24 @@ class TieringOffloadingManager(OffloadingManager):
         until `on_reset_flushed`.
         """
         self._ensure_open()
-        for tier in self.secondary_tiers:
-            if not tier.drain_jobs(self._drain_timeout_s):
-                tier.abandon_jobs()
+        for guard in self._tiers.guards:
+            guard.drain_jobs(self._drain_timeout_s)
+        self._reset()
+
+    def reset_cache_now(self) -> None:
+        """Empty the primary as `reset_cache` does, but wait for nothing: give running jobs up."""
+        self._ensure_open()
+        for guard in self._tiers.guards:
+            guard.abandon_jobs()
+        self._reset()
+
+    def _reset(self) -> None:
         self._poll()
         self._polled_this_step = False
+        self._tiers.abandon_unreported()
+        self.planner.collect()
         self.planner.reset_cache()
-        self._hand_over()
+        self._tiers.hand_over(self.planner)
 
     def on_reset_flushed(self) -> None:
         self.planner.reset_flushed()
@@ -252,39 +327,47 @@ class TieringOffloadingManager(OffloadingManager):
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut every tier down, then release the primary's memory; idempotent.
 
-        The memory is not released while a copy may still touch it.
+        Blocks that wait for room in a tier still go there, within half of the time; the rest of
+        them is lost. The memory is not released while a copy may still touch it.
 
         Args:
             timeout: Seconds to wait for running jobs, all tiers together.
 
         Raises:
-            OffloadError: A tier failed to close; every tier had its chance, and the primary's
-                memory stays.
+            OffloadError: A tier failed to close; every tier had its chance.
         """
         if self._closed:
             return
         self._closed = True
         self._polled_this_step = False
-        deadline_s = self._clock() + (self._shutdown_timeout_s if timeout is None else timeout)
+        timeout_s = self._shutdown_timeout_s if timeout is None else timeout
+        deadline_s = self._clock() + timeout_s
+        self.planner.release_retained()
+        try:
+            self._tiers.store_owed(self.planner, self._bridge, timeout_s / 2)
+        except OffloadError as error:  # the loop is gone, say: the rest of the shutdown must follow
+            logger.warning("what the tiers are owed could not be stored: %s", error)
+        self.planner.close()
+        self._tiers.hand_over(self.planner)
         errors: list[Exception] = []
         unfinished = 0
-        for tier in self.secondary_tiers:
-            try:
-                report = tier.shutdown(max(0.0, deadline_s - self._clock()))
-            except Exception as error:  # noqa: BLE001 - the other tiers must have their chance
-                errors.append(error)
-                continue
+        for guard in self._tiers.guards:
+            report = guard.shutdown(max(0.0, deadline_s - self._clock()))
             unfinished += len(report.unfinished_jobs)
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
-        self._collect()
+        self._tiers.collect(self.planner)
         for state in self.planner.tiers:
-            state.abandon_rest()  # only a tier whose own shutdown failed leaves jobs behind
+            # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
+            unfinished += len(state.abandon_rest())
         self.planner.collect()
-        if not errors and not unfinished:
+        self._losses.check(self._clock(), is_last=True)
+        if unfinished:
+            logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
+        else:
             self._primary.shutdown()
         if errors:
-            names = ", ".join(str(error) for error in errors)
+            names = ", ".join(map(str, errors))
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- inside ---------------------------------------------------------------------------------
@@ -298,28 +381,4 @@ class TieringOffloadingManager(OffloadingManager):
         self._ensure_open()
         self._polled_this_step = True
         self.planner.begin_step(self._clock())
-        self._collect()
-
-    def _collect(self) -> None:
-        for source in self._sources:
-            source.poll_tier()
-        self.planner.collect()
-
-    def _hand_over(self) -> None:
-        """Tell foreign tiers now what they are to do; the others wait for the end of the step."""
-        for index, foreign in self._foreign.items():
-            foreign.hand_over()
-            self.planner.collect_from(index)
-
-    def _join(self, index: int, breaker: Breaker) -> TierState:
-        """Return the state of a tier that the planner is to drive."""
-        tier = self.secondary_tiers[index]
-        if is_foreign(tier):
-            foreign = self._foreign[index] = ForeignTier(tier, breaker)
-            self._sources.append(foreign)
-            return foreign.state
-        self._sources.append(tier)
-        state = tier.tier_state
-        state.breaker, state.backpressure = breaker, tier.backpressure_detector
-        state.medium, state.locality = tier.medium, tier.locality
-        return state
+        self._tiers.collect(self.planner)

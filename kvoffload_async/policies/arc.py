@@ -8,7 +8,7 @@ at which T1 is aimed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
 from kvoffload_async.abc.policy import CachePolicy
@@ -16,10 +16,10 @@ from kvoffload_async.tables.arrays import objects, small_integers
 from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.ranked import RankedLists
 from kvoffload_async.types import OffloadKey
 
-_T1, _T2, _B1, _B2 = range(4)
-_GHOSTS_OF = {_T1: _B1, _T2: _B2}
+_ONCE, _AGAIN = range(2)
 
 
 class ArcPolicy(CachePolicy):
@@ -34,8 +34,8 @@ class ArcPolicy(CachePolicy):
 
     Always: |T1| + |T2| <= c; |L1| <= c; |L1| + |L2| <= 2c; no key in two lists; 0 <= p <= c.
 
-    Inside, a ghost has a number like a slot has, from c on. Bytes a slot: 51, and with a ghost for
-    each block in the cache about 330.
+    Inside, a ghost has a number below 2c, like a slot has one below c. Bytes a slot: 55, and with a
+    ghost for each block in the cache about 330.
 
     Attributes:
         p: Target size of `t1`, in blocks and fractions of one.
@@ -52,32 +52,38 @@ class ArcPolicy(CachePolicy):
     def clear(self) -> None:
         c = self.capacity_blocks
         self.p = 0.0
-        self._lists = NumberLists(3 * c, 4)
-        self._sizes = [0, 0, 0, 0]
-        self._list_of = small_integers(3 * c)
-        self._keys = objects(3 * c)
+        self._lists = RankedLists(c, 2)
+        """T1 and T2."""
+        self._sizes = [0, 0]
+        self._list_of = small_integers(c)
+        self._keys = objects(c)
+        self._ghost_lists = NumberLists(2 * c, 2)
+        """B1 and B2."""
+        self._ghost_sizes = [0, 0]
+        self._ghost_list_of = small_integers(2 * c)
+        self._ghost_keys = objects(2 * c)
         self._ghosts = KeyMap(2 * c)
-        self._free_ghosts = FreeNumbers(2 * c, first=c)
+        self._free_ghosts = FreeNumbers(2 * c)
 
     @property
     def t1(self) -> Sequence[OffloadKey]:
         """Seen once. This and the others: copies, least recent first. For inspection."""
-        return self._keys_in(_T1)
+        return tuple(self._keys[slot] for slot in self._lists.walk(_ONCE))
 
     @property
     def t2(self) -> Sequence[OffloadKey]:
         """Seen at least twice."""
-        return self._keys_in(_T2)
+        return tuple(self._keys[slot] for slot in self._lists.walk(_AGAIN))
 
     @property
     def b1(self) -> Sequence[OffloadKey]:
         """Ghosts of `t1`."""
-        return self._keys_in(_B1)
+        return tuple(self._ghost_keys[ghost] for ghost in self._ghost_lists.walk(_ONCE))
 
     @property
     def b2(self) -> Sequence[OffloadKey]:
         """Ghosts of `t2`."""
-        return self._keys_in(_B2)
+        return tuple(self._ghost_keys[ghost] for ghost in self._ghost_lists.walk(_AGAIN))
 
     def make_room(
         self,
@@ -86,51 +92,59 @@ class ArcPolicy(CachePolicy):
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
         found = self._ghosts.find(incoming)
-        victims: list[int] | None
         if found.count(None) == len(found):
-            victims = self._replace_by_new(len(incoming), count, is_evictable)
-        else:
-            victims = self._replace_by_any(found, count, is_evictable)
-        if victims is not None:
-            self._bury(victims)
-        return victims
+            return self._replace_by_new(len(incoming), count, is_evictable)
+        return self._replace_by_any(found, count, is_evictable)
 
     def _replace_by_new(
         self, num_incoming: int, count: int, is_evictable: Callable[[int], bool]
     ) -> list[int] | None:
-        """Choose victims where no incoming key has a ghost: p stays, and T1 grows by each."""
-        t1 = filter(is_evictable, self._lists.walk(_T1))
-        t2 = filter(is_evictable, self._lists.walk(_T2))
-        len_t1 = self._sizes[_T1] + num_incoming - count
-        up_to_target = min(count, max(0, int(self.p) + 1 - len_t1))
-        victims = list(islice(t2, up_to_target))
-        victims += islice(t1, count - len(victims))
-        victims += islice(t2, count - len(victims))
-        return victims if len(victims) == count else None
+        """Replace victims where no incoming key has a ghost: p stays, and T1 grows by each."""
+        lists = self._lists
+        up_to_target = min(count, int(self.p) + 1 - (self._sizes[_ONCE] + num_incoming - count))
+        if up_to_target <= 0:
+            up_to_target = 0
+            t1 = lists.take_first(count, is_evictable, _ONCE)
+            if t1 is not None:
+                self._bury(t1, _ONCE)
+                return t1
+        t2 = lists.pick(up_to_target, is_evictable, _AGAIN)
+        t1 = lists.pick(count - len(t2), is_evictable, _ONCE)
+        if len(t1) + len(t2) < count:
+            lists.release(t2, _AGAIN)
+            t2 = lists.pick(count - len(t1), is_evictable, _AGAIN)
+            if len(t1) + len(t2) < count:
+                lists.release(t1, _ONCE)
+                lists.release(t2, _AGAIN)
+                return None
+        for victims, which in (t1, _ONCE), (t2, _AGAIN):
+            lists.remove(victims)
+            self._bury(victims, which)
+        return [*t2[:up_to_target], *t1, *t2[up_to_target:]]
 
     def _replace_by_any(
         self, found: Sequence[int | None], count: int, is_evictable: Callable[[int], bool]
     ) -> list[int] | None:
-        """Choose victims for keys of which these are the ghosts, and adapt p."""
+        """Replace victims by keys of which these are the ghosts, and adapt p."""
+        t1 = self._lists.pick(count, is_evictable, _ONCE)
+        t2 = self._lists.pick(count, is_evictable, _AGAIN)
+        sizes = tuple(zip(self._sizes, self._ghost_sizes, strict=True))
         gone: set[int] = set()
-        l1 = _Rehearsal(self._sizes, self._lists, _T1, is_evictable, gone)
-        l2 = _Rehearsal(self._sizes, self._lists, _T2, is_evictable, gone)
+        l1 = _Rehearsal(sizes[_ONCE], t1, self._ghost_lists.walk(_ONCE), gone)
+        l2 = _Rehearsal(sizes[_AGAIN], t2, self._ghost_lists.walk(_AGAIN), gone)
         p = self.p
         num_free = len(found) - count
         victims: list[int] = []
         for turn, ghost in enumerate(found):
             side = None
             if ghost is not None and ghost not in gone:
-                side = l1 if self._list_of[ghost] == _B1 else l2
-            if side is l1:
-                p = min(p + max(1.0, l2.num_ghosts / l1.num_ghosts), self.capacity_blocks)
-            elif side is l2:
-                p = max(p - max(1.0, l1.num_ghosts / l2.num_ghosts), 0.0)
+                side = l2 if self._ghost_list_of[ghost] else l1
+                p = self._adapted(p, l1.num_ghosts, l2.num_ghosts, in_b1=side is l1)
             if turn >= num_free:
                 t1_first = l1.num_resident > p or (side is l2 and l1.num_resident == p)
                 victim = _replace(l1, l2) if t1_first else _replace(l2, l1)
                 if victim is None:
-                    return None
+                    break
                 victims.append(victim)
             if side is not None and ghost is not None:
                 side.take_ghost(ghost)
@@ -141,8 +155,26 @@ class ArcPolicy(CachePolicy):
                     l1.drop_ghost()
                 elif len(l1) + len(l2) > 2 * self.capacity_blocks:
                     l2.drop_ghost()
+        self._lists.release(t1, _ONCE)
+        self._lists.release(t2, _AGAIN)
+        if len(victims) < count:
+            return None
         self.p = p
+        self._lists.remove(victims)
+        for which in _ONCE, _AGAIN:
+            self._bury([slot for slot in victims if self._list_of[slot] == which], which)
         return victims
+
+    def _adapted(self, p: float, num_b1: int, num_b2: int, *, in_b1: bool) -> float:
+        if in_b1:
+            return min(p + max(1.0, num_b2 / num_b1), self.capacity_blocks)
+        return max(p - max(1.0, num_b1 / num_b2), 0.0)
+
+    def released(self, slots: Sequence[int]) -> None:
+        if self._lists.num_met:
+            list_of = self._list_of
+            for which in _ONCE, _AGAIN:
+                self._lists.release((slot for slot in slots if list_of[slot] == which), which)
 
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         key_of = self._keys
@@ -158,38 +190,41 @@ class ArcPolicy(CachePolicy):
                 self._admit_once(once)
                 once = []
                 if key in self._ghosts:  # those admitted just now may have pushed it out
-                    self._drop([ghost], self._list_of[ghost])
-                    self._join(_T2, [slot])
+                    self._ghost_lists.remove([ghost])
+                    self._drop([ghost], self._ghost_list_of[ghost])
+                    self._join(_AGAIN, [slot])
                     continue
             once.append(slot)
         self._admit_once(once)
 
     def _admit_once(self, slots: Sequence[int]) -> None:
         """Admit to T1, and trim as if after each one."""
-        self._join(_T1, slots)
-        t1, t2, b1, b2 = self._sizes
-        from_b1 = max(0, t1 + b1 - self.capacity_blocks)
-        from_b2 = max(0, t1 + b1 + t2 + b2 - from_b1 - 2 * self.capacity_blocks)
-        for which, count in ((_B1, from_b1), (_B2, from_b2)):
-            if count:
-                self._drop(list(islice(self._lists.walk(which), count)), which)
+        self._join(_ONCE, slots)
+        (t1, t2), (b1, b2) = self._sizes, self._ghost_sizes
+        surplus = t1 + b1 - self.capacity_blocks
+        if surplus > 0:
+            self._drop(self._ghost_lists.take_front(surplus, _ONCE), _ONCE)
+            b1 -= surplus
+        surplus = t1 + b1 + t2 + b2 - 2 * self.capacity_blocks
+        if surplus > 0:
+            self._drop(self._ghost_lists.take_front(surplus, _AGAIN), _AGAIN)
 
     def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
         list_of = self._list_of
         once: list[int] = []
         again: list[int] = []
         for slot, is_reused in zip(reversed(slots), reversed(reused), strict=True):
-            if list_of[slot] == _T2:
+            if list_of[slot] == _AGAIN:
                 again.append(slot)
             elif is_reused:
-                list_of[slot] = _T2
+                list_of[slot] = _AGAIN
                 again.append(slot)
-                self._sizes[_T1] -= 1
-                self._sizes[_T2] += 1
+                self._sizes[_ONCE] -= 1
+                self._sizes[_AGAIN] += 1
             else:
                 once.append(slot)
-        self._lists.move_to_end(once, _T1)
-        self._lists.move_to_end(again, _T2)
+        self._lists.move_to_end(once, _ONCE)
+        self._lists.move_to_end(again, _AGAIN)
 
     def discard(self, slots: Sequence[int]) -> None:
         self._lists.remove(slots)
@@ -197,69 +232,63 @@ class ArcPolicy(CachePolicy):
             self._sizes[self._list_of[slot]] -= 1
 
     def resident(self) -> Iterable[int]:
-        num_above_target = max(0, self._sizes[_T1] - int(self.p))
-        t1 = list(self._lists.walk(_T1))
-        return tuple(chain(t1[:num_above_target], self._lists.walk(_T2), t1[num_above_target:]))
+        num_above_target = max(0, self._sizes[_ONCE] - int(self.p))
+        t1 = list(self._lists.walk(_ONCE))
+        t2 = self._lists.walk(_AGAIN)
+        return tuple(chain(t1[:num_above_target], t2, t1[num_above_target:]))
+
+    def skipped(self) -> Iterable[int]:
+        return tuple(self._lists.skipped())
 
     def violations(self) -> Iterable[str]:
         c = self.capacity_blocks
-        t1, t2, b1, b2 = self._sizes
+        (t1, t2), (b1, b2) = self._sizes, self._ghost_sizes
         if t1 + t2 > c or t1 + b1 > c or t1 + t2 + b1 + b2 > 2 * c or not 0 <= self.p <= c:
             yield f"|T1|={t1} |T2|={t2} |B1|={b1} |B2|={b2} p={self.p} c={c}"
-        lists = [self._keys_in(which) for which in range(4)]
-        if list(map(len, lists)) != self._sizes:
-            yield f"the lists have {list(map(len, lists))} members, not {self._sizes}"
+        lists = [self.t1, self.t2, self.b1, self.b2]
+        if list(map(len, lists)) != [t1, t2, b1, b2]:
+            yield f"the lists have {list(map(len, lists))} members, not {[t1, t2, b1, b2]}"
         if len(set(chain(*lists))) != sum(map(len, lists)):
             yield "a key is in two lists"
-        if self._ghosts.find([*lists[_B1], *lists[_B2]]) != [
-            *self._lists.walk(_B1),
-            *self._lists.walk(_B2),
-        ]:
-            yield "a ghost is not found by its key"
+        for which, ghosts in enumerate((self.b1, self.b2)):
+            if self._ghosts.find(ghosts) != list(self._ghost_lists.walk(which)):
+                yield "a ghost is not found by its key"
+        yield from self._lists.violations()
 
     # -- the four lists -------------------------------------------------------------------------
 
-    def _keys_in(self, which: int) -> Sequence[OffloadKey]:
-        return tuple(self._keys[number] for number in self._lists.walk(which))
-
-    def _join(self, which: int, numbers: Sequence[int]) -> None:
-        self._lists.append(numbers, which)
-        self._sizes[which] += len(numbers)
+    def _join(self, which: int, slots: Sequence[int]) -> None:
+        self._lists.append(slots, which)
+        self._sizes[which] += len(slots)
         list_of = self._list_of
-        for number in numbers:
-            list_of[number] = which
+        for slot in slots:
+            list_of[slot] = which
 
-    def _bury(self, slots: Sequence[int]) -> None:
-        """Make ghosts of blocks, each of that of its list."""
+    def _bury(self, slots: Sequence[int], which: int) -> None:
+        """Make ghosts of blocks that were in this list."""
+        if not slots:
+            return
         ghosts = self._free_ghosts.take(len(slots))
-        key_of, list_of = self._keys, self._list_of
-        keys: list[OffloadKey] = []
-        once: list[int] = []
-        again: list[int] = []
-        for slot, ghost in zip(slots, ghosts, strict=True):
-            key_of[ghost] = key = key_of[slot]
-            keys.append(key)
-            (once if list_of[slot] == _T1 else again).append(ghost)
+        key_of, ghost_keys, list_of = self._keys, self._ghost_keys, self._ghost_list_of
+        keys = [key_of[slot] for slot in slots]
+        for key, ghost in zip(keys, ghosts, strict=True):
+            ghost_keys[ghost] = key
+            list_of[ghost] = which
         self._ghosts.update(keys, ghosts)
-        self._lists.remove(slots)
-        self._sizes[_T1] -= len(once)
-        self._sizes[_T2] -= len(again)
-        self._join(_B1, once)
-        self._join(_B2, again)
+        self._ghost_lists.append(ghosts, which)
+        self._sizes[which] -= len(slots)
+        self._ghost_sizes[which] += len(slots)
 
     def _drop(self, ghosts: Sequence[int], which: int) -> None:
-        """Forget ghosts, which are in this list."""
-        self._lists.remove(ghosts)
-        self._sizes[which] -= len(ghosts)
-        key_of = self._keys
+        """Forget ghosts that were in this list."""
+        self._ghost_sizes[which] -= len(ghosts)
+        key_of = self._ghost_keys
         self._ghosts.discard([key_of[ghost] for ghost in ghosts])
         self._free_ghosts.give_back(ghosts)
 
 
 class _Rehearsal:
-    """L1 or L2 as a batch in the making would leave it; the lists themselves stay as they are.
-
-    Each list is walked at most once, whatever the batch's size.
+    """L1 or L2 as a batch in the making would leave it; the lists themselves keep their order.
 
     Attributes:
         gone: Ghosts that the batch takes or drops, of either list.
@@ -267,18 +296,16 @@ class _Rehearsal:
 
     def __init__(
         self,
-        sizes: Sequence[int],
-        lists: NumberLists,
-        resident: int,
-        is_evictable: Callable[[int], bool],
+        sizes: tuple[int, int],
+        victims: Iterable[int],
+        ghosts: Iterable[int],
         gone: set[int],
     ) -> None:
-        ghosts = _GHOSTS_OF[resident]
-        self.num_resident = sizes[resident]
-        self.num_ghosts = sizes[ghosts]
-        self._victims: Iterator[int] = filter(is_evictable, lists.walk(resident))
+        """Start with so many blocks and ghosts, with those that may go, each in order of rank."""
+        self.num_resident, self.num_ghosts = sizes
+        self._victims = iter(victims)
         self.gone = gone
-        self._droppable = (ghost for ghost in lists.walk(ghosts) if ghost not in gone)
+        self._droppable = (ghost for ghost in ghosts if ghost not in gone)
 
     def __len__(self) -> int:
         return self.num_resident + self.num_ghosts

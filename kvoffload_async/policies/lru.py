@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.ranked import RankedLists
 
 if TYPE_CHECKING:
     from kvoffload_async.types import OffloadKey
 
 
 class LruPolicy(CachePolicy):
-    """Evicts the blocks whose last access is the longest ago. Bytes a slot: 8.
+    """Evicts the blocks whose last access is the longest ago. Bytes a slot: 12.
 
-    Order lives apart from pinning: a victim search skips what may not go and moves nothing, so a
-    block that is unpinned late still has the rank of its last access.
+    Order lives apart from pinning: a block that may not go when its turn comes, and is unpinned
+    late, still has the rank of its last access.
 
     Thread: owner.
     """
@@ -25,7 +25,7 @@ class LruPolicy(CachePolicy):
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__(capacity_blocks)
-        self._oldest_first = NumberLists(capacity_blocks)
+        self._oldest_first = RankedLists(capacity_blocks)
 
     def make_room(
         self,
@@ -34,6 +34,9 @@ class LruPolicy(CachePolicy):
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
         return self._oldest_first.take_first(count, is_evictable)
+
+    def released(self, slots: Sequence[int]) -> None:
+        self._oldest_first.release(slots)
 
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         self._oldest_first.append(slots)
@@ -49,3 +52,9 @@ class LruPolicy(CachePolicy):
 
     def resident(self) -> Iterable[int]:
         return tuple(self._oldest_first.walk())
+
+    def skipped(self) -> Iterable[int]:
+        return tuple(self._oldest_first.skipped())
+
+    def violations(self) -> Iterable[str]:
+        return self._oldest_first.violations()

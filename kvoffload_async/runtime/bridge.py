@@ -7,6 +7,7 @@ waits.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,10 +18,13 @@ from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import OffloadError
+from kvoffload_async.errors import ClosedError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
-from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
+from kvoffload_async.tiers._actor import TierActor
+from kvoffload_async.tiers._environment import ActorEnvironment
+
+logger = logging.getLogger(__name__)
 
 Batch = Sequence[tuple[TierActor, Sequence[TierEffect]]]
 
@@ -85,7 +89,8 @@ class TierLink:
         try:
             self._bridge.runner.run(self.actor.open(), timeout_s)
         except BaseException:
-            self._pool.close(_STOP_THREADS_S)
+            if self._pool.close(_STOP_THREADS_S):
+                self._bridge.hung_openings[self.state.name] = self._pool
             raise
         self._bridge.links.append(self)
 
@@ -104,9 +109,11 @@ class TierLink:
             report = self._bridge.runner.run(
                 self.actor.close(timeout_s), timeout_s + _CLOSE_MARGIN_S
             )
-        except (OffloadError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - the rest must be closed all the same
+            drop_tracebacks(error)
             report = CloseReport(error=error)
-        self._pool.close(_STOP_THREADS_S)
+        finally:
+            self._pool.close(_STOP_THREADS_S)
         self.pump()
         late = tuple(self.state.abandon_rest())
         if self in self._bridge.links:
@@ -144,20 +151,45 @@ class Bridge:
         self.create_pool = create_pool
         self.links: list[TierLink] = []
         self.wake_ups = 0
+        self.hung_openings: dict[str, PoolRunner] = {}
+        """Tier -> the pool of its last opening that failed with a thread in a call."""
+
+    def opening_hangs(self, tier: str) -> bool:
+        """Tell whether a thread still hangs from when a tier could not be opened. Thread: any."""
+        pool = self.hung_openings.get(tier)
+        return pool is not None and pool.close(0.0) > 0
 
     def flush(self) -> None:
-        """Hand over what the tiers are to do: one wake-up of the loop, or none. Never waits."""
+        """Hand over what the tiers are to do: one wake-up of the loop, or none. Never waits.
+
+        Where the loop has ended, every job fails now.
+        """
+        if self.runner.has_ended():
+            self._give_up()
+            return
         batch = [
             (link.actor, link.state.take_effects()) for link in self.links if link.state.effects
         ]
         if batch:
             self.wake_ups += 1
-            self.runner.call_soon(execute, batch)
+            try:
+                self.runner.call_soon(execute, batch)
+            except ClosedError:  # it has ended since it was asked
+                self._give_up()
 
     def wait_for_progress(self, timeout_s: float) -> bool:
         """Hand over, then wait until an event has come in; False if none has in time."""
         self.flush()
         return self.runner.wait_until(self._has_events, timeout_s)
+
+    def _give_up(self) -> None:
+        """Fail what the loop will never end; a copy that was begun keeps its memory."""
+        for link in self.links:
+            if link.state.is_available:
+                logger.error("tier %s: its event loop has ended, and it with it", link.state.name)
+                link.pump()  # what the loop has posted before
+                link.state.close()
+                link.state.abandon_rest()
 
     def _has_events(self) -> bool:
         return any(link.inbox for link in self.links)

@@ -30,6 +30,10 @@ _Bell = queue.SimpleQueue[None]
 """Rung once for a call, and once for each helper that it wants; a thread takes one ring a turn."""
 
 
+_STOP_S = 1.0
+"""For threads that have nothing to do yet."""
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     call: Callable[[], Any]
@@ -98,12 +102,17 @@ class IoPool:
         orders = [(Direction.LOAD, Direction.STORE)] * load_preferring_threads
         orders += [(Direction.STORE, Direction.LOAD)] * store_preferring_threads
         orders += [(Direction.NONE,)] * payload_free_threads
-        self._threads = [
-            threading.Thread(target=self._work, args=(order,), name=f"{name}-{i}", daemon=True)
-            for i, order in enumerate(orders)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number, order in enumerate(orders):
+                thread = threading.Thread(
+                    target=self._work, args=(order,), name=f"{name}-{number}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system gives no more threads
+            self.close(_STOP_S)
+            raise
 
     async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
         """Await `call()` on one of the threads; see `IoRunner.run`.
@@ -116,23 +125,25 @@ class IoPool:
         """
         work = self._submit(direction, call, helpers)
         cancelled: asyncio.CancelledError | None = None
-        while not work.has_ended:
-            try:
-                await work.future
-            except asyncio.CancelledError as error:
-                cancelled = error
-                if not work.has_ended:  # the call still touches memory: wait on
-                    work.future = work.future.get_loop().create_future()
-            except Exception:  # noqa: BLE001 - the call's own error, raised below
-                break
-        if cancelled is not None:
-            if not work.future.cancelled():
-                work.future.exception()  # retrieved: nobody will ask any more
-            try:
+        try:
+            while not work.has_ended:
+                try:
+                    await work.future
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    if not work.has_ended:  # the call still touches memory: wait on
+                        work.future = work.future.get_loop().create_future()
+                except Exception:  # noqa: BLE001 - the call's own error, raised below
+                    break
+            if cancelled is not None:
+                if not work.future.cancelled():
+                    work.future.exception()  # retrieved: nobody will ask any more
                 raise cancelled
-            finally:
-                del cancelled  # it holds this frame, and what its callers hold
-        return work.future.result()  # type: ignore[no-any-return]  # the call's own type
+            return work.future.result()  # type: ignore[no-any-return]  # the call's own type
+        finally:
+            # What is raised holds this frame, which must not hold it: with it, until the collector
+            # comes, would live the frames of the call, and what they were copying.
+            del work, call, cancelled
 
     def close(self, timeout_s: float) -> int:
         """Fail the queued calls, let the running ones end, join the threads.

@@ -51,6 +51,10 @@ class LoopRunner(Protocol):
         """Wake whoever waits in `wait_until`. Thread: any."""
         ...
 
+    def has_ended(self) -> bool:
+        """Tell whether the loop is gone for good, so that nothing on it will ever end."""
+        ...
+
     def now_s(self) -> float:
         """Return this runner's monotonic time."""
         ...
@@ -96,6 +100,8 @@ class ThreadsafeRunner:
             if not future.done():
                 future.cancel()
             raise
+        finally:
+            del future, coroutine  # what is raised holds this frame, which must not hold it
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
@@ -118,6 +124,10 @@ class ThreadsafeRunner:
         """See `LoopRunner.notify`."""
         if self._is_waited_for:
             self._progress.set()
+
+    def has_ended(self) -> bool:
+        """See `LoopRunner.has_ended`."""
+        return self._loop.is_closed()
 
     def now_s(self) -> float:
         """See `LoopRunner.now_s`."""
@@ -180,7 +190,11 @@ class LoopThread(ThreadsafeRunner):
         """Start the thread."""
         super().__init__(loop_factory())
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._loop.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -210,15 +224,30 @@ class LoopThread(ThreadsafeRunner):
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            self._run_until_closed()
         finally:
-            left = asyncio.all_tasks(self._loop)
-            if left:
-                names = ", ".join(sorted(task.get_name() for task in left))
-                logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
-                self._cancel(left)
-                self._loop.set_exception_handler(_repeat_quietly)
-            self._loop.close()
+            try:
+                self._end_tasks()
+            finally:
+                self._loop.close()
+
+    def _end_tasks(self) -> None:
+        left = asyncio.all_tasks(self._loop)
+        if left:
+            names = ", ".join(sorted(task.get_name() for task in left))
+            logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
+            self._cancel(left)
+            self._loop.set_exception_handler(_repeat_quietly)
+
+    def _run_until_closed(self) -> None:
+        """Run the loop; it is its owner's to stop, and one tier must not stop the others."""
+        self._loop.run_forever()
+        if not self._closed:
+            logger.error(
+                "%s was stopped by something that ran on it, and goes on", self._thread.name
+            )
+        while not self._closed:
+            self._loop.run_forever()
 
     def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
         """Cancel what is left, one turn of the loop: a copy in flight holds on to its task."""
@@ -231,18 +260,18 @@ class LoopThread(ThreadsafeRunner):
 async def until_done(future: asyncio.Future[T]) -> T:
     """Await a future to its end; a cancellation is delivered then."""
     cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()  # retrieved: nobody will ask any more
-        try:
+    try:
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            future.exception()  # retrieved: nobody will ask any more
             raise cancelled
-        finally:
-            del cancelled  # it holds this frame, and what its callers hold
-    return future.result()
+        return future.result()
+    finally:
+        del future, cancelled  # what is raised holds this frame, which must not hold it
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -3,8 +3,9 @@
 The mapping needs a name only until every participant has it. Whoever comes first makes the file,
 exclusively, in a directory that lies in memory; the others open it and wait for its full size; and
 the last one to arrive removes the name, so that from then on no kind of ending can leak it. Until
-then everybody keeps a shared lock on the file: a file that nobody locks belongs to participants
-that were killed on their way, and is removed by whoever of the same user starts next.
+then a file that nobody locks belongs to participants that were killed on their way, and is removed
+by whoever of the same user starts next: everybody keeps a shared lock on the file for as long as it
+uses the memory.
 
 The directory is usually open to every user of the machine, so a name proves nothing. A file is used
 or removed only if this user owns it, it is a regular file that nobody else may read or write, and
@@ -24,13 +25,14 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
-from kvoffload_async.runtime.buffer import PAGE_BYTES, PrimaryBuffer
+from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer
 
 NOTE_BYTES = 16
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where POSIX shared memory lies
 _PREFIX = "kvoffload-"
 _POLL_S = 0.005
 
@@ -52,7 +54,7 @@ class SharedBuffer(PrimaryBuffer):
         *,
         participant: int,
         num_participants: int,
-        directory: str | Path = "/dev/shm",  # noqa: S108 - where POSIX shared memory lies
+        directory: str | Path = SHARED_MEMORY,
         join_timeout_s: float = 30.0,
         note: bytes = b"",
         free_bytes: Callable[[Path], int | None] | None = None,
@@ -86,21 +88,22 @@ class SharedBuffer(PrimaryBuffer):
         deadline_s = time.monotonic() + join_timeout_s
         _remove_orphans(self._directory)
         self._file, self.is_creator = _enter(self._path, deadline_s)
-        self._has_left = False
+        self._is_file_open = True
+        mapping = None
         try:
             if self.is_creator:
                 _require_room(size_bytes, self._directory, free_bytes or free_space_bytes)
                 os.ftruncate(self._file, size_bytes)
             else:
                 _await_size(self._file, size_bytes, self._path, deadline_s)
-            mapping = mmap.mmap(self._file, size_bytes)
+            mapping = Pages(self._file, size_bytes)
             if self.is_creator:
                 # A page that could not be had later would be a bus error in the middle of a copy.
                 _reserve(self._file, size_bytes, self._directory)
             self._arrive(participant, note.ljust(NOTE_BYTES, b"\0"))
         except BaseException as error:
             # Timed out: whoever was to make it is gone, and nobody else would remove the name.
-            self.leave(remove=self.is_creator or isinstance(error, TimeoutError))
+            self._undo(mapping, remove=self.is_creator or isinstance(error, TimeoutError))
             raise
         self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
         super().__init__(num_slots, stride_bytes, mapping=mapping)
@@ -108,7 +111,7 @@ class SharedBuffer(PrimaryBuffer):
     @property
     def has_name(self) -> bool:
         """Whether the file still has a name: some participant has not arrived yet."""
-        return not self._has_left and os.fstat(self._file).st_nlink > 0
+        return self._is_file_open and os.fstat(self._file).st_nlink > 0
 
     def notes(self, timeout_s: float = 30.0) -> list[bytes]:
         """Return every participant's note, by number; waits until all have arrived.
@@ -126,11 +129,22 @@ class SharedBuffer(PrimaryBuffer):
         notes = os.pread(self._file, self._num_participants * NOTE_BYTES, self._notes_at)
         return [notes[at : at + NOTE_BYTES] for at in range(0, len(notes), NOTE_BYTES)]
 
-    def release(self) -> bool:
-        """Unmap the memory, see `PrimaryBuffer`; a name that is still there goes as well."""
-        self.leave(remove=True)
-        self.slot_flags.release()
-        return super().release()
+    def remove_name(self) -> None:
+        """Remove the file's name if it still has one; the memory stays."""
+        if self._is_file_open:
+            _remove_name(self._path, self._file)
+
+    def release(self, *, is_idle: bool = True) -> bool:
+        """Give the memory back, see `PrimaryBuffer`; a name that is still there goes as well.
+
+        The pages are everybody's, so they stay until the last participant releases them: then they
+        go, even where another one's range of addresses is still mapped.
+        """
+        try:
+            self.remove_name()
+        finally:
+            is_unmapped = super().release(is_idle=is_idle)
+        return is_unmapped
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -155,14 +169,41 @@ class SharedBuffer(PrimaryBuffer):
         arrived = os.pread(self._file, self._num_participants, self._arrivals_at)
         return [number for number, mark in enumerate(arrived) if not mark]
 
-    def leave(self, *, remove: bool) -> None:
-        """Let go of the file; the mapping stays."""
-        if self._has_left:
-            return
-        self._has_left = True
-        if remove:
-            _remove_name(self._path, self._file)
-        os.close(self._file)
+    def _undo(self, mapping: Pages | None, *, remove: bool) -> None:
+        """Close what was opened before the arrival has failed."""
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._close_file)
+            if mapping is not None:
+                closing.callback(mapping.close)
+            if remove:
+                self.remove_name()
+
+    def _unmap(self, *, is_idle: bool) -> None:
+        if is_idle:
+            try:
+                if self._is_last():
+                    # A filesystem that cannot free them in place frees them with the last mapping.
+                    with contextlib.suppress(OSError):
+                        self._map.madvise(mmap.MADV_REMOVE)
+            finally:
+                self._close_file()
+        self.slot_flags.release()
+        super()._unmap(is_idle=is_idle)
+        self._close_file()
+
+    def _is_last(self) -> bool:
+        """Tell whether no other participant uses the memory, and count as one that does not.
+
+        By the lock that each has from its arrival to its release, or its death.
+        """
+        # Whoever asks for an exclusive lock in vain has lost the shared one, see flock(2); closing
+        # the file would not do, as the mapping has a descriptor of its own.
+        return self._is_file_open and _try_lock(self._file, fcntl.LOCK_EX)
+
+    def _close_file(self) -> None:
+        if self._is_file_open:
+            self._is_file_open = False
+            os.close(self._file)
 
 
 def file_name(name: str) -> str:
@@ -187,9 +228,10 @@ def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
                 file = _open_private(path, create=create)
             except (FileExistsError, FileNotFoundError):
                 continue
-            # Without a name by now: it was taken for an orphan before it was locked.
-            if _try_lock(file, fcntl.LOCK_SH) and os.fstat(file).st_nlink:
-                return file, create
+            with _closing_on_error(file):
+                # Without a name by now: it was taken for an orphan before it was locked.
+                if _try_lock(file, fcntl.LOCK_SH) and os.fstat(file).st_nlink:
+                    return file, create
             os.close(file)
         if not _pause(deadline_s):
             raise TimeoutError(f"{path} could neither be made nor opened in time")
@@ -272,11 +314,20 @@ def _open_private(path: Path, *, create: bool = False) -> int:
         raise
     except OSError as error:
         raise _not_private(path, str(error)) from error
-    objection = _objection(os.fstat(file))
-    if objection:
-        os.close(file)
-        raise _not_private(path, objection)
+    with _closing_on_error(file):
+        objection = _objection(os.fstat(file))
+        if objection:
+            raise _not_private(path, objection)
     return file
+
+
+@contextlib.contextmanager
+def _closing_on_error(file: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def _objection(found: os.stat_result) -> str:

@@ -8,7 +8,7 @@ from itertools import chain
 
 
 class FreeNumbers:
-    """The free ones of `capacity` numbers from `first` on; at the start all of them.
+    """The free ones of the numbers below `capacity`; at the start all of them.
 
     Those that were never taken are handed out first, in increasing order, then the one that was
     given back last. Bytes a number that was given back: 4.
@@ -16,9 +16,9 @@ class FreeNumbers:
 
     __slots__ = ("_end", "_never_taken", "_returned", "count")
 
-    def __init__(self, capacity: int, first: int = 0) -> None:
-        self._never_taken = first
-        self._end = first + capacity
+    def __init__(self, capacity: int) -> None:
+        self._never_taken = 0
+        self._end = capacity
         self._returned = array("i")
         self.count = capacity
         """How many are free."""
@@ -29,14 +29,15 @@ class FreeNumbers:
     def take(self, count: int) -> list[int]:
         """Take so many; there must be."""
         self.count -= count
+        numbers: list[int] = []
         start = self._never_taken
-        self._never_taken = min(self._end, start + count)
-        numbers = list(range(start, self._never_taken))
-        rest = count - len(numbers)
-        if rest:
-            cut = len(self._returned) - rest
-            numbers += reversed(self._returned[cut:])
-            del self._returned[cut:]
+        if start < self._end:
+            self._never_taken = min(self._end, start + count)
+            numbers += range(start, self._never_taken)
+            count -= len(numbers)
+        if count:
+            numbers += self._returned[: -count - 1 : -1]
+            del self._returned[-count:]
         return numbers
 
     def give_back(self, numbers: Sequence[int]) -> None:

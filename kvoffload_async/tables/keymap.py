@@ -86,6 +86,22 @@ class KeyMap(Collection[OffloadKey]):
         for key in keys:
             parts[key[PART_AT]].pop(key, None)
 
+    def discard_present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Take keys out; return those that were there."""
+        parts = self.parts
+        return [key for key in keys if parts[key[PART_AT]].pop(key, None) is not None]
+
+    def change(self, keys: Iterable[OffloadKey], number: int) -> list[OffloadKey]:
+        """Give keys an integer; return those that had another one, or none."""
+        parts = self.parts
+        changed: list[OffloadKey] = []
+        for key in keys:
+            part = parts[key[PART_AT]]
+            if part.get(key) != number:
+                part[key] = number
+                changed.append(key)
+        return changed
+
     def take(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Take keys out, which are there; return their integers."""
         parts = self.parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvoffload_async.tables.arrays import integers
 
@@ -36,32 +36,16 @@ class NumberLists:
             yield number
             number = after[number]
 
-    def take_first(
-        self, count: int, is_wanted: Callable[[int], bool], which: int = 0
-    ) -> list[int] | None:
-        """Take the first wanted numbers out of a list; None, and no change, if there are fewer."""
-        taken: list[int] = []
-        if not count:
-            return taken
+    def take_front(self, count: int, which: int = 0) -> list[int]:
+        """Take the first numbers out of a list; there must be so many."""
         after, ring = self._after, self._capacity + which
-        passed_over = False
+        taken: list[int] = []
         number = after[ring]
-        while number != ring:
-            if is_wanted(number):
-                taken.append(number)
-                count -= 1
-                if not count:
-                    break
-            else:
-                passed_over = True
+        for _ in range(count):
+            taken.append(number)
             number = after[number]
-        if count:
-            return None
-        if passed_over:
-            self.remove(taken)
-        else:
-            after[ring] = front = after[number]
-            self._before[front] = ring
+        after[ring] = number
+        self._before[number] = ring
         return taken
 
     def append(self, numbers: Sequence[int], which: int = 0) -> None:

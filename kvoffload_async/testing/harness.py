@@ -18,7 +18,7 @@ from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.tiers._actor import ActorEnvironment
+from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.types import (
     JobId,
     JobMetadata,

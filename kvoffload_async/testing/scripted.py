@@ -110,6 +110,7 @@ class ParkedOperation:
         keys: Its blocks.
         job: Its job, for a store or load.
         task: The task that performs it, for a test to cancel.
+        landed: Indices of the blocks whose bytes have moved already; see `ScriptedTier.land`.
     """
 
     kind: Operation
@@ -117,6 +118,7 @@ class ParkedOperation:
     job: JobMetadata | None
     task: asyncio.Task[Any] = field(repr=False)
     future: asyncio.Future[Mapping[int, TierError]] = field(repr=False)
+    landed: set[int] = field(default_factory=set)
 
 
 class ScriptedTier(AsyncTier):
@@ -183,8 +185,12 @@ class ScriptedTier(AsyncTier):
         return frozenset(key for key in keys if key in self.blocks)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        """Park; then the settled outcome."""
-        return await self._park(Operation.STORE, job.keys, job)
+        """Park; then the settled outcome. Blocks that are there although it fails are announced."""
+        try:
+            return await self._park(Operation.STORE, job.keys, job)
+        except BaseException:
+            self.env.blocks_appeared([key for key in job.keys if key in self.blocks])
+            raise
 
     async def load(self, job: JobMetadata) -> BlockFailures:
         """Park; then the settled outcome."""
@@ -226,7 +232,21 @@ class ScriptedTier(AsyncTier):
         elif parked.job is None:
             parked.future.set_result({})
         else:
-            parked.future.set_result(self._move(parked.kind, parked.job, dict(failures or {})))
+            parked.future.set_result(self._move(parked, parked.job, dict(failures or {})))
+
+    def land(self, parked: ParkedOperation, index: int) -> None:
+        """Move one block of a parked store now, before the others."""
+        if parked.job is None or parked.kind is not Operation.STORE:
+            raise StateError(f"{parked.kind.name} has no block to land")
+        parked.landed.add(index)
+        row = np.asarray(self.env.kv_view)[parked.job.block_ids[index]]
+        self.blocks.setdefault(parked.keys[index], row.copy())
+
+    def evict(self, keys: Sequence[OffloadKey]) -> None:
+        """Drop blocks, and announce that."""
+        for key in keys:
+            del self.blocks[key]
+        self.env.blocks_evicted(keys)
 
     def settle_all(self) -> None:
         """End everything that is parked now, well, oldest first."""
@@ -234,13 +254,13 @@ class ScriptedTier(AsyncTier):
             self.settle(parked)
 
     def _move(
-        self, kind: Operation, job: JobMetadata, failures: dict[int, TierError]
+        self, parked: ParkedOperation, job: JobMetadata, failures: dict[int, TierError]
     ) -> dict[int, TierError]:
         rows = np.asarray(self.env.kv_view)
         for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True)):
-            if index in failures:
+            if index in failures or index in parked.landed:
                 continue
-            if kind is Operation.STORE:
+            if parked.kind is Operation.STORE:
                 self.blocks.setdefault(key, rows[slot].copy())
             elif key in self.blocks:
                 rows[slot] = self.blocks[key]

@@ -164,6 +164,10 @@ class VirtualRunner:
     def notify(self) -> None:
         """Nothing: `wait_until` asks after every turn."""
 
+    def has_ended(self) -> bool:
+        """See `LoopRunner.has_ended`."""
+        return self.loop.is_closed()
+
     def now_s(self) -> float:
         """Return the loop's virtual time."""
         return self.loop.time()

@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
     BlockFailures,
-    BlocksAppeared,
-    BlocksEvicted,
     JobOverdue,
     JobSettled,
-    ProbeAnswered,
-    TierEvent,
 )
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
+from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
     BlockMissingError,
     RepeatedKeyError,
@@ -34,52 +28,33 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierError,
     TierTimeoutError,
+    TierUnavailableError,
     UnknownSlotError,
+    drop_tracebacks,
 )
-from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tiers._ending import as_contained, contained, drop_tracebacks, error_of, judged
+from kvoffload_async.tiers._announcements import Watch
+from kvoffload_async.tiers._ending import (
+    ENDS_LOOP,
+    as_contained,
+    contained,
+    error_of,
+    judged,
+    log_trace,
+    text_of,
+)
+from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.tiers._probes import Probes
+from kvoffload_async.tiers._recheck import Recheck
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
 
-Post = Callable[[TierEvent], None]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PORTION_KEYS = 1024
 _CANCEL_GRACE_S = 0.2
 _TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ActorEnvironment:
-    """The `TierEnvironment` that an actor gives its tier."""
-
-    kv_view: memoryview
-    io: IoRunner
-    post: Post
-    identity: KVIdentity = field(default_factory=KVIdentity)
-
-    def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner: a `KeyMap`, which is the owner's from now on, as it is."""
-        if isinstance(keys, KeyMap):
-            self.post(BlocksAppeared(keys))
-            return
-        for portion in _portions(keys):
-            self.post(BlocksAppeared(portion))
-
-    def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner."""
-        for portion in _portions(keys):
-            self.post(BlocksEvicted(portion))
-
-
-def _portions(keys: Iterable[OffloadKey]) -> Iterator[tuple[OffloadKey, ...]]:
-    """Yield the keys in portions, so that the owner can take them in step by step."""
-    rest = iter(keys)
-    while portion := tuple(islice(rest, _PORTION_KEYS)):
-        yield portion
 
 
 @dataclass(slots=True, eq=False)
@@ -94,12 +69,13 @@ class _Side:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One accepted job; `task` is None while it waits."""
+    """One accepted job; `task` is None while it waits, `watch` until the tier sees the job."""
 
     job: JobMetadata
     side: _Side
     accepted_s: float
     task: asyncio.Task[None] | None = None
+    watch: Watch | None = None
     is_settled: bool = False
 
 
@@ -129,36 +105,53 @@ class TierActor:
             tier: What to run; closed by this actor.
             env: What the tier may use; its `post` receives every event, in order.
             io_timeout_s: Seconds from a job's acceptance to its deadline, waiting included.
-            probe_timeout_s: Seconds until an unanswered probe counts as "absent".
+            probe_timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
         """
         self.name = name
         self._tier = tier
         self._env = env
         self._post = env.post
         self._io_timeout_s = io_timeout_s
-        self._probe_timeout_s = probe_timeout_s
         self._loads = _Side(f"{name}:load")
         self._stores = _Side(f"{name}:store")
         self._due: dict[JobId, _Run] = {}
         """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
         self._next_deadline: asyncio.TimerHandle | None = None
-        self._probes: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
-        self._unanswered: dict[int, asyncio.TimerHandle] = {}
+        self._recheck = Recheck(name, tier, env.announcements, env.post)
+        self._probes = Probes(name, tier, env.post, probe_timeout_s)
         self._closing = False
         # Asked for once: the interpreter makes a system call for every answer.
         self._loop: asyncio.AbstractEventLoop
+
+    @property
+    def waiting_jobs(self) -> int:
+        """Jobs that were accepted and have not begun. Thread: any."""
+        return len(self._loads.waiting) + len(self._stores.waiting)
 
     async def open(self) -> None:
         """Open the tier; on failure it is closed again, and the error goes on."""
         self._loop = asyncio.get_running_loop()
         try:
-            await self._tier.open(self._env)
-        except BaseException:
+            await contained(self._tier.open, self._env)
+        except GeneratorExit:  # the loop has ended meanwhile: nothing can be awaited on it
+            raise
+        except BaseException as error:
             await self._close_tier(_FAILED_OPEN_CLOSE_S)
+            log_trace(error)
+            drop_tracebacks(error)
             raise
 
     def start_job(self, job: JobMetadata) -> None:
         """Accept a job: from now on it settles exactly once."""
+        try:
+            self._accept(job)
+        except Exception as error:  # noqa: BLE001 - a third party's bounds; the job must end
+            side = self._loads if job.is_promotion else self._stores
+            side.waiting.pop(job.job_id, None)
+            failure = TierUnavailableError(f"{self.name} cannot run it: {text_of(error)}")
+            self._settle_unrun(_Run(job, side, self._loop.time()), failure)
+
+    def _accept(self, job: JobMetadata) -> None:
         side = self._loads if job.is_promotion else self._stores
         run = _Run(job, side, self._loop.time())
         if self._closing:
@@ -175,25 +168,14 @@ class TierActor:
 
     def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
-        if self._closing:
-            self._post(ProbeAnswered(generation, frozenset()))
-            return
-        loop = self._loop
-        task = loop.create_task(
-            contained(self._tier.contains, keys), name=f"{self.name}:probe:{generation}"
-        )
-        self._probes[task] = None
-        self._unanswered[generation] = loop.call_later(
-            self._probe_timeout_s, self._answer_probe, generation, frozenset()
-        )
-        task.add_done_callback(lambda ended: self._probe_ended(ended, generation))
+        self._probes.start(generation, keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
         try:
             self._tier.touch(keys)
-        except Exception:
-            logger.exception("%s: touch failed", self.name)  # what comes behind it must still run
+        except BaseException:  # it must end neither the loop nor the effects behind it
+            logger.exception("%s: touch failed", self.name)
 
     async def close(self, timeout_s: float) -> CloseReport:
         """Stop the intake, fail what waits, let what runs end, cancel the rest, close the tier.
@@ -206,6 +188,8 @@ class TierActor:
             What was left behind. The tier itself is closed only if nothing was.
         """
         self._closing = True
+        self._recheck.close()
+        self._probes.close()
         loop = self._loop
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
@@ -233,7 +217,7 @@ class TierActor:
     def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
         """Return what runs, in the order in which it began: loads, stores, probes."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
-        return [*(run.task for run in runs if run.task), *self._probes]
+        return [*(run.task for run in runs if run.task), *self._probes.tasks, *self._recheck.tasks]
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
@@ -243,6 +227,8 @@ class TierActor:
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
+            log_trace(error)
+            drop_tracebacks(error)  # before it is logged, as logs may be kept
             logger.warning("%s: closing failed: %s", self.name, error)
             return error
         return None
@@ -272,9 +258,12 @@ class TierActor:
 
     async def _perform(self, run: _Run) -> None:
         operation = self._tier.load if run.side is self._loads else self._tier.store
+        run.watch = self._env.announcements.begin(
+            run.job.keys, heeds_stores=run.side is self._loads
+        )
         try:
             failures = await operation(run.job) if run.job.keys else {}
-        except SystemExit as error:
+        except ENDS_LOOP as error:
             raise as_contained(error) from error
         self._settle(run, *judged(failures, len(run.job.keys)))
 
@@ -290,24 +279,51 @@ class TierActor:
     def _settle(self, run: _Run, failures: BlockFailures, error: TierError | None) -> None:
         run.is_settled = True
         self._forget_deadline(run)
+        outdated = self._outdated(run, failures, error)
         first = error or next(iter(failures.values()), None)
         if first is not None:
             level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
-            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
-            if logger.isEnabledFor(logging.DEBUG) and first.__cause__ is not None:
-                logger.debug("%s", "".join(traceback.format_exception(first)))
+            if first.__cause__ is not None:
+                log_trace(first)
             for raised in (error, *failures.values()):
                 drop_tracebacks(raised)
-        self._post(self._settled(run, failures, error))
+            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
+        self._post(self._settled(run, failures, error, outdated))
+
+    def _outdated(
+        self, run: _Run, failures: BlockFailures, error: TierError | None
+    ) -> frozenset[OffloadKey]:
+        """Return the blocks of which a job says what was true before; the tier is asked for them.
+
+        A load that has failed for no block says nothing of any.
+        """
+        if run.watch is None:
+            return frozenset()  # its task was cancelled before the tier saw it
+        announcements, keys, is_load = self._env.announcements, run.job.keys, run.job.is_promotion
+        outdated = announcements.end(run.watch, looks=bool(failures) or not is_load)
+        if is_load:
+            outdated = outdated.intersection(keys[index] for index in failures)
+        elif error is None:
+            stored = keys if not failures else [k for i, k in enumerate(keys) if i not in failures]
+            announcements.note_stored(stored)
+        if outdated:
+            self._recheck.ask(outdated)
+        return outdated
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
         self._forget_deadline(run)
         self._post(self._settled(run, {}, error))
 
-    def _settled(self, run: _Run, failures: BlockFailures, error: TierError | None) -> JobSettled:
+    def _settled(
+        self,
+        run: _Run,
+        failures: BlockFailures,
+        error: TierError | None,
+        outdated: frozenset[OffloadKey] = frozenset(),
+    ) -> JobSettled:
         seconds = self._loop.time() - run.accepted_s
-        return JobSettled(run.job.job_id, failures, error, seconds)
+        return JobSettled(run.job.job_id, failures, error, seconds, outdated)
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the one timer to the deadline that is the next."""
@@ -340,27 +356,6 @@ class TierActor:
         else:
             logger.error("%s", error)
             self._post(JobOverdue(run.job.job_id, error))
-
-    def _probe_ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
-        del self._probes[task]
-        present: frozenset[OffloadKey] = frozenset()
-        if task.cancelled():
-            logger.warning("%s: probe %s was cancelled", self.name, generation)
-        elif (error := task.exception()) is not None:
-            logger.warning("%s: probe %s failed: %s", self.name, generation, error)
-        else:
-            found: object = task.result()
-            if isinstance(found, Collection):
-                present = frozenset(found)
-            else:
-                logger.warning("%s: probe %s returned %r", self.name, generation, found)
-        self._answer_probe(generation, present)
-
-    def _answer_probe(self, generation: int, present: frozenset[OffloadKey]) -> None:
-        timer = self._unanswered.pop(generation, None)
-        if timer is not None:  # else the deadline has answered already
-            timer.cancel()
-            self._post(ProbeAnswered(generation, present))
 
 
 def _described(job: JobMetadata) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailableError
+
+ENDS_LOOP = (SystemExit, KeyboardInterrupt)
+"""What asyncio does not keep in the task that raises it."""
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,34 +23,37 @@ async def contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwarg
     """Await an operation of a tier; one that would end the loop only fails itself."""
     try:
         return await operation(*args, **kwargs)
-    except SystemExit as error:
+    except ENDS_LOOP as error:
         raise as_contained(error) from error
 
 
-def as_contained(error: SystemExit) -> TierUnavailableError:
+def as_contained(error: BaseException) -> TierUnavailableError:
     """Return what stands in for an exit that a tier has asked for."""
     return TierUnavailableError(f"a tier raised {error!r}")
 
 
-def drop_tracebacks(error: BaseException | None) -> None:
-    """Let go of an error's frames: who keeps a result must not keep the primary's memory mapped."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def log_trace(error: BaseException) -> None:
+    """Log where an error came from, for whoever looks for a defect: before its frames are dropped.
+
+    As text, as logs may be kept.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", "".join(traceback.format_exception(error)))
 
 
-def error_of(task: asyncio.Task[None]) -> TierError:
-    """Return why a job's task has failed, in the vocabulary of its owner."""
+def text_of(error: BaseException) -> str:
+    """Return what an error says; str() of a third party's may raise."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def error_of(task: asyncio.Task[Any]) -> TierError:
+    """Return why the task of a job or a probe has failed, in the vocabulary of its owner."""
     error = None if task.cancelled() else task.exception()
     if error is None:
-        return JobCancelledError("the job's task was cancelled")
+        return JobCancelledError("its task was cancelled")
     if isinstance(error, TierError):
         return error
-    # Not str(): an error of a third party's may raise there, and the job must end all the same.
-    text = "".join(traceback.format_exception_only(error)).strip()
-    failure = TierUnavailableError(text)
+    failure = TierUnavailableError(text_of(error))
     failure.__cause__ = error
     return failure
 

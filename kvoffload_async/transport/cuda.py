@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -131,6 +132,7 @@ class CudaTransport(Transport):
                 f"device: no memory for staging on {self._device}: {error}"
             ) from error
         self._has_pinned = _pin(self._host)
+        self._release_pages = hold_pages(kv_view, f"a transport of {self._device}")
         self._submitted: dict[Direction, queue.SimpleQueue[CudaTransfer | None]] = {
             direction: queue.SimpleQueue() for direction in self._streams
         }
@@ -179,6 +181,7 @@ class CudaTransport(Transport):
         self._host = torch.empty(0)
         self._copies.release()
         self._streams.clear()
+        self._release_pages()
         return True
 
     # -- inside ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -113,6 +114,7 @@ class HostTransport(Transport):
         """
         rows = np.asarray(kv_view)
         layout.require_room(rows.shape[1], cell_offset_bytes)
+        self._release_pages = hold_pages(kv_view, "a host transport")
         self._num_slots = rows.shape[0]
         self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
         self.violations: list[str] = []
@@ -178,6 +180,7 @@ class HostTransport(Transport):
             return False
         self._host.clear()
         self._device.clear()
+        self._release_pages()
         return True
 
     # -- inside ---------------------------------------------------------------------------------

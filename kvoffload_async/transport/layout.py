@@ -17,6 +17,10 @@ from kvoffload_async.abc.transport import BlockCopies, GroupCopies, group_copies
 from kvoffload_async.errors import ConfigError, TransportError
 from kvoffload_async.types import BlockIds
 
+_KEY_AND_VALUE = 2
+_KEY_AND_VALUE_DIMS = 4
+"""Key or value, block, token, and at least one dimension of what a token has."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
@@ -98,7 +102,7 @@ def register_kv_caches(
     kv_caches: Mapping[str, torch.Tensor],
     groups: Sequence[Sequence[str]] | None = None,
     blocks_per_chunk: int = 1,
-    block_dim: int = 0,
+    block_dim: int | None = None,
 ) -> KVLayout:
     """Describe a caller's tensors; nothing is copied.
 
@@ -106,12 +110,18 @@ def register_kv_caches(
         kv_caches: Layer name -> tensor, of any dtype, on one device.
         groups: The layer names of each KV-cache group; by default all layers in one.
         blocks_per_chunk: Device blocks of one chunk.
-        block_dim: The dimension that counts device blocks. What comes before it (key and value,
-            say) makes page tables of its own; what comes behind it must be contiguous.
+        block_dim: The dimension that counts device blocks. What comes before it (layers, key and
+            value) makes page tables of its own; what comes behind it must be contiguous. None: the
+            first one, unless it looks like key and value.
 
     Raises:
-        ConfigError: A layer is unknown, or its layout cannot be addressed by block.
+        ConfigError: A layer is unknown or no tensor, its layout cannot be addressed by block, or
+            the layers of a group have unequal numbers of blocks.
     """
+    _require_tensors(kv_caches)
+    if block_dim is None:
+        block_dim = 0
+        _require_blocks_first(kv_caches)
     if block_dim < 0 or blocks_per_chunk < 1:
         raise ConfigError(
             f"block_dim={block_dim} and blocks_per_chunk={blocks_per_chunk}: they must be at "
@@ -128,6 +138,7 @@ def register_kv_caches(
             for pages in _pages_of(name, kv_caches[name].detach(), block_dim):
                 group.append(PageTable(pages, offset))
                 offset += pages.shape[1] * blocks_per_chunk
+        _require_equal_lengths(names, kv_caches, block_dim)
         tables.append(group)
         chunk_bytes = max(chunk_bytes, offset)
     devices = {table.pages.device for group in tables for table in group}
@@ -136,6 +147,48 @@ def register_kv_caches(
             f"kv_caches: the tensors must be on one device, but are on {len(devices)}"
         )
     return KVLayout(tables, blocks_per_chunk, chunk_bytes)
+
+
+def _require_tensors(kv_caches: object) -> None:
+    """Raise ConfigError unless each layer has a tensor; name what to write instead."""
+    if not isinstance(kv_caches, Mapping):
+        raise ConfigError(
+            f"kv_caches: {type(kv_caches).__name__} is not valid; give a mapping of layer names to "
+            'tensors, such as {"layer0": tensor}'
+        )
+    for name, cache in kv_caches.items():
+        if isinstance(cache, torch.Tensor):
+            continue
+        remedy = "give a torch.Tensor"
+        if isinstance(cache, np.ndarray):
+            remedy = "give torch.from_numpy(array), which shares its memory"
+        elif isinstance(cache, list | tuple):
+            remedy = f"give each of its tensors a name of its own, such as {name + '.0'!r}"
+        raise ConfigError(f"kv_caches[{name!r}]: {type(cache).__name__} is not a tensor; {remedy}")
+
+
+def _require_blocks_first(kv_caches: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError for what looks like key and value in front of the device blocks."""
+    for name, cache in kv_caches.items():
+        if cache.dim() >= _KEY_AND_VALUE_DIMS and cache.shape[0] == _KEY_AND_VALUE < cache.shape[1]:
+            raise ConfigError(
+                f"kv_caches[{name!r}]: shape {tuple(cache.shape)} looks like key and value with "
+                f"{cache.shape[1]} device blocks each; give block_dim=1, or block_dim=0 if there "
+                "are two device blocks"
+            )
+
+
+def _require_equal_lengths(
+    names: Sequence[str], kv_caches: Mapping[str, torch.Tensor], block_dim: int
+) -> None:
+    """Raise ConfigError unless the layers of a group have the same device blocks."""
+    lengths = {kv_caches[name].shape[block_dim]: name for name in reversed(names)}
+    if len(lengths) > 1:
+        told = ", ".join(f"{name!r} has {count}" for count, name in sorted(lengths.items()))
+        raise ConfigError(
+            f"kv_caches: layers differ in device blocks along dimension {block_dim} ({told}); give "
+            "the block_dim that counts blocks, or layers of another size in a group of their own"
+        )
 
 
 def _pages_of(name: str, tensor: torch.Tensor, block_dim: int) -> list[torch.Tensor]:

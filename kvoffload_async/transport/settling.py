@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
+import traceback
 
 from kvoffload_async.abc.transport import Transfer, TransferOutcome
-from kvoffload_async.errors import TransportError
+from kvoffload_async.errors import TransportError, drop_tracebacks
+
+logger = logging.getLogger(__name__)
 
 _Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
 
@@ -50,7 +54,10 @@ class SettlingTransfer(Transfer):
 
 
 def failed(cause: Exception) -> TransferOutcome:
-    """Return the outcome of a transfer that `cause` has ended."""
+    """Return the outcome of a transfer that `cause` has ended; without frames, which hold slots."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("a transfer failed:\n%s", "".join(traceback.format_exception(cause)))
+    drop_tracebacks(cause)
     if isinstance(cause, TransportError):
         return TransferOutcome(0, error=cause)
     error = TransportError(f"{type(cause).__name__}: {cause}")

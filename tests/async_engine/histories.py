@@ -36,7 +36,7 @@ def history():
                     repr([(copy.direction, copy.parts) for copy in world.parked]),
                     repr([(p.kind, p.keys, p.job) for tier in world.tiers for p in tier.parked]),
                     repr([(s.task.done(), s.task.cancelled()) for s in self.serving]),
-                    repr([tier.breaker.state for tier in core.tiers]),
+                    repr([(t.health.loads.state, t.health.stores.state) for t in core.tiers]),
                     repr(core.counters),
                     self.runner.get_loop().time(),
                 ]

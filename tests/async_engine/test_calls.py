@@ -175,9 +175,6 @@ async def test_without_room_until_the_deadline_the_store_is_refused():
 @on_loop
 async def test_misuse_is_an_error_at_the_call():
     async with opened() as world, world.engine.request("r", hashes("ab")) as request:
-        with pytest.raises(StateError, match="known already"):
-            async with world.engine.request("r", hashes("ab")):
-                pass
         for blocks, first in (([0, 1, 2], 0), ([0], 2), ([0], -1)):
             with pytest.raises(StateError, match="the request has no"):
                 await world.engine.store(request, blocks, first)
@@ -220,6 +217,36 @@ def test_the_configuration_is_checked_before_anything_starts():
         OffloadEngine(CONFIG, kv_caches=tensors)
 
 
+def test_the_size_of_a_block_follows_from_the_tensors():
+    config = {"cpu_bytes_to_use": 4 * 4096, "model": "test", "blocks_per_chunk": 2}
+    tensors = {"a": torch.zeros(3, 16, 2), "b": torch.zeros(3, 8, 2)}
+    engine = OffloadEngine(config, kv_caches=tensors)
+    assert engine._config.block_bytes == 2 * (16 + 8) * 2 * 4
+    split = {"l": torch.zeros(2, 3, 16, 8)}
+    with pytest.raises(ConfigError, match="give block_dim=1"):
+        OffloadEngine(config, kv_caches=split)
+    assert OffloadEngine(config, kv_caches=split, block_dim=1)._config.block_bytes == 2 * 2 * 512
+    with pytest.raises(ConfigError, match="block_bytes: missing"):
+        OffloadEngine(config, lambda _view: None)
+    with pytest.raises(ConfigError, match="blocks_per_chunk"):
+        OffloadEngine({**config, "blocks_per_chunk": "2"}, kv_caches=tensors)
+    with pytest.raises(ConfigError, match="config: "):
+        OffloadEngine(["model"], kv_caches=tensors)
+
+
+@on_loop
+async def test_key_and_value_may_lie_before_the_device_blocks():
+    tensor = torch.arange(2 * 4 * 8, dtype=torch.uint8).reshape(2, 4, 2, 4)
+    before = tensor.clone()
+    config = {"cpu_bytes_to_use": 8 * 4096, "model": "test"}
+    async with OffloadEngine(config, kv_caches={"l": tensor}, block_dim=1) as engine:
+        async with engine.request("r", hashes("ab")) as request:
+            assert await engine.store(request, [0, 1]) == 2
+            assert await engine.lookup(request) == 2
+            assert await engine.load(request, [2, 3]) == 2
+        assert torch.equal(tensor[:, 2:], before[:, :2])
+
+
 @on_loop
 async def test_an_engine_over_a_callers_tensors():
     tensors = {"l": torch.zeros(8, PAGE_BYTES, dtype=torch.uint8)}
@@ -234,3 +261,26 @@ async def test_an_engine_over_a_callers_tensors():
             assert await engine.lookup(request) == 3
             assert await engine.load(request, [5, 6, 7]) == 3
         assert torch.equal(tensors["l"][5:], tensors["l"][:3])
+
+
+@on_loop
+async def test_statistics_tell_of_tiers_and_copies_also_after_the_close():
+    async with opened(tiers=[SCRIPTED]) as world, world.engine.request("r", hashes("ab")) as r:
+        task = asyncio.create_task(world.engine.store(r, [0, 1]))
+        await turns()
+        read = world.engine.stats()
+        assert (read.copies, read.waiting_stores, read.primary.slots.writing) == (1, 0, 2)
+        assert read.planner.requests == 1
+        world.transport.settle()
+        assert await task == 2
+        assert world.engine.stats().copies == 0
+        await world.calm()
+        assert world.engine.stats().tiers[0].stored_blocks == 2
+        engine = world.engine
+    assert engine.stats().tiers[0].stored_blocks == 2
+
+
+def test_an_engine_that_was_never_opened_has_no_statistics():
+    config = {"cpu_bytes_to_use": 4096, "block_bytes": 4096, "model": "m"}
+    with pytest.raises(ClosedError, match="not open"):
+        OffloadEngine(config, create_transport=lambda _view: None).stats()

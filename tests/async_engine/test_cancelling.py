@@ -13,10 +13,9 @@ from async_engine.worlds import (
     turns,
 )
 
+from kvoffload_async.abc.transport import Transfer
 from kvoffload_async.async_engine import EngineBounds
-from kvoffload_async.errors import (
-    BusyError,
-)
+from kvoffload_async.errors import BusyError, TransportError
 
 
 async def look(world, request):
@@ -145,3 +144,27 @@ async def test_a_cancelled_place_in_line_is_given_on():
             assert await tasks[0] == 1
             assert await world.during(tasks[2]) == 1
         await world.check_rest()
+
+
+class CancelsItself(Transfer):
+    """Says whenever it is asked that it was cancelled."""
+
+    asked = 0
+
+    async def outcome(self):
+        self.asked += 1
+        raise asyncio.CancelledError
+
+    def synchronize(self, timeout_s):
+        return True
+
+
+@on_loop
+async def test_a_transport_that_cancels_a_copy_by_itself_has_failed_it_and_is_not_asked_for_ever():
+    async with opened() as world:
+        world.transport.odd = transfer = CancelsItself()
+        async with world.engine.request("r", hashes("a")) as request:
+            with pytest.raises(TransportError, match="by itself"):
+                await world.engine.store(request, [0])
+        assert transfer.asked == 1
+        assert world.counts == {"free": 8}

@@ -29,14 +29,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.errors import BusyError, TierUnavailableError, TransportError
+from kvoffload_async.errors import (
+    BusyError,
+    InvalidatedError,
+    TierUnavailableError,
+    TransportError,
+)
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import register_kv_caches
 
-ORDINARY = (BusyError, TransportError, TimeoutError)
+ORDINARY = (BusyError, InvalidatedError, TransportError, TimeoutError)
 DEVICE_BLOCKS = 4096
 THREADS_END_S = 10.0
 """On a busy machine a thread that has nothing left to do may be a while about ending."""
@@ -46,24 +51,29 @@ texts = st.text("ab", min_size=1, max_size=4)
 
 
 class Serving:
-    """One request's whole life, and what it has read."""
+    """One request's whole life, and what it has read: KV of the weights of its generation."""
 
     def __init__(self, world, name, text, blocks, plan):
         self.world, self.name, self.text = world, name, text
         self.blocks, self.plan = blocks, plan
+        self.request = None
         self.task = asyncio.get_running_loop().create_task(self.run(), name=name)
 
     async def run(self):
         engine, chain = self.world.engine, hashes(self.text)
+        label = engine.manager.generation.label or ""
+        computed = [block_hash + label.encode() for block_hash in chain]
         async with engine.request(self.name, chain) as request:
+            self.request = request
             with contextlib.suppress(*ORDINARY):
                 found = await engine.lookup(request, FAR_S)
                 if "load" in self.plan:
                     await engine.load(request, self.blocks[:found], FAR_S)
-                    assert self.world.holds(chain[:found], self.blocks[:found]), "not its own bytes"
+                    assert self.world.holds(computed[:found], self.blocks[:found]), "not its bytes"
             with contextlib.suppress(*ORDINARY):
                 if "store" in self.plan:
-                    self.world.fill(chain, self.blocks)
+                    await request.released(FAR_S)  # a load that gave up still writes
+                    self.world.fill(computed, self.blocks)
                     await engine.store(request, self.blocks, 0, FAR_S)
 
 
@@ -73,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         register(self.patch)
         self.runner = asyncio.Runner(loop_factory=JumpLoop)
-        self.serving = []
+        self.serving, self.resets = [], []
         self.next_block = 0
         bounds = EngineBounds(concurrent_loads=2, concurrent_stores=2, waiting_calls=3)
         self.opening = opened(
@@ -100,7 +110,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.next_block += len(text)
 
         async def start():
-            return Serving(self.world, f"r{len(self.serving)}", text, blocks, plan)
+            # Ids are used again, also beside an older request: they are names, no more.
+            return Serving(self.world, f"r{len(self.serving) % 3}", text, blocks, plan)
 
         self.serving.append(self.run(start()))
         self.turn(count)
@@ -146,6 +157,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.get_loop().jump(seconds)
         self.turn()
 
+    @rule(label=st.integers(1, 3))
+    def the_weights_change(self, label):
+        async def change():
+            self.world.engine.invalidate(label)
+
+        self.run(change())
+        self.turn()
+
+    @rule(timeout_s=st.sampled_from([0.5, FAR_S]))
+    def reset(self, timeout_s):
+        async def start():
+            return asyncio.create_task(self.world.engine.reset(timeout_s))
+
+        self.resets.append(self.run(start()))
+        self.turn()
+
     @rule(count=st.integers(1, 3))
     def turns_pass(self, count):
         self.turn(count)
@@ -154,13 +181,19 @@ class EngineMachine(RuleBasedStateMachine):
     def the_invariants_hold(self):
         check_state(self.world.core)
 
+    @invariant()
+    def occupied_blocks_are_those_of_copies_under_way(self):
+        copied = {block for copy in self.world.parked for block in copy.parts[0].blocks.tolist()}
+        requests = [s.request for s in self.serving if s.request is not None]
+        assert copied == set().union(*(request.occupied_blocks for request in requests))
+
     async def nobody_was_forgotten(self):
         """Who still waits, waits for good reason: looking again changes nothing."""
-        waiting = [s.name for s in self.serving if not s.task.done()]
-        self.world.engine._steps.note_progress()
+        waiting = [s for s in self.serving if not s.task.done()]
+        self.world.engine._steps.waiters.wake_all()
         await turns()
         assert not self.world.parked
-        assert [s.name for s in self.serving if not s.task.done()] == waiting
+        assert [s for s in self.serving if not s.task.done()] == waiting
 
     def teardown(self):
         async def end():
@@ -168,6 +201,8 @@ class EngineMachine(RuleBasedStateMachine):
             await self.nobody_was_forgotten()
             await jump()  # stores may wait for room that requests who wait themselves hold
             await self.world.until(lambda: all(s.task.done() for s in self.serving))
+            await self.world.until(lambda: all(reset.done() for reset in self.resets))
+            assert {type(reset.exception()) for reset in self.resets} <= {type(None), TimeoutError}
             await self.world.check_rest()
             await self.opening.__aexit__(None, None, None)
             return asyncio.all_tasks() - {asyncio.current_task()}
@@ -274,7 +309,7 @@ async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monke
                 await task
         assert await engine.quiesce()
         core = engine.manager.planner
-        while core.jobs:
+        while core.jobs or core.cascades.owes_anything:
             await engine._steps.next_progress(engine._loop.time() + 1.0)
         check_quiescent(core)
     assert game.read > 20

@@ -147,7 +147,8 @@ async def test_a_tier_that_is_left_alone_is_tried_again_at_the_loops_time():
             assert await world.engine.lookup(request) == 0
         async with world.engine.request("later", hashes("ab")) as request:
             await jump(1.0)
-            assert await world.during(world.engine.lookup(request)) == 2
+            assert await world.during(world.engine.lookup(request)) == 1, "one try"
+            assert await world.during(world.engine.lookup(request)) == 2, "which has worked"
         await world.check_rest()
 
 

@@ -23,7 +23,7 @@ from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.transport.settling import SettlingTransfer, failed
-from kvoffload_async.types import make_offload_key
+from kvoffload_async.types import LookupResult, make_offload_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 PAGE_BYTES = 32
@@ -231,12 +231,15 @@ class World:
             tier.settle_all()
 
     async def calm(self):
-        """Settle until nothing parks any more."""
+        """Settle until nothing parks any more, nor waits for a tier that has failed."""
         while True:
             await turns(10)
-            if not self.parked and not any(tier.parked for tier in self.tiers):
+            if self.parked or any(tier.parked for tier in self.tiers):
+                self.settle_everything()
+            elif self.core.cascades.owes_anything:
+                await jump(6.0)
+            else:
                 return
-            self.settle_everything()
 
     async def during(self, call):
         """Run a call, or see a task, to its end, with everything ending well."""
@@ -262,6 +265,11 @@ class World:
     async def check_rest(self):
         await self.calm()
         check_quiescent(self.core)
+        for manager, tier in zip(self.engine.manager.secondary_tiers, self.tiers, strict=True):
+            if tier.capabilities.exclusive and isinstance(tier, ScriptedTier):
+                index = manager.tier_state.index
+                assert len(index) == len(tier.blocks)
+                assert all(index.lookup(key, "") is LookupResult.HIT for key in tier.blocks)
 
 
 @asynccontextmanager
@@ -282,6 +290,7 @@ async def opened(slots=8, tiers=(), bounds=None, device_blocks=64, per_chunk=1, 
         "model": "test",
         "check_invariants": True,
         "secondary_tiers": list(tiers),
+        "reserved_fraction": 0.0,
         "cascade_fraction": 1.0,
         "promotion_fraction": 1.0,
         "enable_kv_cache_events": True,

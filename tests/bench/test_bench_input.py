@@ -19,7 +19,7 @@ class Unplayable(ExampleSecondaryTierManager):
     ("arguments", "reason"),
     [
         (["--block-bytes", "64QiB"], "--block-bytes: '64QiB' is not valid"),
-        (["--block-bytes", "0"], "--block-bytes: 0 is not valid"),
+        (["--block-bytes", "0"], "--block-bytes: '0' is not valid"),
         (["--block-bytes", ""], "--block-bytes: '' is not valid"),
         (["--block-bytes", "5000"], "'5000' is not valid; it must be a multiple of 4096"),
         (["--block-bytes", "4KiB,8KiB,4096"], "--block-bytes: '4096' is given twice"),

@@ -56,6 +56,7 @@ def manager():
         "cpu_bytes_to_use": NUM_BLOCKS * 4096,
         "block_bytes": 4096,
         "cascade_fraction": 1.0,
+        "reserved_fraction": 0.0,  # all of NUM_KEYS cascades at once, to both tiers
         "secondary_tiers": [{"type": "example"}, {"type": "example"}],
     }
     with TieringOffloadingSpec(config) as spec:
@@ -139,3 +140,15 @@ def test_a_step_wakes_the_loop_thread_once_however_much_it_submits(manager):
         assert manager.wait_for_progress(DEADLINE_S)
         manager.on_schedule_end()
     assert len(woken) == 1, "steps that submit nothing wake nobody"
+
+
+def test_reading_the_statistics(benchmark, manager):
+    """Of a primary and two tiers; it must not grow with what they hold."""
+    ctx = ReqContext("r")
+    manager.on_new_request(ctx)
+    keys = [key_of(number) for number in range(NUM_KEYS)]
+    manager.prepare_store(keys, ctx)
+    manager.complete_store(keys, ctx)
+    read = benchmark(manager.stats)
+    assert read.primary.stored_blocks == NUM_KEYS
+    assert [tier.cascading_blocks for tier in read.tiers] == [NUM_KEYS, NUM_KEYS]

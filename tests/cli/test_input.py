@@ -76,7 +76,7 @@ def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
         (["--tier", "fs"], "root_dir: missing"),
         (["--tier", "fs:root_dir=relative"], "root_dir: 'relative' is not an absolute path"),
         (["--block-bytes", "4Q"], "--block-bytes: '4Q' is not valid"),
-        (["--primary-bytes", "0"], "--primary-bytes: 0 is not valid"),
+        (["--primary-bytes", "0"], "--primary-bytes: '0' is not valid"),
         (["--primary-bytes", "1KiB"], "1024 bytes hold no block"),
         (["--primary-blocks", "5", "--primary-bytes", "1MiB"], "exclude each other"),
         (["--policy", "lur"], "did you mean 'lru'?"),

@@ -103,7 +103,7 @@ def test_blocks_behind_the_first_missing_one_are_no_hits(command):
 def test_a_request_larger_than_the_primary_stores_its_head(command):
     report = command.figures(command.trace([range(10), range(10)]), "--primary-blocks", 4)
     assert report["hits"] == {"primary": 4}
-    assert report["stores_refused"] == 1  # the second: the primary is full of its own head
+    assert report["stores_refused"] == 2  # the tail of each: the primary is full of its own head
 
 
 def test_a_request_larger_than_the_primary_is_refused_without_accept_prefix(command):

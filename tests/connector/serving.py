@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
-from connector.worlds import Recorder
+from connector.worlds import Watched
 from facade.worlds import SLOT_BYTES, World
 
 from kvoffload_async.core.invariants import check_state
@@ -23,9 +23,8 @@ from kvoffload_async.facade.connector.scheduler import OffloadingConnectorSchedu
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
 
-TOKENS_PER_HASH = 2
+TOKENS_PER_HASH, MAX_WORKERS = 2, SLOT_BYTES // 8
 GARBAGE = "garbage"
-MAX_WORKERS = SLOT_BYTES // 8
 
 
 @dataclass(eq=False)
@@ -78,7 +77,7 @@ class Serving:
         self.groups = groups
         self.num_workers = num_workers
         self.world = World(*tiers, num_slots=num_slots, **(limits or {}))
-        self.manager = Recorder(self.world.manager)
+        self.manager = Watched(self.world.manager)
         self.geometry = ConnectorGeometry(
             groups, TOKENS_PER_HASH, num_workers=num_workers, **options
         )
@@ -96,12 +95,19 @@ class Serving:
         self.deferred = []
         self.reports = Counter()
         self.known = set()
+        self.last_ended = None
         self.tally = Counter()
 
     # -- requests -------------------------------------------------------------------------------
 
-    def arrive(self, text, max_tokens=2):
-        request = Sequence(f"r{len(self.known)}", text, len(text), len(text) + max_tokens)
+    def arrive(self, text, max_tokens=2, *, reuses=False):
+        """Begin a request; with `reuses`, under the id of the last one that has ended."""
+        req_id = f"r{len(self.known)}"
+        live = {request.request_id for request in self.live}
+        if reuses and self.last_ended is not None and self.last_ended not in live:
+            req_id = self.last_ended
+            self.tally["reused"] += 1
+        request = Sequence(req_id, text, len(text), len(text) + max_tokens)
         self.known.add(request.request_id)
         self.waiting.append(request)
         return request
@@ -112,6 +118,7 @@ class Serving:
 
     def finish(self, request):
         request.ended = True
+        self.last_ended = request.request_id
         assert self.connector.request_finished(request) == (False, None)
         if request in self.loading:
             return  # its blocks stay its own until the load has ended
@@ -341,6 +348,7 @@ class Serving:
 
     def check(self):
         check_state(self.world.manager.planner)
+        self.manager.check(self.connector)
         owned = [b for r in self.live for table in r.tables for b in table if b != NULL_BLOCK]
         assert len(set(owned) | set(self.free)) == len(owned) + len(self.free)
         if self.copies or self.deferred:
@@ -363,25 +371,25 @@ class Serving:
 
     def rest(self, max_steps=400):
         """Let everything that is still there run to its end, which it must reach."""
+        planner = self.world.manager.planner
         for _ in range(max_steps):
+            self.world.runner.advance(planner.cascades.wakes_in_s(planner.now_s) or 0.0)
             self.world.settle_all()
             for copy in self.copies:
                 if copy.outcome is None:
                     self.perform(copy)
             self.report(*self.copies)
-            late = self.world.manager.planner.disowned  # copies that a reset did not wait for
-            if not (self.live or late or self.connector.has_pending_push_work()):
+            if not (self.live or planner.disowned or self.connector.has_pending_push_work()):
                 break
             self.step()
         else:
             raise AssertionError(f"not at rest: {self.live}")
         assert not self.connector._requests
         assert not len(self.connector._jobs)
-        counts = self.world.counts
-        assert counts["pinned"] == counts["writing"] == 0
-        check_quiescent(self.world.manager.planner)
+        assert self.world.counts["pinned"] == self.world.counts["writing"] == 0
+        check_quiescent(planner)
         opened, ended = (
-            Counter(ctx.req_id for name, ctx in self.manager.contexts if name == hook)
+            Counter(ctx for name, ctx in self.manager.contexts if name == hook)
             for hook in ("on_new_request", "on_request_finished")
         )
         assert opened == ended

@@ -48,9 +48,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.serving.arrive(text)
 
     @precondition(lambda self: len(self.serving.live) < 6)
-    @rule(text=TEXTS, max_tokens=st.integers(1, 5))
-    def arrive(self, text, max_tokens):
-        self.serving.arrive(text, max_tokens)
+    @rule(text=TEXTS, max_tokens=st.integers(1, 5), reuses=st.booleans())
+    def arrive(self, text, max_tokens, reuses):
+        self.serving.arrive(text, max_tokens, reuses=reuses)
 
     @rule(
         budget=st.sampled_from([4, 8, 1, 3]),

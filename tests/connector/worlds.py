@@ -77,6 +77,8 @@ class Recorder:
 
     def __getattr__(self, name):
         target = getattr(self.inner, name)
+        if not callable(target):
+            return target
 
         def call(*args, **kwargs):
             self.calls.append(name)
@@ -85,6 +87,34 @@ class Recorder:
             return target(*args, **kwargs)
 
         return call
+
+
+class Watched(Recorder):
+    """Checks where stores are cut, and what the adapter makes of it."""
+
+    def __init__(self, manager):
+        super().__init__(manager)
+        self.cuts = {}
+
+    def prepare_store(self, keys, ctx):
+        granted = self.inner.prepare_store(keys, ctx)
+        self.calls.append("prepare_store")
+        if granted is not None and granted.keys_left_out:
+            cut = min(ctx.key_positions[key] for key in granted.keys_left_out)
+            assert all(ctx.key_positions[key] < cut for key in granted.keys_to_store)
+            self.cuts[ctx.req_id] = cut
+        return granted
+
+    def check(self, connector):
+        """In a step, the adapter passes over no block that there was no room for.
+
+        Later it may: over one that a sliding window has let go since.
+        """
+        for req_id, state in connector._requests.items():
+            for index, group in enumerate(state.groups):
+                passed = group.next_chunk * connector.geometry.tokens_per_chunk(index)
+                assert passed < self.cuts.get(req_id, passed + 1)
+        self.cuts.clear()
 
 
 class Scripted(CPUPrimaryTierOffloadingManager):

@@ -20,6 +20,7 @@ class Write:
     ctx: ReqContext
     keys: list[OffloadKey]
     slots: list[int]
+    generation: int
     stale: bool = False
     landed: bool = False
 
@@ -31,6 +32,7 @@ class Read:
     ctx: ReqContext
     keys: list[OffloadKey]
     slots: list[int]
+    generation: int
     stale: bool = False
 
 

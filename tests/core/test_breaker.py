@@ -6,6 +6,7 @@ from kvoffload_async.core import breaker as module
 from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings, BreakerState
 
 TRIED, WORKED, FAULTED = BreakerEvent.TRIED, BreakerEvent.WORKED, BreakerEvent.FAULTED
+UNDECIDED = BreakerEvent.UNDECIDED
 
 
 def breaker_after(*events, threshold=2, now_s=0.0):
@@ -47,6 +48,38 @@ def test_the_tried_job_decides(outcome, state, permitted):
     breaker = breaker_after(FAULTED, FAULTED, TRIED, outcome)
     assert breaker.state is state
     assert breaker.permits(0.0) is permitted
+
+
+def test_a_try_that_tells_nothing_is_repeated_at_once():
+    breaker = breaker_after(FAULTED, FAULTED)
+    breaker.note(TRIED, 5.0)
+    breaker.note(UNDECIDED, 5.0)
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.permits(5.0)
+
+
+@pytest.mark.parametrize("outcome", [WORKED, FAULTED, UNDECIDED])
+def test_once_one_is_tried_no_older_job_decides(outcome):
+    breaker = breaker_after(FAULTED, FAULTED)
+    breaker.note(TRIED, 5.0)
+    breaker.note(outcome, 6.0, begun_s=4.9)
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.note(WORKED, 6.0, begun_s=5.0)
+    assert breaker.is_closed
+
+
+def test_it_remembers_since_when_and_why_it_is_open():
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise RuntimeError("drawn")
+
+    breaker = breaker_after(FAULTED)
+    breaker.note(FAULTED, 3.0, error=OSError(5, "io"))
+    breaker.note(FAULTED, 4.0, error=OSError(6, "later"))
+    assert (breaker.opened_at_s, breaker.reason) == (3.0, "OSError: [Errno 5] io")
+    breaker = breaker_after(threshold=1)
+    breaker.note(FAULTED, 0.0, error=Unspeakable())
+    assert "Unspeakable" in breaker.reason
 
 
 def test_good_news_from_before_it_opened_is_believed():

@@ -5,13 +5,14 @@ from core.states import whole_state
 from core.terms import k, ks
 from core.world import World
 
-from kvoffload_async.core.effects import TouchBlocks
+from kvoffload_async.core.effects import BeginRequest, StartProbe, TouchBlocks
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import InvariantError
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.invariants import check_history
 from kvoffload_async.testing.invariants.history import (
     AllQuiet,
+    BlocksTouched,
     CallReturned,
     ContentRead,
     ContentWritten,
@@ -38,7 +39,7 @@ from kvoffload_async.testing.invariants.history import (
     fact_of,
     fingerprint,
 )
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
 
 A, B = k("a"), k("b")
 
@@ -67,6 +68,12 @@ GOOD = {
         AllQuiet(),
     ],
     "a job under way": [OPENED, accepted(0)],
+    "the engine's own request": [
+        RequestOpened(0, ENGINE_REQ_ID),
+        accepted(0, req_id=ENGINE_REQ_ID),
+        BlocksTouched(0, ENGINE_REQ_ID),
+        RequestClosed(0, ENGINE_REQ_ID),
+    ],
     "an id used again": [OPENED, RequestClosed(0, "r"), OPENED, accepted(0)],
     "rooms": [
         asked(offered=[A], evicted=[B]),
@@ -143,6 +150,20 @@ BAD = {
         accepted(0),
         ResultTaken(0, 0),
     ],
+    "P10 got job 0 for request 'kvoffload_async:engine', which was not open": [
+        accepted(req_id=ENGINE_REQ_ID),
+        ResultTaken(0, 0),
+    ],
+    "P10 got promotion 0 for the engine's own request": [
+        RequestOpened(0, ENGINE_REQ_ID),
+        accepted(req_id=ENGINE_REQ_ID, promotion=True),
+    ],
+    "P10 told of a use within request 'r', which was not open": [
+        OPENED,
+        RequestClosed(0, "r"),
+        BlocksTouched(0, "r"),
+    ],
+    "P11 2 touches at tier 0": [BlocksTouched(0, None), BlocksTouched(0, None), StepClosed()],
     "P11 2 promotions for request 'r' at tier 0": [
         OPENED,
         PROMOTION,
@@ -222,7 +243,9 @@ def test_what_the_planner_wants_and_takes_in_is_recorded():
         EventsEmitted("CPU", (A,), removed=False),
         ResidentSeen("CPU", frozenset({A})),
     ]
-    assert fact_of(0, TouchBlocks((A,))) is None
+    assert fact_of(0, StartProbe(1, (A,))) is None
+    assert fact_of(0, TouchBlocks((A,))) == BlocksTouched(0, None)
+    assert fact_of(0, BeginRequest(ctx)) == RequestOpened(0, "r")
 
 
 def test_a_fingerprint_changes_with_pins_ranks_and_held_slots():

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.planner import PlannerLimits
+from kvoffload_async.core.breaker import BreakerSettings, BreakerState
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
 from kvoffload_async.testing.invariants import check_history
 from kvoffload_async.testing.invariants.history import (
@@ -46,6 +46,7 @@ SETUPS = st.fixed_dictionaries(
         "cap": st.sampled_from([4, 1, 2, 8, 0]),
         "cascade_blocks": st.sampled_from([1_000, 4, 1]),
         "faults": st.sampled_from([1_000, 2, 1]),
+        "reserved": st.sampled_from([0.25, 0.0, 0.5]),
         "accept_prefix": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
     }
@@ -62,7 +63,9 @@ class PlannerMachine(RuleBasedStateMachine):
             setup["num_slots"],
             tiers,
             policy=setup["policy"],
-            limits=PlannerLimits(setup["cap"], setup["cascade_blocks"], DEFERRAL_S),
+            limits=PlannerLimits(
+                setup["cap"], setup["cascade_blocks"], DEFERRAL_S, setup["reserved"]
+            ),
             breaker=BreakerSettings(setup["faults"], retry_after_s=3.0),
             request_level=sorted(setup["request_level"] & set(range(tiers))),
             pressed_tier=1,
@@ -128,6 +131,13 @@ class PlannerMachine(RuleBasedStateMachine):
         self.deferred.discard(ctx.req_id)
         self.world.finish(ctx)
 
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data())
+    def compute_without_loading(self, data):
+        ctx = self.request(data)
+        self.deferred.discard(ctx.req_id)
+        self.world.planner.on_request_scheduled(ctx)
+
     @rule(seconds=st.sampled_from([0.5, 0.0, 4.0]), settles=st.booleans())
     def step(self, seconds, settles):
         self.world.step(seconds)
@@ -160,6 +170,14 @@ class PlannerMachine(RuleBasedStateMachine):
     def release(self, data):
         self.world.release(data.draw(st.sampled_from(sorted(self.world.late))))
 
+    @precondition(lambda self: self.world.running)
+    @rule(data=st.data())
+    def hang(self, data):
+        """All that a tier has under way is overdue, and may never end."""
+        tier = data.draw(st.sampled_from(sorted({tier for tier, _ in self.world.running.values()})))
+        for job_id in [i for i, (at, _) in self.world.running.items() if at == tier]:
+            self.world.disown(job_id)
+
     # -- what is rare ---------------------------------------------------------------------------
 
     @rule(
@@ -186,6 +204,42 @@ class PlannerMachine(RuleBasedStateMachine):
     def invariants_hold(self):
         if hasattr(self, "world"):
             self.world.check()
+
+    @invariant()
+    def the_primary_keeps_its_reserve(self):
+        if hasattr(self, "world"):
+            copies = (*self.world.running.values(), *self.world.late.values())
+            occupied = {slot for _, job in copies for slot in job.block_ids.tolist()}
+            assert len(occupied) <= self.world.planner.shares.total
+
+    @invariant()
+    def a_tier_beside_a_hung_one_keeps_its_share(self):
+        if not hasattr(self, "world"):
+            return
+        shares, limits = self.world.planner.shares, self.world.planner.limits
+        for index, tier in enumerate(self.world.planner.tiers):
+            if tier.promotion_slots or tier.cascading_blocks:
+                continue
+            if shares.each * len(self.world.tiers) <= shares.total:
+                left = shares.spare_slots  # what is retained is nobody's share
+                assert left + shares.retained_slots >= shares.each
+                assert bool(shares.room_to_load(index)) == bool(limits.promotion_slots and left)
+                assert bool(shares.room_to_store(index)) == bool(left)
+
+    @invariant()
+    def one_is_tried(self):
+        if not hasattr(self, "world"):
+            return
+        planner = self.world.planner
+        reserved = [tier for tier, _, _ in planner.promotions.unflushed()]
+        for index, tier in enumerate(planner.tiers):
+            for breaker, is_promotion in (tier.health.loads, True), (tier.health.stores, False):
+                if breaker.state is BreakerState.HALF_OPEN:
+                    tries = reserved.count(index) if is_promotion else 0
+                    for job in tier.jobs.unreported():
+                        is_new = job.submit_time >= breaker._tried_at_s
+                        tries += job.is_promotion is is_promotion and is_new
+                    assert tries == 1
 
     def teardown(self):
         if hasattr(self, "world"):
@@ -221,7 +275,7 @@ class TestPlanner(PlannerMachine.TestCase):
 def test_completion_order_does_not_change_the_outcome(orders, policy):
     history = History()
     for order in orders:
-        world = World(8, 2, policy=policy)
+        world = World(16, 2, policy=policy)
         for req_id, names in ("r", "abc"), ("s", "bcd"), ("t", "efg"):
             ctx = world.begin(req_id, key_positions={k(n): i for i, n in enumerate(names)})
             world.offer(ctx, names)

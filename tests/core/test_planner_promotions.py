@@ -4,8 +4,8 @@ import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.core.planner import PlannerLimits
 from kvoffload_async.core.primary import BlockState
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.types import Locality, LookupResult, TierMatcher
 
@@ -77,6 +77,16 @@ def test_hits_of_this_step_are_not_evicted_by_promotions():
     world.loaded()
     world.step()
     assert world.lookup(ctx, "x") is PENDING
+    world.wind_down()
+
+
+def test_a_hit_of_an_earlier_step_may_go():
+    world, ctx = stored_below(num_slots=1, names="x")
+    world.store(ctx, "a")
+    world.settle()
+    assert [world.lookup(ctx, name) for name in "ax"] == [HIT, MISS]
+    world.step()
+    assert [world.lookup(ctx, name) for name in "xa"] == [PENDING, MISS]
     world.wind_down()
 
 

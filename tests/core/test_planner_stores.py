@@ -1,12 +1,12 @@
 """The planner's stores, and what they cascade."""
 
-from core.terms import HIT, MISS, PENDING, k, ks
+from core.terms import MISS, PENDING, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.planner import PlannerLimits
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.errors import CorruptBlockError, TierFullError, TierUnavailableError
+from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.errors import TierFullError
 
 # -- storing ------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ def test_of_a_partly_failed_cascade_the_blocks_that_landed_are_counted():
     world.wind_down()
 
 
-def test_what_is_over_the_bound_of_a_tier_is_dropped_and_counted_50031_50045():
+def test_what_is_over_the_bound_of_a_tier_waits_its_turn_50031_50045():
     """50031, 50045: cascades to a slow tier piled up without bound."""
     world = World(8, limits=PlannerLimits(8, cascade_blocks=3, deferral_s=100.0))
     ctx = world.begin()
@@ -77,11 +77,13 @@ def test_what_is_over_the_bound_of_a_tier_is_dropped_and_counted_50031_50045():
     world.store(ctx, "cde")
     world.store(ctx, "f")
     assert [job.keys for _, job in world.running.values()] == [tuple(ks("ab")), tuple(ks("c"))]
-    assert world.planner.tiers[0].counters.dropped_blocks == 3
+    assert world.planner.cascades.backlogs[0].count == 3
     assert world.primary.state_of(k("d")) is BlockState.IDLE
     world.settle()
     world.store(ctx, "g")
-    assert len(world.running) == 2
+    assert len(world.running) == 1, "first come, first served"
+    world.end_step()
+    assert world.running[2][1].keys == tuple(ks("de"))
     world.wind_down()
 
 
@@ -91,14 +93,16 @@ def test_a_tier_under_pressure_is_spared_stores_but_not_loads_50045():
     for i in range(10):
         world.store(ctx, [f"slow{i}"])
         world.settle(seconds=1.0)
-    world.store(ctx, ["dropped"])
+    world.store(ctx, ["spared"])
     assert world.running == {}
     world.fill(0, [k("x")])
     assert world.lookup(ctx, "x") is PENDING
     world.step(60.0)
     world.settle()
     world.store(ctx, ["after the decay"])
-    assert len(world.running) == 1
+    world.end_step()
+    ((_, job),) = world.running.values()
+    assert job.keys == (k("spared"), k("after the decay"))
     world.wind_down()
 
 
@@ -114,33 +118,6 @@ def test_stores_that_fail_press_a_tier_too():
     world.flush_reset()
     world.store(ctx, "y")
     assert len(world.running) == 1
-    world.wind_down()
-
-
-def test_a_failing_tier_is_left_alone_and_tried_again_later():
-    world, ctx = stored_below(8, names="x", breaker=BreakerSettings(2, retry_after_s=5.0))
-    for name in "ab":
-        world.store(ctx, name)
-        world.settle(failed={0}, error=TierUnavailableError("down"))
-    world.store(ctx, "c")
-    assert world.running == {}
-    assert world.lookup(ctx, "x") is MISS
-    world.step(5.0)
-    assert world.lookup(ctx, "x") is PENDING
-    world.step()
-    world.settle()
-    assert world.lookup(ctx, "x") is HIT
-    world.store(ctx, "d")
-    assert len(world.running) == 1
-    world.wind_down()
-
-
-def test_the_fault_of_a_block_is_not_the_fault_of_its_tier():
-    world, ctx = stored_below(8, names="abc", breaker=BreakerSettings(1))
-    for name in "abc":
-        assert world.lookup(ctx, name) is PENDING
-        world.step()
-        world.settle(failed={0}, error=CorruptBlockError("flipped"))
     world.wind_down()
 
 
@@ -188,3 +165,14 @@ def test_a_parked_block_whose_write_fails_is_dropped():
     assert world.running == {}
     assert not world.planner.has_pending_work
     world.wind_down()
+
+
+def test_a_request_that_waits_for_another_ones_write_ends_with_the_planner():
+    world = World(8, 1, request_level=[0])
+    first, second = world.begin("r"), world.begin("s")
+    world.offer(first, "a")
+    world.offer(second, "a")
+    world.finish(second)
+    world.planner.close()
+    assert second not in world.planner.requests
+    check_state(world.planner)

@@ -46,7 +46,7 @@ def test_a_use_of_what_is_no_key_is_refused_at_the_call_and_the_request_can_end(
 def test_a_load_of_nothing_leaves_nothing():
     rig = Rig(names="a")
     assert rig.primary.prepare_load(rig.ctx, []) == []
-    assert not rig.primary._loads
+    assert not rig.primary._loads._loads
 
 
 def test_a_block_goes_from_absent_over_writing_and_idle_to_pinned_and_back():
@@ -178,7 +178,7 @@ def test_completing_what_is_ready_unknown_or_anothers_is_ignored():
 
 def test_a_promotion_is_nobodys_store():
     rig = Rig()
-    assert rig.primary.reserve(k("a"), ()) == 0
+    assert rig.primary.reserve(k("a")) == 0
     assert rig.primary.complete_store(rig.ctx, ks("a"), success=True) == []
     rig.primary.complete_write(ks("a"), success=True)
     assert rig.primary.lookup(k("a")) is HIT
@@ -187,16 +187,17 @@ def test_a_promotion_is_nobodys_store():
 def test_a_present_key_cannot_be_reserved():
     rig = Rig(names="a")
     with pytest.raises(StateError, match="present already"):
-        rig.primary.reserve(k("a"), ())
+        rig.primary.reserve(k("a"))
 
 
-def test_a_reservation_evicts_neither_pinned_nor_protected_blocks():
+def test_a_reservation_evicts_no_pinned_blocks():
     rig = Rig(num_slots=2, names="ab")
-    rig.primary.pin(ks("a"))
+    rig.primary.pin(ks("ab"))
     before = whole_state(rig.primary)
-    assert rig.primary.reserve(k("c"), {k("b")}) is None
+    assert rig.primary.reserve(k("c")) is None
     assert whole_state(rig.primary) == before
-    assert rig.primary.reserve(k("c"), ()) == 1
+    rig.primary.unpin(ks("b"))
+    assert rig.primary.reserve(k("c")) == 1
     assert rig.primary.lookup(k("b")) is MISS
 
 
@@ -266,7 +267,7 @@ def test_ending_a_write_that_is_none_is_a_defect_and_changes_nothing():
 
 def test_a_disowned_write_makes_the_key_absent_and_holds_the_slot():
     rig = Rig(num_slots=1)
-    rig.primary.reserve(k("a"), ())
+    rig.primary.reserve(k("a"))
     assert rig.primary.disown_write(ks("a")) == [0]
     assert rig.primary.counts == {"free": 0, "writing": 0, "idle": 0, "pinned": 0, "held": 1}
     assert rig.offer("b") is None
@@ -339,7 +340,7 @@ def test_completion_order_does_not_change_the_ranking_51787():
 
 def test_events_are_only_collected_where_somebody_wants_them():
     primary = Primary(1, LruPolicy(1))
-    primary.reserve(k("a"), ())
+    primary.reserve(k("a"))
     primary.complete_write(ks("a"), success=True)
     assert list(primary.take_events()) == []
 

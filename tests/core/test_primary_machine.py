@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import StateError
+from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import ReqContext
 
 pytestmark = pytest.mark.stateful
@@ -25,8 +26,9 @@ class PrimaryMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 6),
         policy=st.sampled_from(sorted(POLICIES)),
         accept_prefix=st.booleans(),
+        has_positions=st.booleans(),
     )
-    def build(self, num_slots, policy, accept_prefix):
+    def build(self, num_slots, policy, accept_prefix, has_positions):
         self.num_slots = num_slots
         self.accept_prefix = accept_prefix
         self.primary = Primary(
@@ -35,12 +37,34 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.refs: dict = {}
         self.held: list[int] = []
         self.replayed: set = set()
-        self.ctx = ReqContext("r0")
+        self.positions = {key: end for end, key in enumerate(KEYS, 1)} if has_positions else {}
+        self.begin()
+
+    def begin(self):
+        self.ctx = ReqContext("r0", key_positions=self.positions)
+        self.used: set = set()
         self.primary.open_request(self.ctx)
+
+    def head_before(self, missing):
+        """What the request has used before all of the missing keys: these must not evict it."""
+        first = min((self.positions.get(key, 0) for key in missing), default=0)
+        return {key for key in self.used if self.positions.get(key, first) < first}
+
+    def head_that_fits(self, missing, room):
+        order = sorted(missing, key=lambda key: self.positions.get(key, 0))
+        taken = set(order[:room] if self.accept_prefix or len(missing) <= room else ())
+        return [key for key in missing if key in taken]
 
     def room(self, protected):
         idle = [key for key, refs in self.refs.items() if refs == 0 and key not in protected]
         return self.num_slots - len(self.refs) - len(self.held) + len(idle)
+
+    def next_victims(self, protected):
+        """Return the keys in the order in which they may go, or None where that is adaptive."""
+        if not isinstance(self.primary.policy, LruPolicy):
+            return None
+        ranked = self.primary.ranked()
+        return [key for key in ranked if not self.refs[key] and key not in protected]
 
     def expect_eviction(self, evicted, offered):
         for key in evicted:
@@ -50,37 +74,48 @@ class PrimaryMachine(RuleBasedStateMachine):
     @rule(keys=BATCH)
     def offer(self, keys):
         missing = [key for key in dict.fromkeys(keys) if key not in self.refs]
-        room = self.room(keys)
+        head = self.head_before(missing) if self.accept_prefix else set()
+        room = self.room(head | set(keys))
         before = whole_state(self.primary)
+        candidates = [self.next_victims(keys), self.next_victims(head | set(keys))]
         output = self.primary.prepare_store(self.ctx, keys)
         if output is None:
             assert len(missing) > room
             assert not (self.accept_prefix and room)
             assert whole_state(self.primary) == before
             return
-        assert output.keys_to_store == missing[:room]
+        granted = self.head_that_fits(missing, room)
+        assert list(output.keys_to_store) == granted
+        assert list(output.keys_left_out) == [key for key in missing if key not in granted]
+        if output.keys_left_out:
+            assert head.isdisjoint(output.evicted_keys)
+        self.used.update(granted, (key for key in keys if self.refs.get(key, -1) >= 0))
         spare = self.num_slots - len(self.refs) - len(self.held)
         assert len(output.evicted_keys) == max(0, len(output.keys_to_store) - spare)
+        gone = list(output.evicted_keys)
+        assert None in candidates or gone in [victims[: len(gone)] for victims in candidates]
         self.expect_eviction(output.evicted_keys, keys)
         self.refs.update(dict.fromkeys(output.keys_to_store, -1))
 
-    @rule(key=SOME, protected=BATCH)
-    def reserve(self, key, protected):
+    @rule(key=SOME)
+    def reserve(self, key):
         if key in self.refs:
             with pytest.raises(StateError):
-                self.primary.reserve(key, protected)
+                self.primary.reserve(key)
             return
-        room = self.room(protected)
-        before = whole_state(self.primary)
+        room = self.room(())
+        before, victims = whole_state(self.primary), self.next_victims(())
         resident = set(self.refs)
-        slot = self.primary.reserve(key, protected)
+        slot = self.primary.reserve(key)
         assert (slot is not None) == (room > 0)
         if slot is None:
             assert whole_state(self.primary) == before
             return
         gone = resident - {key for key, _, _ in self.primary.resident()}
         assert len(gone) <= 1
-        self.expect_eviction(gone, protected)
+        if victims is not None:
+            assert gone <= set(victims[:1])
+        self.expect_eviction(gone, ())
         self.refs[key] = -1
 
     @precondition(lambda self: -1 in self.refs.values())
@@ -125,10 +160,10 @@ class PrimaryMachine(RuleBasedStateMachine):
     @rule(keys=BATCH, ends=st.booleans())
     def use(self, keys, ends):
         self.primary.touch(self.ctx, keys)
+        self.used.update(keys)
         if ends:
             self.primary.close_request(self.ctx)
-            self.ctx = ReqContext("r0")
-            self.primary.open_request(self.ctx)
+            self.begin()
 
     @rule(really=st.sampled_from([False, False, True]), data=st.data())
     def reset(self, really, data):
@@ -156,6 +191,10 @@ class PrimaryMachine(RuleBasedStateMachine):
             assert self.primary.lookup(key) is answers.get(refs, HIT)
             assert self.primary.state_of(key) is states.get(refs, BlockState.PINNED)
         assert sorted(self.primary.ranked()) == sorted(self.refs)
+        assert not list(self.primary.policy.violations())
+        assert not self.primary.forgotten()
+        skipped = {self.primary.key_of(slot) for slot in self.primary.policy.skipped()}
+        assert all(self.refs[key] for key in skipped)
 
     @invariant()
     def events_tell_what_is_readable(self):

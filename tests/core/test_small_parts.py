@@ -6,10 +6,14 @@ from core.terms import k, ks
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.retention import Retention
+from kvoffload_async.core.shares import Shares
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
@@ -172,11 +176,43 @@ def test_a_log_that_announces_anew_still_knows_what_can_be_removed():
 
 
 def test_the_oldest_events_are_dropped_when_nobody_reads():
+    """The bound counts keys: an event may have one or thousands."""
+    log = log_of(bound=4)
+    for names in "ab", "c", "de", "f":
+        log.add(ks(names), removed=False)
+    assert (log.dropped, log.dropped_keys) == (1, 2)
+    assert [keys for keys, _, _ in taken(log)] == [ks("c"), ks("de"), ks("f")]
+    log.add(ks("abcd"), removed=True)
+    assert log.dropped == 1, "what was taken does not count any more"
+
+
+def test_the_latest_event_is_kept_however_large_it_is():
     log = log_of(bound=2)
-    for name in "abc":
-        log.add(ks(name), removed=False)
+    log.add(ks("a"), removed=False)
+    log.add(ks("bcd"), removed=False)
     assert log.dropped == 1
-    assert [keys for keys, _, _ in taken(log)] == [ks("b"), ks("c")]
+    assert [keys for keys, _, _ in taken(log)] == [ks("bcd")]
+
+
+def test_events_are_numbered_and_a_dropped_one_leaves_a_gap():
+    log = log_of(bound=2)
+    numbers = []
+    for names in "a", "bcd", "ef", "g":
+        log.add(ks(names), removed=False)
+        if names != "bcd":
+            numbers += [event.sequence for event in log.take(lambda _: False)]
+    assert numbers == [1, 3, 4]
+    log.add(ks("a"), removed=True, metadata_only=True)
+    log.add(ks("b"), removed=True, metadata_only=True)
+    (event,) = log.take(lambda key: key == k("a"))
+    assert event.sequence == 5, "what is left out on purpose leaves no gap"
+
+
+def test_a_log_that_remembers_leaves_repetitions_out():
+    log = log_of(remembers=True)
+    log.add(ks("aba"), removed=False)
+    log.add(ks("aab"), removed=True)
+    assert taken(log) == [(ks("ab"), False, False), (ks("ab"), True, False)]
 
 
 def test_a_disabled_log_collects_nothing():
@@ -188,12 +224,27 @@ def test_a_disabled_log_collects_nothing():
 # -- promotions ---------------------------------------------------------------------------------
 
 
+def promotions_of(cap_slots):
+    primary = Primary(8, LruPolicy(8))
+    tiers = [
+        TierState(name, ExactIndex(), 1, EventLog(Medium.STORAGE, enabled=False)) for name in "pq"
+    ]
+    shares = Shares(8, tiers, promotion_slots=8, cascade_blocks=8, reserved_fraction=0.0)
+    retention = Retention(primary, shares, cap_slots, 1.0)
+    return Promotions(primary, tiers, shares, retention), retention
+
+
 def test_reservations_are_batched_by_tier_and_request():
-    promotions = Promotions(Primary(8, LruPolicy(8)), 8)
+    promotions = promotions_of(8)[0]
     first, second = request("r"), request("s")
     for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
-        assert promotions.reserve(tier, who, k(name), ())
-    assert list(promotions.unflushed()) == [(k("a"), 0), (k("d"), 3), (k("b"), 1), (k("c"), 2)]
+        assert promotions.reserve(tier, who, k(name))
+    assert list(promotions.unflushed()) == [
+        (0, k("a"), 0),
+        (0, k("d"), 3),
+        (1, k("b"), 1),
+        (0, k("c"), 2),
+    ]
     assert first.unflushed_promotions == 3
     batches = [(t, r.ctx.req_id, keys, slots) for t, r, keys, slots in promotions.flush()]
     assert batches == [
@@ -206,30 +257,26 @@ def test_reservations_are_batched_by_tier_and_request():
 
 
 def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
-    primary = Primary(8, LruPolicy(8))
-    promotions = Promotions(primary, 2)
+    promotions, retention = promotions_of(2)
     waiting = request()
-    assert promotions.reserve(0, waiting, k("a"), ())
-    assert promotions.reserve(0, waiting, k("b"), ())
-    assert not promotions.reserve(0, waiting, k("c"), ())
-    promotions.land(ks("a"), waiting)
-    assert not promotions.reserve(0, waiting, k("c"), ())
-    promotions.release(waiting, ks("ax"))
-    assert promotions.reserve(0, waiting, k("c"), ())
-    promotions.fail(ks("b"))
+    retention.begin_round(waiting, 0.0)
+    assert promotions.reserve(0, waiting, k("a"))
+    assert promotions.reserve(0, waiting, k("b"))
+    assert not promotions.reserve(0, waiting, k("c"))
+    promotions.land(0, ks("a"), waiting)
+    assert not promotions.reserve(0, waiting, k("c"))
+    retention.load(waiting, ks("ax"))
+    assert promotions.reserve(0, waiting, k("c"))
+    promotions.fail(0, ks("b"))
     assert promotions.disown(ks("c")) == [2]
     assert promotions.outstanding_slots == 0
 
 
-def test_nothing_is_kept_for_a_request_that_is_gone_or_finished():
-    primary = Primary(8, LruPolicy(8))
-    promotions = Promotions(primary, 8)
-    finished = request()
-    finished.is_finished = True
-    for name, who in ("a", None), ("b", finished):
-        promotions.reserve(0, request(), k(name), ())
-        promotions.land(ks(name), who)
-    assert primary.counts["idle"] == 2
+def test_nothing_is_kept_for_a_request_that_is_gone_or_does_not_wait():
+    promotions, _ = promotions_of(8)
+    for name, who in ("a", None), ("b", request()):
+        promotions.reserve(0, request(), k(name))
+        promotions.land(0, ks(name), who)
     assert promotions.outstanding_slots == 0
 
 

@@ -20,9 +20,9 @@ from kvoffload_async.testing.invariants import (
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p20():
+def test_the_invariants_are_p1_to_p23():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 21)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 24)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -31,9 +31,9 @@ def test_the_invariants_are_p1_to_p20():
 
 def busy_world():
     """Everything at once: idle, pinned, writing, held and free slots, jobs of all kinds."""
-    world = World(10, 1, request_level=[0])
-    world.fill(0, ks("xyzu"))
-    ctx, other = world.begin("r"), world.begin("s")
+    world = World(11, 1, request_level=[0])
+    world.fill(0, ks("xyzuv"))
+    ctx, other, waiting = world.begin("r"), world.begin("s"), world.begin("t")
     world.store(ctx, "ij")
     world.settle()
     world.store(ctx, "c")
@@ -44,6 +44,9 @@ def busy_world():
         world.step()
     world.settle(3)
     world.disown(4)
+    world.lookup(waiting, "v")
+    world.step()
+    world.settle(6)
     world.load(ctx, "i")
     world.offer(ctx, "w")
     world.offer(other, "w")
@@ -75,12 +78,17 @@ def damage_p4_pin(world):
     world.primary._refs[slot_of(world, "i")] += 1
 
 
+def request_of(world, req_id):
+    (found,) = [r for ctx, r in world.planner.requests.items() if ctx.req_id == req_id]
+    return found
+
+
 def damage_p4_write(world):
-    world.planner.requests["r"].writing.clear()
+    request_of(world, "r").writing.clear()
 
 
 def damage_p4_not_written(world):
-    world.planner.requests["r"].writing.add(k("i"))
+    request_of(world, "r").writing.add(k("i"))
 
 
 def damage_p4_slot(world):
@@ -94,10 +102,6 @@ def damage_p4_retained(world):
     world.planner.disowned[4].holds_slots = False
 
 
-def damage_p4_cascading(world):
-    world.planner.tiers[0].cascading_blocks += 1
-
-
 def damage_p7_twice(world):
     _, job = world.planner.jobs[5]
     world.planner.tiers[0].jobs._records[99] = JobRecord(replace(job, job_id=99))
@@ -105,19 +109,56 @@ def damage_p7_twice(world):
 
 
 def damage_p7_count(world):
-    world.planner.promotions._retained += 1
+    world.planner.retention.in_flight += 1
 
 
 def damage_p7_cap(world):
     world.planner.limits = type(world.planner.limits)(1, 1_000, 1.0)
 
 
-def damage_p7_kept_for_nobody(world):
-    world.planner.requests["r"].is_finished = True
+def damage_p21_cascading(world):
+    world.planner.tiers[0].cascading_blocks += 1
+
+
+def damage_p21_promotions(world):
+    world.planner.tiers[0].promotion_slots += 1
+
+
+def damage_p21_direction(world):
+    world.planner.shares.promotions = 1
+
+
+def damage_p21_share(world):
+    world.planner.shares.each = 1
+
+
+def damage_p21_reserve(world):
+    world.planner.shares.total = 1
+
+
+def damage_p21_retained(world):
+    world.planner.shares.retained_slots += 1
+
+
+def damage_p22_for_one_that_has_finished(world):
+    world.planner.lookup(B, world.live["t"])
+    request_of(world, "t").is_finished = True
+
+
+def damage_p22_for_one_that_was_computed(world):
+    request_of(world, "t").waits = False
+
+
+def damage_p22_for_one_that_asked_long_ago(world):
+    request_of(world, "t").asked_at_s -= 2 * world.planner.limits.deferral_s
+
+
+def damage_p22_for_one_that_is_forgotten(world):
+    world.planner.retention._waiting.clear()
 
 
 def damage_p10(world):
-    request = world.planner.requests["s"]
+    request = request_of(world, "s")
     request.is_finished = True
     request.parked.clear()
     request.unflushed_promotions = 0
@@ -136,9 +177,40 @@ def damage_p13_twice(world):
 
 
 def damage_p16(world):
-    world.planner.requests["s"].parked.clear()
+    request_of(world, "s").parked.clear()
     world.planner.tiers[0].jobs._records.clear()
     world.planner.counters.job_results = world.planner.counters.jobs_submitted
+
+
+def damage_p10_own(world):
+    for record in world.planner.tiers[0].jobs._records.values():
+        if record.job.is_promotion:
+            context = world.planner.own.ctx
+            record.job = replace(record.job, req_context=context)
+
+
+def damage_p23_count(world):
+    world.planner.cascades.backlogs[0].count += 1
+
+
+def damage_p23_mark(world):
+    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 1
+
+
+def damage_p23_under_way(world):
+    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 2
+
+
+def damage_p23_tries(world):
+    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 4
+
+
+def damage_p23_unreadable(world):
+    world.planner.cascades.backlogs[0].add([slot_of(world, "w")], 0.0)
+
+
+def damage_p23_unwatched(world):
+    world.planner.cascades.backlogs[0].add([slot_of(world, "i")], 0.0)
 
 
 def damage_p1(world):
@@ -178,7 +250,7 @@ def test_damage_violates_its_invariant(damage):
 def test_a_violation_names_its_invariant_and_says_what_is_wrong():
     world = busy_world()
     damage_p1(world)
-    with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 6 jobs were submi"):
+    with pytest.raises(InvariantError, match=r"^P1 \(every accepted job .*\): 7 jobs were submi"):
         check_state(world.planner)
 
 

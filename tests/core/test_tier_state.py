@@ -2,6 +2,7 @@ import pytest
 from core.terms import HIT, MISS, RETRY, job, k, ks, released, results
 
 from kvoffload_async.abc.events import (
+    AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
     JobOverdue,
@@ -212,12 +213,28 @@ def test_abandoning_the_rest_reports_every_job_once_and_names_running_copies():
     assert results(tier) == []
 
 
-def test_what_a_late_load_missed_and_was_stored_since_stays_known():
-    tier = running(job(0, "a", promotion=True))
+def test_what_a_load_missed_and_was_stored_since_stays_known():
+    tier = running(job(0, "ab", promotion=True))
     tier.handle(JobOverdue(0, LATE))
+    tier.handle(BlocksAppeared(tuple(ks("b"))))
     tier.submit(job(1, "a"))
     tier.take_effects()
     tier.handle(JobSettled(1))
-    tier.handle(JobSettled(0, {0: BlockMissingError("a")}))
-    assert answers(tier, "a") == [HIT]
-    assert events(tier) == [([k("a")], False)]
+    gone = {0: BlockMissingError("a"), 1: BlockMissingError("b")}
+    tier.handle(JobSettled(0, gone, outdated=frozenset(ks("a"))))
+    assert answers(tier, "ab") == [HIT, MISS]
+    assert events(tier) == [([k("b")], False), ([k("a")], False), ([k("b")], True)]
+
+
+def test_what_went_while_it_was_stored_is_not_known():
+    tier = running(job(0, "ab"))
+    tier.handle(BlocksEvicted(tuple(ks("a"))))
+    tier.handle(JobSettled(0, outdated=frozenset(ks("a"))))
+    assert answers(tier, "ab") == [MISS, HIT]
+
+
+def test_refused_announcements_are_counted():
+    tier = tier_of()
+    tier.handle(AnnouncementRefused(3))
+    tier.handle(AnnouncementRefused(1))
+    assert tier.counters.refused_keys == 4

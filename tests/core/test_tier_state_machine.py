@@ -52,6 +52,7 @@ class TierStateMachine(RuleBasedStateMachine):
         self.asked: dict = {}
         self.verdicts: dict = {}
         self.is_closed = False
+        self.contexts = {req_id: ReqContext(req_id) for req_id in "rst"}
 
     # -- jobs -----------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class TierStateMachine(RuleBasedStateMachine):
             self.say(ending.keys if ending.is_promotion else (), present=False)
             return
         self.flying.pop(job_id, None)
-        is_late = self.late.pop(job_id, None) is not None
+        self.late.pop(job_id, None)
         if how == "error":
             self.tier.handle(JobSettled(job_id, job_error=TierUnavailableError("down")))
             self.say(ending.keys if ending.is_promotion else (), present=False)
@@ -99,8 +100,7 @@ class TierStateMachine(RuleBasedStateMachine):
         failed = range(len(ending.keys)) if how == "gone" else ()
         self.tier.handle(JobSettled(job_id, {i: BlockMissingError("gone") for i in failed}))
         if ending.is_promotion:
-            # What a late load has missed may have been stored since.
-            self.say([] if is_late else [ending.keys[i] for i in failed], present=False)
+            self.say([ending.keys[i] for i in failed], present=False)
         elif not failed:
             self.say(ending.keys, present=True)
 
@@ -114,7 +114,7 @@ class TierStateMachine(RuleBasedStateMachine):
     @rule(req_id=REQUESTS, name=NAMES)
     def look_up(self, req_id, name):
         key = k(name)
-        answer = self.tier.lookup(key, ReqContext(req_id))
+        answer = self.tier.lookup(key, self.contexts[req_id])
         self.asked.setdefault(key, set()).add(req_id)
         expected = {None: RETRY, True: HIT, False: MISS}[self.verdicts.get(key)]
         assert answer is expected
@@ -138,7 +138,7 @@ class TierStateMachine(RuleBasedStateMachine):
 
     @rule(req_id=REQUESTS)
     def forget_a_request(self, req_id):
-        self.tier.finish_request(ReqContext(req_id))
+        self.tier.finish_request(self.contexts[req_id])
         for key, requests in list(self.asked.items()):
             requests.discard(req_id)
             if not requests:

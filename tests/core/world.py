@@ -12,13 +12,14 @@ from core.terms import k, ks
 from core.tiers import ScriptedTier
 
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
-from kvoffload_async.core.breaker import Breaker, BreakerSettings
-from kvoffload_async.core.effects import FinishRequest
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.effects import FinishRequest, StartJob, TouchBlocks
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.ledger import refused
-from kvoffload_async.core.planner import Planner, PlannerLimits
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.testing.invariants import check_history, check_quiescent
 from kvoffload_async.testing.invariants.history import (
@@ -42,6 +43,24 @@ NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
 MIB = 1 << 20
 
 
+class WatchedPrimary(Primary):
+    """Records what it is asked for, and what it evicts for that."""
+
+    def __init__(self, history, *args, **options):
+        super().__init__(*args, **options)
+        self.history = history
+
+    def prepare_store(self, ctx, keys):
+        in_use = frozenset(key for key, _, refs in self.resident() if refs)
+        before = whole_state(self)
+        output = super().prepare_store(ctx, keys)
+        evicted = () if output is None else tuple(output.evicted_keys)
+        granted = output is not None
+        fact = RoomAsked(tuple(keys), in_use, granted, evicted, before, whole_state(self))
+        self.history.record(fact)
+        return output
+
+
 class World:
     """A planner, `tiers` scripted tiers, and everything that moves."""
 
@@ -58,14 +77,19 @@ class World:
         **primary_options,
     ):
         self.tiers = [ScriptedTier() for _ in range(tiers)]
-        self.primary = Primary(
-            num_slots, POLICIES[policy](num_slots), enable_events=True, **primary_options
+        self.history = History()
+        self.primary = WatchedPrimary(
+            self.history,
+            num_slots,
+            POLICIES[policy](num_slots),
+            enable_events=True,
+            **primary_options,
         )
         slots = [
             ForeignTierState(
                 f"tier{i}",
                 tier,
-                breaker=Breaker(breaker),
+                breaker=breaker,
                 backpressure=Backpressure(LOCAL_BACKPRESSURE) if i == pressed_tier else None,
             )
             for i, tier in enumerate(self.tiers)
@@ -79,8 +103,10 @@ class World:
         self.live: dict[str, ReqContext] = {}
         self.ended: list[tuple[int, str]] = []
         self.kept: set[OffloadKey] = set()
+        self.waiting: list[set[OffloadKey]] = [set() for _ in self.tiers]
+        self.lost: list[set[OffloadKey]] = [set() for _ in self.tiers]
+        self.touched: list[tuple[int, tuple[OffloadKey, ...]]] = []
         self.refusing: set[int] = set()
-        self.history = History()
         self.memory = Memory(num_slots, self.history)
         self.now_s = 0.0
 
@@ -101,23 +127,12 @@ class World:
     def offer(self, ctx, names):
         """prepare_store; the copy from the device then waits in `writes`."""
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
-        blocks = list(self.primary.resident())
-        before = whole_state(self.primary)
         output = self.planner.prepare_store(keys, ctx)
-        self.history.record(
-            RoomAsked(
-                tuple(keys),
-                frozenset(key for key, _, refs in blocks if refs),
-                output is not None,
-                () if output is None else tuple(output.evicted_keys),
-                before,
-                whole_state(self.primary),
-            )
-        )
         if output is not None and output.keys_to_store:
             slots = output.store_spec.block_ids.tolist()
             self._expect_untouched(slots)
-            self.writes.append(Write(ctx, list(output.keys_to_store), slots))
+            generation = output.store_spec.generation
+            self.writes.append(Write(ctx, list(output.keys_to_store), slots, generation))
             self.memory.soil(slots)
         self._absorb()
         return output
@@ -131,11 +146,7 @@ class World:
             self.memory.write(write.keys, write.slots)
             self.kept.update(write.keys)
         self.planner.complete_store(write.keys, write.ctx, success=success)
-        cascaded = self._absorb()
-        if success:
-            for tier in range(len(self.tiers)):
-                sent = {key for at, job in cascaded if at == tier for key in job.keys}
-                self.kept.difference_update(set(write.keys) - sent)
+        self._absorb()
 
     def store(self, ctx, names):
         """Offer and write at once; returns what `prepare_store` granted."""
@@ -149,7 +160,7 @@ class World:
         """prepare_load; the copy to the device then waits in `reads`."""
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
         slots = self.planner.prepare_load(keys, ctx)
-        self.reads.append(Read(ctx, keys, slots))
+        self.reads.append(Read(ctx, keys, slots, self.primary.generation))
         self.memory.read(keys, slots)
         self._absorb()
         return slots
@@ -193,7 +204,6 @@ class World:
         failed = self.tiers[tier].copy(job, self.memory, failed)
         error = error or (BlockMissingError("scripted") if failed else None)
         landed = frozenset(key for i, key in enumerate(job.keys) if i not in failed)
-        self._note_failures(job, failed)
         self._report(
             tier,
             JobResult(
@@ -215,7 +225,6 @@ class World:
         job_id = min(self.running) if job_id is None else job_id
         tier, job = self.running.pop(job_id)
         self.late[job_id] = tier, job
-        self._note_failures(job, range(len(job.keys)))
         late = TierTimeoutError("scripted")
         self._report(tier, result or JobResult(job_id, success=False, error=late, disowned=True))
 
@@ -227,6 +236,7 @@ class World:
         self.history.record(CopyEnded(tier, job_id))
         self.planner.tiers[tier].release(job_id)
         self.planner.collect()
+        self._account()
 
     def fill(self, tier, keys):
         """A tier has blocks from an earlier run."""
@@ -267,16 +277,13 @@ class World:
         self.planner.reset_flushed()
 
     def _complete_stale(self, copy):
-        # The adapter drops stale completions; without a newer copy of the same keys the planner
-        # must not mind them either.
-        newer = [c for c in (*self.writes, *self.reads) if c.ctx.req_id == copy.ctx.req_id]
-        if newer:
-            return
+        # Whatever the request has granted since: its generation tells what is meant.
         before = whole_state(self.primary)
         if isinstance(copy, Write):
-            self.planner.complete_store(copy.keys, copy.ctx, success=True)
+            generation = copy.generation
+            self.planner.complete_store(copy.keys, copy.ctx, success=True, generation=generation)
         else:
-            self.planner.complete_load(copy.keys, copy.ctx)
+            self.planner.complete_load(copy.keys, copy.ctx, copy.generation)
         self._absorb()
         self.history.record(StaleCompletionSeen(0, before, whole_state(self.primary)))
 
@@ -294,15 +301,25 @@ class World:
         for ctx in list(self.live.values()):
             self.finish(ctx)
         self.step()
-        while self.planner.has_pending_work or self.late:
+        for _ in range(100):
+            if not self.planner.has_pending_work and not self.late:
+                break
             self.settle_all()
             while self.late:
                 self.release()
             self.step()
+        assert not self.planner.has_pending_work
+        for _ in range(100):  # at most a few pauses, and the tiers' decay
+            if not any(backlog.count for backlog in self.planner.cascades.backlogs):
+                break
+            self.step(10.0)
+            self.settle_all()
         assert self.planner.requests == {}
+        self.planner.close()
+        self._absorb()
         self.history.record(AllQuiet())
         contents = [tier.contents for tier in self.tiers]
-        check_quiescent(self.planner, kept=self.kept, tier_contents=contents)
+        check_quiescent(self.planner, kept=self.kept, tier_contents=contents, counted=self.lost)
         check_history(self.history)
 
     def check(self):
@@ -328,35 +345,46 @@ class World:
         assert len(set(slots)) == len(slots)
 
     def _absorb(self):
-        """Tell and park what the planner wants done; return the new cascades."""
-        cascades = []
+        """Tell and park what the planner wants done."""
         for tier, state in enumerate(self.planner.tiers):
             for effect in state.take_effects():
                 self.history.record(fact_of(tier, effect))
-                if isinstance(effect, FinishRequest):
-                    self.ended.append((tier, effect.ctx.req_id))
-                    continue
-                job = effect.job
-                if job.is_promotion:
-                    self._expect_untouched(job.block_ids.tolist())
-                    self.memory.soil(job.block_ids.tolist())
-                else:
-                    cascades.append((tier, job))
-                if tier in self.refusing:
-                    self._note_failures(job, range(len(job.keys)))
-                    self._report(tier, refused(job, TierUnavailableError("scripted")))
-                else:
-                    self.running[job.job_id] = tier, job
-        return cascades
+                match effect:
+                    case FinishRequest(ctx):
+                        self.ended.append((tier, ctx.req_id))
+                    case TouchBlocks(keys):
+                        self.touched.append((tier, keys))
+                    case StartJob(job):
+                        self._start(tier, job)
+        self._account()
+
+    def _start(self, tier, job):
+        if job.is_promotion:
+            self._expect_untouched(job.block_ids.tolist())
+            self.memory.soil(job.block_ids.tolist())
+        if tier in self.refusing:
+            self._report(tier, refused(job, TierUnavailableError("scripted")))
+        else:
+            self.running[job.job_id] = tier, job
+
+    def _account(self):
+        """Note which blocks were to go to a tier, and are not to any more, without being there."""
+        for index, tier in enumerate(self.tiers):
+            slots = tuple(self.planner.cascades.backlogs[index].slots())
+            waiting = set(self.primary.keys_of(slots))
+            jobs = self.planner.tiers[index].jobs
+            late = (record.job for record in jobs.disowned() if not record.holds_slots)
+            for job in (*jobs.unreported(), *late):
+                if not job.is_promotion:
+                    waiting.update(job.keys)
+            self.lost[index] |= self.waiting[index] - waiting - tier.contents.keys()
+            self.waiting[index] = waiting
 
     def _report(self, tier, result):
         self.history.record(ResultTaken(tier, result.job_id, result.disowned))
         self.planner.tiers[tier].answer(result)
         self.planner.collect()
-
-    def _note_failures(self, job, failed):
-        if not job.is_promotion:
-            self.kept.difference_update(job.keys[i] for i in failed)
+        self._account()
 
 
 def stored_below(num_slots=4, tiers=1, names="ab", **options):

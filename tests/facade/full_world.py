@@ -4,6 +4,7 @@ import asyncio
 
 from facade.worlds import (
     EXCLUSIVE,
+    HIT,
     PROBED,
     REQUEST_LEVEL,
     SLOT_BYTES,
@@ -15,7 +16,7 @@ from facade.worlds import (
 
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.testing import ScriptedTier
+from kvoffload_async.testing import Operation, ScriptedTier
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.example import ExampleTier
 
@@ -32,10 +33,12 @@ class FullWorld(World):
     Attributes:
         stores: Copies from the device that the scheduler waits for.
         loads: Copies to the device that it waits for.
+        stored: Keys that have been stored.
+        gone: What a tier had and has lost by itself: (tier, key).
         loose: The manager of the tier alone.
     """
 
-    def __init__(self, foreign):
+    def __init__(self, foreign, cascade_fraction=1.0):
         self.example = ExampleTier()
         self.probed = ScriptedTier(PROBED, BOUNDS)
         self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
@@ -52,6 +55,7 @@ class FullWorld(World):
             drain_timeout_s=1.0,
             deferral_timeout_s=20.0,
             promotion_fraction=0.5,
+            cascade_fraction=cascade_fraction,
         )
         self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
         self.loose = Counting(
@@ -64,6 +68,8 @@ class FullWorld(World):
         )
         self.stores = []
         self.loads = []
+        self.stored = set()
+        self.gone = set()
 
     # -- bytes ------------------------------------------------------------------------------
 
@@ -84,14 +90,66 @@ class FullWorld(World):
         for key, slot in copy.slots.items():
             self.rows[slot] = content_of(key, SLOT_BYTES)
 
+    def is_stale(self, copy):
+        return copy.generation != self.primary.core.generation
+
     def check_bytes(self, key, slot):
         assert bytes(self.rows[slot]) == bytes(content_of(key, SLOT_BYTES))
+
+    def check_nothing_is_lost_unseen(self):
+        """At rest, what was stored is in each tier, or is counted there, or was lost by it."""
+        tiers = (self.example, self.probed, self.whole)
+        for state, tier, blocks in zip(
+            self.manager.planner.tiers, tiers, self.blocks_of_tiers, strict=True
+        ):
+            counted = state.counters.dropped_blocks + state.counters.failed_store_blocks
+            lost = {key for key in self.stored - blocks.keys() if (tier, key) not in self.gone}
+            assert len(lost) <= counted
+
+    def evict(self, tier, key):
+        """Have a tier drop a block that it has, and announce that."""
+        self.gone.add((tier, key))
+        tier.evict([key])
 
     # -- what is under way ------------------------------------------------------------------
 
     def operations(self):
         tiers = (self.probed, self.whole, self.loose_tier)
         return [(tier, parked) for tier in tiers for parked in tier.parked]
+
+    def fallible(self):
+        """All but the questions to a tier with an exact index: nobody else knows the answer."""
+        return [
+            (tier, parked)
+            for tier, parked in self.operations()
+            if tier is self.probed or parked.kind is not Operation.CONTAINS
+        ]
+
+    def parked_stores(self):
+        """The stores under way of tiers with an exact index, which announce what they evict."""
+        exclusive = (self.whole, self.loose_tier)
+        return [
+            (tier, parked)
+            for tier, parked in self.operations()
+            if tier in exclusive and parked.kind is Operation.STORE and parked.keys
+        ]
+
+    def evictable(self):
+        open_tiers = [tier for tier in (self.whole, self.loose_tier) if tier.is_open]
+        return [(tier, key) for tier in open_tiers for key in tier.blocks]
+
+    def check_indexes(self):
+        """What is known of a tier with an exact index is what it has."""
+        self.loose.get_finished_jobs()
+        for manager, blocks in (
+            (self.secondaries[0], self.example._blocks),
+            (self.secondaries[2], self.whole.blocks),
+            (self.loose, self.loose_tier.blocks),
+        ):
+            if manager._report is None:  # else it was shut down
+                index = manager.tier_state.index
+                assert len(index) == len(blocks)
+                assert all(index.lookup(key, "") is HIT for key in blocks)
 
     def calls(self):
         return [(pool, call) for pool in self.host.pools for call in pool.parked]
@@ -118,13 +176,26 @@ class FullWorld(World):
             (self.loads, self.manager.complete_load),
         ):
             for copy in copies:
-                self.write(copy)
-                complete(list(copy.slots), copy.ctx)
+                if not self.is_stale(copy):
+                    self.write(copy)
+                    if copies is self.stores:
+                        self.stored.update(copy.slots)
+                complete(list(copy.slots), copy.ctx, generation=copy.generation)
         for ctx in self.contexts.values():
             self.manager.on_request_finished(ctx)
         for _ in range(20):
             self.manager.on_schedule_end()
             self.runner.run_ready()
             self.settle_everything()
+        for _ in range(30):  # breakers close again, and pauses pass
+            owes_anything = self.manager.planner.cascades.owes_anything
+            if not owes_anything and not self.manager.has_pending_work():
+                break
+            self.runner.advance(6.0)
+            self.manager.on_schedule_end()
+            self.runner.run_ready()
+            self.settle_everything()
+            self.manager.on_schedule_end()
         self.manager.on_schedule_end()
+        assert not self.manager.planner.cascades.owes_anything
         assert not self.manager.has_pending_work()

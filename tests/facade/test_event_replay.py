@@ -58,12 +58,19 @@ class Events(RuleBasedStateMachine):
         self.world.runner.run_ready()
 
     @precondition(lambda self: self.world.calls())
-    @rule(data=st.data(), turns=st.booleans())
-    def settle_call(self, data, turns):
+    @rule(data=st.data(), turns=st.booleans(), fails=st.sampled_from(["", "", "before", "after"]))
+    def settle_call(self, data, turns, fails):
         pool, call = data.draw(st.sampled_from(self.world.calls()), "call")
-        pool.settle(call)
+        error = OSError(5, "injected") if fails else None
+        pool.settle(call, error, after_run=fails == "after")
         if turns:
             self.world.runner.run_ready()
+
+    @precondition(lambda self: self.world.job_tasks())
+    @rule(data=st.data())
+    def cancel(self, data):
+        tasks = self.world.job_tasks()
+        tasks[data.draw(st.sampled_from(sorted(tasks)), "task")].cancel()
 
     @rule()
     def take(self):
@@ -93,4 +100,6 @@ class Events(RuleBasedStateMachine):
 
 
 TestEvents = pytest.mark.stateful(Events.TestCase)
-TestEvents.settings = settings(derandomize=True, stateful_step_count=40)
+TestEvents.settings = settings(  # with real files, a run costs a tenth of a second
+    derandomize=True, stateful_step_count=40, max_examples=min(150, settings().max_examples)
+)

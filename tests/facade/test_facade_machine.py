@@ -7,6 +7,7 @@ slot that is handed out too early shows as wrong bytes on some later hit, or in 
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 
 import pytest
 from facade.full_world import LOOSE_SLOTS, FullWorld
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.invariants import check_state
+from kvoffload_async.core.ledger import JobState
 from kvoffload_async.errors import CorruptBlockError, OffloadError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, make_job
 from kvoffload_async.testing.invariants import check_quiescent
@@ -37,8 +39,8 @@ def quiet():
 
 
 class Facade(RuleBasedStateMachine):
-    def build(self, foreign):
-        self.world = FullWorld(foreign)
+    def build(self, foreign, cascade_fraction=1.0):
+        self.world = FullWorld(foreign, cascade_fraction)
         self.manager = self.world.manager
         self.runner = self.world.runner
         self.born = 0
@@ -48,12 +50,13 @@ class Facade(RuleBasedStateMachine):
         foreign=st.sampled_from([(), (0, 1, 2), (1,), (0, 2)]),
         num_requests=st.integers(1, 3),
         is_warm=st.sampled_from([True, True, False]),
+        cascade_fraction=st.sampled_from([1.0, 0.34, 0.17]),
     )
-    def start(self, foreign, num_requests, is_warm):
+    def start(self, foreign, num_requests, is_warm, cascade_fraction):
         """Begin with requests and, mostly, with blocks in the tiers, so that much can happen."""
-        self.build(foreign)
+        self.build(foreign, cascade_fraction)
         for _ in range(num_requests):
-            self.begin(ALL_TIERS)
+            self.begin(ALL_TIERS, 0)
         if is_warm:
             self.world.warm()
 
@@ -63,10 +66,13 @@ class Facade(RuleBasedStateMachine):
     has_request = precondition(lambda self: not self.closed and self.world.contexts)
 
     @precondition(lambda self: not self.closed and len(self.world.contexts) < 4)
-    @rule(filters=st.sampled_from([ALL_TIERS] * 4 + [frozenset()]))
-    def begin(self, filters):
+    @rule(filters=st.sampled_from([ALL_TIERS] * 4 + [frozenset()]), number=st.integers(0, 3))
+    def begin(self, filters, number):
+        """An id is used again as soon as its request has finished, or its copies still run."""
         self.born += 1
-        self.world.begin(f"r{self.born}", load_tier_filter=filters)
+        req_id = f"r{number or self.born}"
+        if req_id not in self.world.contexts:
+            self.world.begin(req_id, load_tier_filter=filters)
 
     @has_request
     @rule(data=st.data(), touched=st.lists(NUMBERS, max_size=2))
@@ -85,8 +91,9 @@ class Facade(RuleBasedStateMachine):
                 self.world.check_bytes(key, self.world.primary.core.slot_of(key))
                 hits.append(key)
         if hits and data.draw(st.booleans(), "load them"):
-            slots = self.manager.prepare_load(hits, ctx).block_ids.tolist()
-            self.world.loads.append(DeviceCopy(ctx, dict(zip(hits, slots, strict=True))))
+            spec = self.manager.prepare_load(hits, ctx)
+            slots = dict(zip(hits, spec.block_ids.tolist(), strict=True))
+            self.world.loads.append(DeviceCopy(ctx, slots, spec.generation))
         if steps:
             self.step(turns=True, observes=False)
 
@@ -95,9 +102,10 @@ class Facade(RuleBasedStateMachine):
     def end_load(self, data):
         loads = self.world.loads
         load = loads.pop(data.draw(st.integers(0, len(loads) - 1), "load"))
-        for key, slot in load.slots.items():
-            self.world.check_bytes(key, slot)
-        self.manager.complete_load(list(load.slots), load.ctx)
+        if not self.world.is_stale(load):
+            for key, slot in load.slots.items():
+                self.world.check_bytes(key, slot)
+        self.manager.complete_load(list(load.slots), load.ctx, load.generation)
 
     @has_request
     @rule(data=st.data(), numbers=BATCHES, ends=st.booleans(), steps=st.booleans())
@@ -105,8 +113,9 @@ class Facade(RuleBasedStateMachine):
         ctx = self._request(data)
         output = self.manager.prepare_store(ks(*numbers), ctx)
         if output is not None and output.keys_to_store:
-            slots = output.store_spec.block_ids.tolist()
-            copy = DeviceCopy(ctx, dict(zip(output.keys_to_store, slots, strict=True)))
+            spec = output.store_spec
+            slots = dict(zip(output.keys_to_store, spec.block_ids.tolist(), strict=True))
+            copy = DeviceCopy(ctx, slots, spec.generation)
             if ends:
                 self._end_store(copy, success=True)
             else:
@@ -137,10 +146,8 @@ class Facade(RuleBasedStateMachine):
             self.reset()
 
     def reset(self):
+        """The device's copies from before are fenced by the scheduler, but their ends reported."""
         self.manager.reset_cache()
-        # The device's copies from before are fenced by the scheduler, which reports none of them.
-        self.world.stores.clear()
-        self.world.loads.clear()
 
     @is_open
     @rule()
@@ -190,15 +197,38 @@ class Facade(RuleBasedStateMachine):
         if turns:
             self.runner.run_ready()
 
-    @precondition(lambda self: self.world.operations())
+    @precondition(lambda self: self.world.fallible())
     @rule(data=st.data(), error=ERRORS)
     def settle_badly(self, data, error):
-        tier, parked = data.draw(st.sampled_from(self.world.operations()), "operation")
+        tier, parked = data.draw(st.sampled_from(self.world.fallible()), "operation")
         if data.draw(st.booleans(), "some blocks only") and parked.job and parked.keys:
             failed = data.draw(st.sets(st.integers(0, len(parked.keys) - 1), min_size=1))
+            failed -= parked.landed
+            if not parked.job.is_promotion:
+                tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
+                return
+            for index in failed:  # as a tier does that finds a block corrupt
+                tier.blocks.pop(parked.keys[index], None)
+                self.world.gone.add((tier, parked.keys[index]))
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
         else:
             tier.settle(parked, error=error)
+
+    @precondition(lambda self: self.world.parked_stores())
+    @rule(data=st.data(), evicts=st.booleans())
+    def land_early(self, data, evicts):
+        """One block of a store is there before the store ends, and may be gone before it ends."""
+        tier, parked = data.draw(st.sampled_from(self.world.parked_stores()), "store")
+        index = data.draw(st.integers(0, len(parked.keys) - 1), "block")
+        tier.land(parked, index)
+        if evicts and parked.keys[index] in tier.blocks:
+            self.world.evict(tier, parked.keys[index])
+
+    @precondition(lambda self: self.world.evictable())
+    @rule(data=st.data())
+    def evict(self, data):
+        tier, key = data.draw(st.sampled_from(self.world.evictable()), "block")
+        self.world.evict(tier, key)
 
     @precondition(lambda self: self.world.calls())
     @rule(
@@ -247,6 +277,23 @@ class Facade(RuleBasedStateMachine):
         check_state(self.manager.planner)
 
     @invariant()
+    def statistics_tell_what_is(self):
+        """Everything that is counted as it happens is what a walk over everything finds."""
+        read, planner = self.manager.stats(), self.manager.planner
+        found = Counter(refs for _, _, refs in planner.primary.resident())
+        slots = read.primary.slots
+        assert (slots.writing, slots.idle) == (found[-1], found[0])
+        assert slots.pinned == found.total() - found[-1] - found[0]
+        assert slots.held == len(planner.primary.pool.retained_slots())
+        assert slots.free == len(planner.primary.pool.free_slots())
+        assert read.planner.jobs_submitted == self.manager.planner.counters.jobs_submitted
+        for tier, state in zip(read.tiers, planner.tiers, strict=True):
+            queued = len(state.jobs.ids_in(JobState.QUEUED))
+            assert tier.queued_jobs >= queued
+            assert tier.jobs_in_flight == queued + len(state.jobs.ids_in(JobState.FLYING))
+            assert tier.overdue_jobs == len(state.jobs.ids_in(JobState.DISOWNED))
+
+    @invariant()
     def tiers_have_the_bytes_of_their_keys(self):
         for blocks in self.world.blocks_of_tiers:
             for key, block in blocks.items():
@@ -256,6 +303,8 @@ class Facade(RuleBasedStateMachine):
         if not self.closed:
             self.world.come_to_rest()
             check_quiescent(self.manager.planner)
+            self.world.check_indexes()
+            self.world.check_nothing_is_lost_unseen()
             self.world.rows = None
             self.manager.shutdown(1.0)
         self.world.loose.shutdown(1.0)
@@ -283,8 +332,11 @@ class Facade(RuleBasedStateMachine):
         return contexts[data.draw(st.sampled_from(sorted(contexts)), "request")]
 
     def _end_store(self, store, *, success):
-        self.world.write(store)
-        self.manager.complete_store(list(store.slots), store.ctx, success)
+        if not self.world.is_stale(store):
+            self.world.write(store)
+            if success:
+                self.world.stored.update(store.slots)
+        self.manager.complete_store(list(store.slots), store.ctx, success, store.generation)
 
 
 TestFacade = pytest.mark.stateful(Facade.TestCase)
@@ -299,10 +351,10 @@ def test_the_machine_reaches_a_promotion_with_bytes(foreign):
     """A path that the rules must be able to take; else the machine would prove little."""
     machine = Facade()
     machine.build(foreign)
-    machine.begin(ALL_TIERS)
+    machine.begin(ALL_TIERS, 0)
     ctx = machine.world.contexts["r1"]
     (slot,) = machine.manager.prepare_store(ks(1), ctx).store_spec.block_ids.tolist()
-    machine.world.stores.append(DeviceCopy(ctx, {k(1): slot}))
+    machine.world.stores.append(DeviceCopy(ctx, {k(1): slot}, 0))
     machine.world.rows[slot] = content_of(k(1), SLOT_BYTES)
     machine.manager.complete_store(ks(1), ctx)
     machine.world.stores.clear()

@@ -5,7 +5,6 @@ from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, scr
 
 from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.errors import StateError
 from kvoffload_async.facade.foreign import is_foreign
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.types import JobResult, LookupResult, Medium, TierMatcher
@@ -81,7 +80,8 @@ def test_a_tier_that_faults_as_often_as_its_breaker_allows_is_left_alone(worlds,
     world.store(2)
     world.step()
     assert not world.parked()
-    assert world.manager.planner.tiers[0].counters.dropped_blocks == 1
+    assert world.manager.planner.cascades.backlogs[0].count == 2
+    assert not world.manager.has_pending_work(), "steps alone would not bring it back"
 
 
 @BOTH
@@ -144,11 +144,11 @@ def test_an_error_at_a_requests_end_costs_no_job_behind_it(worlds, caplog):
     world.step()
     world.settle_all()
     world.poll()
-    assert "the end of request a" in caplog.text
+    assert "tier0: on_request_finished failed" in caplog.text
     assert not world.manager.has_pending_work()
 
 
-def test_a_wrong_report_is_an_error_and_costs_no_right_one(worlds):
+def test_a_wrong_report_is_logged_and_costs_no_right_one(worlds, caplog):
     world = worlds(manager_class=Unkind)
     world.begin("r")
     world.store(1)
@@ -156,8 +156,6 @@ def test_a_wrong_report_is_an_error_and_costs_no_right_one(worlds):
     world.settle_all()
     (tier,) = world.secondaries
     tier.reports_too_much = True
-    with pytest.raises(StateError, match="1000000, which is not its job"):
-        world.poll()
-    tier.reports_too_much = False
     world.poll()
+    assert "1000000, which is not its job" in caplog.text
     assert not world.manager.has_pending_work()

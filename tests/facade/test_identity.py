@@ -9,22 +9,17 @@ import torch
 
 from kvoffload_async import (
     CPUOffloadingSpec,
-    ExampleSecondaryTierManager,
     FileSystemTierManager,
-    KVIdentity,
     LookupResult,
     OffloadConfig,
     OffloadEngine,
     ReqContext,
-    SecondaryTierFactory,
-    SecondaryTierManager,
     SlabTierManager,
     TieringOffloadingSpec,
     make_offload_key,
 )
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import ScriptedTier
 
 BLOCK = 4096
 HASHES = [bytes([number]) * 32 for number in range(3)]
@@ -314,42 +309,3 @@ def test_any_printable_label_is_safe(tmp_path, tier):
     assert Synchronous.served(config) == {4}
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
-
-
-# -- tiers of one's own -------------------------------------------------------------------------
-
-
-class LearningTier(ScriptedTier):
-    async def open(self, env):
-        await super().open(env)
-        self.learned = env.identity
-
-
-@pytest.mark.parametrize(
-    ("whole", "own", "identity"),
-    [
-        ({}, {}, KVIdentity()),
-        ({"model": "m", "fingerprint": "f"}, {}, KVIdentity("m", "f")),
-        ({"model": "m", "fingerprint": "f"}, {"namespace": "n"}, KVIdentity("m", "f", "n")),
-        ({"model": "m", "fingerprint": "f"}, {"fingerprint": "g"}, KVIdentity("m", "g")),
-        ({"model": "m"}, {"model": "x", "fingerprint": "g"}, KVIdentity("x", "g")),
-    ],
-)
-def test_a_tier_of_ones_own_learns_whose_blocks_it_keeps(monkeypatch, whole, own, identity):
-    registry = SecondaryTierFactory._registry
-    loaders = {**registry._loaders, "learning": lambda: LearningTier}
-    monkeypatch.setattr(registry, "_loaders", loaders)
-    config = {"cpu_bytes_to_use": BLOCK, "block_bytes": BLOCK, **whole}
-    config["secondary_tiers"] = [{"type": "learning", **own}]
-    with TieringOffloadingSpec(config) as spec:
-        (tier,) = spec.get_manager().secondary_tiers
-        assert isinstance(tier, SecondaryTierManager)
-        assert tier.tier.learned == identity
-
-
-def test_the_tier_in_memory_takes_a_namespace():
-    config = {"cpu_bytes_to_use": BLOCK, "block_bytes": BLOCK}
-    config["secondary_tiers"] = [{"type": "example", "namespace": "n"}]
-    with TieringOffloadingSpec(config) as spec:
-        (tier,) = spec.get_manager().secondary_tiers
-        assert isinstance(tier, ExampleSecondaryTierManager)

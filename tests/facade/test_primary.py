@@ -51,15 +51,17 @@ def test_slots_are_a_private_read_only_copy(manager, ctx):
         slots[0] = 3
 
 
-def test_a_batch_that_does_not_fit_is_refused_whole(manager, ctx):
+def test_a_batch_that_does_not_fit_is_refused_whole_if_no_head_is_wanted(ctx):
+    manager = CPUPrimaryTierOffloadingManager(4, accept_prefix=False)
+    manager.on_new_request(ctx)
     assert manager.prepare_store(ks(*range(5)), ctx) is None
     assert manager.core.counts["free"] == 4
 
 
-def test_the_longest_head_that_fits_is_taken_if_asked_for(ctx):
-    manager = CPUPrimaryTierOffloadingManager(4, accept_prefix=True)
-    manager.on_new_request(ctx)
-    assert list(manager.prepare_store(ks(*range(6)), ctx).keys_to_store) == ks(0, 1, 2, 3)
+def test_the_longest_head_that_fits_is_taken_and_the_rest_named(manager, ctx):
+    granted = manager.prepare_store(ks(*range(6)), ctx)
+    assert list(granted.keys_to_store) == ks(0, 1, 2, 3)
+    assert list(granted.keys_left_out) == ks(4, 5)
 
 
 def test_the_tail_of_a_finished_request_goes_before_its_head(manager, ctx):

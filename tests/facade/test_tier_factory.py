@@ -110,7 +110,7 @@ def test_an_out_of_tree_async_tier_is_wrapped_and_keeps_the_options_it_knows(cre
 
 
 def test_an_async_tiers_own_option_is_its_own_to_check(create, module):
-    create({"type": "PlainTier", "module_path": module, "colour": "x", "io_timeout_s": "own"})
+    create({"type": "PlainTier", "module_path": module, "colour": "x", "io_timeout_s": -1})
 
 
 def test_an_out_of_tree_class_that_is_no_tier_is_refused(create, module):
@@ -204,7 +204,7 @@ def test_an_option_without_a_default_must_be_given(module):
     [
         ({"type": "example", "custom_param": "x"}, "custom_param: 'x' .* an integer"),
         ({"type": "example", "custom_param": True}, "custom_param: True .* an integer"),
-        ({"type": "fs", "root_dir": "/x", "fsync": 1}, "fsync: 1 .* true or false"),
+        ({"type": "fs", "root_dir": "/x", "model": "m", "fsync": 1}, "fsync: 1 .* true or false"),
         ({"type": "fs", "root_dir": "/x", "high_watermark": "1"}, "high_watermark: '1' .* a numb"),
     ],
 )

@@ -324,11 +324,11 @@ def test_an_active_request_survives_a_reset_and_proceeds_41956_48102(worlds):
     check_quiescent(world.manager.planner)
 
 
-def test_a_request_id_that_is_live_is_refused_before_any_tier_hears_of_it(worlds):
+def test_a_request_that_is_live_is_refused_before_any_tier_hears_of_it(worlds):
     world = worlds(manager_class=Hearing)
     world.begin("r")
     with pytest.raises(StateError, match="'r' is known already"):
-        world.begin("r")
+        world.manager.on_new_request(world.contexts["r"])
     assert world.secondaries[0].heard == [("new", "r")]
 
 
@@ -349,9 +349,10 @@ def test_calls_for_an_unknown_request_are_misuse(worlds):
 
 def test_a_use_reaches_the_tiers(worlds):
     world = worlds()
+    filled(world, 1)
     world.begin("r")
-    world.store(1)
     world.manager.touch(ks(1), world.contexts["r"])
+    world.finish("r")
     world.step()
     assert world.tiers[0].touched == ks(1)
 

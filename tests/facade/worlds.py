@@ -94,7 +94,12 @@ class World:
             )
             for index, tier in enumerate(self.tiers)
         ]
-        options = {"promotion_fraction": 1.0, "cascade_fraction": 1.0, **options}
+        options = {
+            "reserved_fraction": 0.0,
+            "promotion_fraction": 1.0,
+            "cascade_fraction": 1.0,
+            **options,
+        }
         self.manager = TieringOffloadingManager(
             self.primary,
             self.secondaries,
@@ -326,3 +331,4 @@ class DeviceCopy:
 
     ctx: ReqContext
     slots: dict
+    generation: int | None = None

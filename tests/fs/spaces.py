@@ -39,6 +39,7 @@ def check(place: Place, harness: TierHarness, capacity_bytes: int) -> None:
     space = harness.tier._space
     assert set(space._policy.resident()) == space.known() == place.blocks()
     assert not space._busy
+    assert not space._policy.skipped()
     assert not place.temps()
 
 

@@ -24,7 +24,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvoffload_async.errors import BlockMissingError, ConfigError, CorruptBlockError, TierFullError
+from kvoffload_async.errors import (
+    BlockMissingError,
+    ConfigError,
+    CorruptBlockError,
+    TierFullError,
+    TierUnavailableError,
+    drop_tracebacks,
+)
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
@@ -264,8 +271,8 @@ class FsMachine(RuleBasedStateMachine):
         self.is_disturbed = True
         try:
             failures = harness.load(keys) if is_load else harness.store(keys)
-        except (OSError, ExceptionGroup) as error:
-            error.__traceback__ = None
+        except (OSError, TierUnavailableError, ExceptionGroup) as error:
+            drop_tracebacks(error)  # as the tier's actor does
             return
         for slot, key in enumerate(keys):
             if slot not in failures:

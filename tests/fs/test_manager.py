@@ -102,7 +102,7 @@ def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(place, ops):
         place.put(K[0])  # so that the late verdict is another one
         hang.release()
         actor = harness.manager._link.actor
-        harness.run(_ended(actor._probes))
+        harness.run(_ended(actor._probes.tasks))
         harness.collect()
         assert ask(harness, second, K[0]) == [MISS]
         harness.manager.on_request_finished(second)
@@ -115,9 +115,9 @@ async def _ended(tasks: Iterable) -> None:
 
 
 def _expire_probes(manager: SecondaryTierManager) -> None:
-    actor = manager._link.actor
-    for generation in list(actor._unanswered):
-        actor._answer_probe(generation, frozenset())
+    probes = manager._link.actor._probes
+    for generation in list(probes._unanswered):
+        probes._answer(generation, frozenset(), None)
 
 
 def test_a_newcomer_shares_a_probe_in_flight(place, ops):

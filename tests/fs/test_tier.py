@@ -30,12 +30,12 @@ def open_large(place: Place, ops: FaultyFileOps, **options) -> TierHarness:
 def test_a_large_job_uses_several_threads(place, ops, options):
     with open_large(place, ops, **options) as harness:
         hang = ops.hang(on="pwrite", when=is_temp, times=1)
+        others = ops.hang(on="publish")
         job = harness.job(K, range(8), is_promotion=False)
         harness.fill(K, range(8))
         tasks = []
         harness.on_loop(lambda: tasks.append(_task(harness.tier.store(job))))
         assert hang.entered.wait(10)
-        others = ops.hang(on="publish")
         assert others.entered.wait(10), "no other thread went on"
         ops.heal()
         assert harness.run(_end(tasks)) == {}

@@ -249,6 +249,20 @@ def test_two_workers_of_a_process_share_pinned_slots():
     assert buffer.release()
 
 
+def test_pinned_pages_go_back_when_the_transport_is_closed_although_a_view_is_held():
+    cache = torch.zeros((BLOCKS, 4096), dtype=torch.uint8, device="cuda")
+    buffer = PrimaryBuffer(SLOTS, 4096)
+    rows = rows_of(buffer)
+    rows[:] = 7
+    transport = create_transport(register_kv_caches({"l": cache}), buffer.view)
+    assert not buffer.release()
+    assert rows.all(), "a copy may still run"
+    assert transport.close(DEADLINE_S)
+    assert not rows.any(), "unpinned, and then given back"
+    del rows
+    assert buffer.release()
+
+
 @pytest.mark.slow
 def test_throughput_against_one_large_pinned_copy(capsys):
     """64 blocks of 2 MiB over 32 layers; figures are printed, nothing is asserted about them.

@@ -240,6 +240,11 @@ class Rig:
         self.num_scans += 1
         return key not in self.pinned
 
+    def unpin(self, keys: Iterable[OffloadKey]) -> None:
+        keys = [key for key in keys if key in self.pinned]
+        self.pinned.difference_update(keys)
+        self.policy.released(keys)
+
     def store(self, *names: int | str) -> list[OffloadKey] | None:
         """Make absent keys resident; the victims, or None if there was no room."""
         incoming = keys(names)
@@ -257,9 +262,10 @@ class Rig:
         """Serve one request, head first; the keys it found."""
         prompt = keys(names)
         found = set(prompt) & set(self.policy.resident())
-        pinned, self.pinned = self.pinned, self.pinned | set(prompt)
+        pinned_for_it = set(prompt) - self.pinned
+        self.pinned |= pinned_for_it
         assert self.store(*(n for n in names if key(n) not in found)) is not None
-        self.pinned = pinned
+        self.unpin(pinned_for_it)
         self.policy.access(prompt, lambda key: key in found)
         return found
 
@@ -284,6 +290,8 @@ class PolicyMachine(RuleBasedStateMachine):
         self.inner = self.policy_type(capacity_blocks)
         self.policy = KeyRanking(self.inner)
         self.model = self.model_type(capacity_blocks)
+        self.pinned: set[OffloadKey] = set()
+        self.num_refused = self.num_chances = 0
 
     def absent(self, names):
         """The longest part of `names` that can be stored, and the victims it needs at least."""
@@ -291,11 +299,25 @@ class PolicyMachine(RuleBasedStateMachine):
         incoming = [key for key in names if key not in present][:capacity_blocks]
         return incoming, max(0, len(incoming) - (capacity_blocks - len(present)))
 
-    def choose_victims(self, model_call, incoming, count, pinned):
+    def choose_victims(self, model_call, incoming, count, also_pinned):
+        """Make room while `also_pinned` are pinned too, as for the time of one operation."""
         present, before = set(self.model.resident()), self.policy_state()
+        pinned = self.pinned | also_pinned
+        refused: set[OffloadKey] = set()
+        num_accepted = 0
+
+        def is_evictable(key):
+            nonlocal num_accepted
+            num_accepted += key not in pinned
+            self.num_refused += key in pinned
+            refused.update({key} & pinned)
+            return key not in pinned
+
         expected = model_call(incoming, count, lambda key: key not in pinned)
-        victims = self.policy.make_room(incoming, count, lambda key: key not in pinned)
+        victims = self.policy.make_room(incoming, count, is_evictable)
         assert victims == expected
+        assert num_accepted <= 3 * count
+        self.release(sorted(refused - self.pinned))
         if victims is None:
             assert self.policy_state() == before
             assert len(present - pinned) < count
@@ -304,11 +326,16 @@ class PolicyMachine(RuleBasedStateMachine):
         assert set(victims) <= present - pinned
         return True
 
+    def release(self, names):
+        self.policy.released(names)
+        self.num_chances += len(names)
+
     @rule(names=some_keys, pinned=pins)
     def store(self, names, pinned):
         incoming, count = self.absent(names)
         if self.choose_victims(self.model.store, incoming, count, pinned):
             self.policy.admit(incoming)
+            self.num_chances += len(incoming)
 
     @rule(names=some_keys, pinned=pins, num_withheld=st.integers(0, 3), data=st.data())
     def store_a_part_with_slots_withheld(self, names, pinned, num_withheld, data):
@@ -318,11 +345,22 @@ class PolicyMachine(RuleBasedStateMachine):
             part = [key for key in incoming if data.draw(st.booleans())]
             self.policy.admit(part)
             self.model.admit(part)
+            self.num_chances += len(part)
+
+    @rule(names=pins)
+    def pin(self, names):
+        self.pinned |= names
+
+    @rule(names=pins)
+    def unpin(self, names):
+        self.pinned -= names
+        self.release(sorted(names))
 
     @rule(names=some_keys, found=pins)
     def access(self, names, found):
         self.policy.access(names, found.__contains__)
         self.model.access(names, found.__contains__)
+        self.num_chances += len(names)
 
     @rule(names=some_keys, pinned=pins)
     def serve(self, names, pinned):
@@ -347,3 +385,11 @@ class PolicyMachine(RuleBasedStateMachine):
         assert self.policy_state() == self.model.state()
         assert sorted(self.policy.resident()) == sorted(self.model.resident())
         assert list(self.policy.violations()) == []
+
+    @invariant()
+    def nothing_that_may_go_is_skipped(self):
+        assert set(self.policy.skipped()) <= self.pinned
+
+    @invariant()
+    def what_must_stay_is_asked_about_once_for_each_time_it_was_put_in_moved_or_released(self):
+        assert self.num_refused <= self.num_chances

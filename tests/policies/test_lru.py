@@ -60,7 +60,7 @@ def test_access_ignores_keys_that_are_not_resident():
 def test_a_pinned_key_is_skipped_and_keeps_its_rank():
     rig = full(1, 2, 3, pinned=[1])
     assert rig.store(4) == [key(2)]
-    rig.pinned.clear()
+    rig.unpin(keys([1]))
     assert rig.store(5) == [key(1)]
 
 

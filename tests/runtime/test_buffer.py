@@ -1,10 +1,10 @@
 """The primary tier's memory, as the system sees it."""
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
 import pytest
+from runtime.smaps import address_of, fields_at
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
@@ -13,24 +13,10 @@ MIB = 1 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def flags_at(address):
-    """Return the flags of the mapping at an address; see VmFlags in proc(5)."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
-        head = line.split(maxsplit=1)[0]
-        if "-" in head and not head.endswith(":"):
-            first, last = (int(part, 16) for part in head.split("-"))
-            inside = first <= address < last
-        elif inside and head == "VmFlags:":
-            return set(line.split()[1:])
-    raise AssertionError(f"nothing is mapped at {address:#x}")
-
-
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no huge pages")
 def test_huge_pages_are_asked_for():
     buffer = PrimaryBuffer(8, MIB)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer.view.cast("B")))
-    assert "hg" in flags_at(address)
+    assert "hg" in fields_at(address_of(buffer.view))["VmFlags"]
     assert buffer.release()
 
 

@@ -346,3 +346,38 @@ def _raise(error):
         raise error
 
     return call
+
+
+# -- what errors keep ---------------------------------------------------------------------------
+
+
+class Payload:
+    """What a call has in its hands."""
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_call_that_fails_leaves_nothing_for_the_collector(loop, pools, cancels):
+    pool = pools(1, 0, 0)
+    alive = []
+
+    def fail():
+        payload = Payload()
+        alive.append(weakref.ref(payload))
+        raise OSError("boom")
+
+    async def call():
+        task = asyncio.get_running_loop().create_task(pool.run(LOAD, fail), name="call")
+        await asyncio.sleep(0)
+        if cancels:
+            task.cancel()
+        await asyncio.wait({task})
+        return None if task.cancelled() else str(task.exception())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert loop.run(call(), DEADLINE_S) == (None if cancels else "boom")
+        loop.run(asyncio.sleep(0), DEADLINE_S)
+        assert alive[0]() is None
+    finally:
+        gc.enable()

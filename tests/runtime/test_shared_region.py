@@ -168,7 +168,7 @@ def test_whoever_leaves_early_takes_the_name_along(directory):
 
 def test_leaving_removes_the_name_and_keeps_the_memory(directory):
     buffer = join(directory, 0)
-    buffer.leave(remove=True)
+    buffer.remove_name()
     assert files(directory) == []
     buffer.view[0, 0] = 1
     assert buffer.release()

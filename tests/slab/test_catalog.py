@@ -17,10 +17,21 @@ class AskedPolicy(LruPolicy):
     def __init__(self, capacity_blocks):
         super().__init__(capacity_blocks)
         self.asked: list[tuple[list[OffloadKey], int]] = []
+        self.num_questions = 0
+        self.may_go: list[int] = []
+
+    def released(self, slots):
+        self.may_go += slots
+        super().released(slots)
 
     def make_room(self, incoming, count, is_evictable):
         self.asked.append((list(incoming), count))
-        return super().make_room(incoming, count, is_evictable)
+
+        def counted(slot):
+            self.num_questions += 1
+            return is_evictable(slot)
+
+        return super().make_room(incoming, count, counted)
 
 
 def filled(num_slots: int, num_blocks: int) -> tuple[Catalog, AskedPolicy]:
@@ -66,6 +77,41 @@ def test_pinned_blocks_do_not_go_ahead():
     places, victims, _ = catalog.claim(K[30:31], ahead=16)
     assert len(places) == 1
     assert set(victims) == set(K[18:20])
+
+
+def test_each_pinned_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_unpinned():
+    catalog, policy = filled(40, 40)
+    oldest = list(catalog._ranking.resident())
+    pinned = catalog.find(oldest[:30])
+    catalog.pin(pinned)
+    for number in range(8):
+        _, victims, _ = catalog.claim([key_of(100 + number)])
+        assert victims == [oldest[30 + number]]
+        assert not list(catalog.violations())
+    assert policy.num_questions == 30 + 8
+    catalog.unpin(pinned[3:5])
+    _, victims, _ = catalog.claim([key_of(110), key_of(111), key_of(112)])
+    assert victims == [*oldest[3:5], oldest[38]]
+    assert policy.num_questions == 30 + 8 + 3
+
+
+def test_a_dropped_block_that_was_passed_over_is_not_confused_with_the_next_one_in_its_slot():
+    catalog, policy = filled(3, 3)
+    oldest = list(catalog._ranking.resident())
+    places = catalog.find(oldest)
+    catalog.pin(places[:2])
+    (taken,), victims, _ = catalog.claim(K[10:11])
+    assert victims == oldest[2:]
+    catalog.drop(oldest[0], places[0])
+    catalog.admit(K[10:11], [taken])
+    catalog.pin([taken])
+    assert catalog.claim(K[11:12]) == ([], [], [])
+    catalog.unpin(places[:1])
+    assert policy.may_go == []
+    assert not list(catalog.violations())
+    catalog.unpin([taken])
+    _, victims, _ = catalog.claim(K[12:14])
+    assert victims == K[10:11]
 
 
 PINNINGS = st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 5), min_size=1)), max_size=20)

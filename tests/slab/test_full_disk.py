@@ -1,15 +1,16 @@
 """A disk that is full before the capacity is reached."""
 
+import asyncio
 import errno
 import shutil
 import subprocess
 
 import pytest
-from slab.stores import BLOCK, KIB, SlabStore, sound
+from slab.stores import BLOCK, KIB, SlabStore, entered, sound
 
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.testing.harness import key_of
+from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.slab import allocator
 
 K = [key_of(number) for number in range(80)]
@@ -76,6 +77,30 @@ def test_blocks_that_the_job_has_stored_are_not_given_up_for_the_rest_of_it(slab
         assert harness.store(K[20:24]) == {}
         assert harness.contains(K[20:24]) == set(K[20:24])
         assert harness.load(K[20:24]) == {}
+        sound(harness.tier)
+
+
+def test_what_a_job_has_stored_before_it_is_cancelled_is_announced(slab_store):
+    """Some of its blocks are in the store, and it waits for room for the others."""
+    ops = FaultyFileOps()
+    with slab_store.open(ops, segment_bytes=16 * KIB, piece_bytes=BLOCK, io_threads=2) as harness:
+        harness.store(K[:20])
+        ops.fail(errno.ENOSPC, on="pwritev", times=1)
+        hang = ops.hang(on="unlink", times=1)
+
+        async def cancel():
+            job = make_job(900, K[20:24], range(4), is_promotion=False)
+            task = asyncio.create_task(harness.tier.store(job))
+            await entered(hang)
+            task.cancel()
+            hang.release()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        harness.run(cancel())
+        stored = harness.contains(K[20:24])
+        assert len(stored) == 3
+        assert harness.announced() == stored
         sound(harness.tier)
 
 

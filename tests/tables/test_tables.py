@@ -25,7 +25,14 @@ some_keys = st.lists(st.sampled_from(K), unique=True, max_size=6)
 # -- maps ---------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.sampled_from(["update", "set", "discard", "take"]), some_keys)))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["update", "set", "discard", "discard_present", "change", "take"]),
+            some_keys,
+        )
+    )
+)
 def test_a_map_is_a_dictionary(steps):
     found, model = KeyMap(), {}
     for number, (what, keys) in enumerate(steps):
@@ -34,10 +41,16 @@ def test_a_map_is_a_dictionary(steps):
             there = [key for key in keys if key in model]
             assert found.take(there) == [model.pop(key) for key in there]
             continue
-        if what == "discard":
-            found.discard(keys)
+        if what.startswith("discard"):
+            there = [key for key in keys if key in model]
+            assert getattr(found, what)(keys) in (None, there)
             for key in keys:
                 model.pop(key, None)
+            continue
+        if what == "change":
+            other = [key for key in keys if model.get(key) != 7]
+            assert found.change([*keys, *keys], 7) == other
+            model.update(dict.fromkeys(keys, 7))
             continue
         model.update(zip(keys, numbers, strict=True))
         if what == "update":
@@ -102,13 +115,13 @@ def test_a_table_finds_keys_and_numbers():
 
 
 def test_numbers_never_taken_come_first_then_the_last_returned():
-    free = FreeNumbers(4, first=10)
-    assert free.take(2) == [10, 11]
-    free.give_back([10, 11])
-    assert (free.count, list(free)) == (4, [12, 13, 10, 11])
-    assert free.take(3) == [12, 13, 11]
-    free.reset([13, 12])
-    assert free.take(2) == [12, 13]
+    free = FreeNumbers(4)
+    assert free.take(2) == [0, 1]
+    free.give_back([0, 1])
+    assert (free.count, list(free)) == (4, [2, 3, 0, 1])
+    assert free.take(3) == [2, 3, 1]
+    free.reset([3, 2])
+    assert free.take(2) == [2, 3]
 
 
 class ListsMachine(RuleBasedStateMachine):

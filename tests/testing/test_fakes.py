@@ -21,7 +21,7 @@ from kvoffload_async.testing import (
 )
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
 from kvoffload_async.testing.strategies import jobs, key_lists, offload_keys, request_streams
-from kvoffload_async.tiers._actor import ActorEnvironment
+from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import get_offload_group_idx
 

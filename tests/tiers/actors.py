@@ -7,7 +7,8 @@ from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing import InlineIo, Operation, ScriptedTier, VirtualRunner
 from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.tiers._actor import ActorEnvironment, TierActor
+from kvoffload_async.tiers._actor import TierActor
+from kvoffload_async.tiers._environment import ActorEnvironment
 
 IO_TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 2.0

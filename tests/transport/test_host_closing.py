@@ -59,7 +59,10 @@ def test_once_closed_it_holds_no_memory_and_until_then_it_does():
     transport.submit(simple(LOAD, (1,), (1,)), transport.record_compute())
     assert loads.arrived.wait(DEADLINE_S)
     assert not transport.close(0)
+    buffer.view[3, 0] = 5
     assert not buffer.release()
+    assert buffer.view[3, 0] == 5, "what is still to be copied stays as it is"
+    assert buffer.view.obj.holders == ["a host transport"]
     loads.opened.set()
     assert transport.close(DEADLINE_S)
     assert buffer.release()

@@ -38,6 +38,20 @@ def test_a_failure_is_an_outcome_and_the_next_transfer_works(device, transport, 
     assert device.agrees()
 
 
+@pytest.mark.parametrize("raised", [OSError("injected"), TransportError("injected")])
+def test_the_error_of_a_failed_transfer_keeps_no_frames(transport, raised):
+    def fail(_copies):
+        try:
+            {}[0]
+        except KeyError:
+            raise raised from None
+
+    transport.faults[STORE].before_copy = fail
+    outcome = outcome_of(transport.submit(simple(STORE, (1,), (1,)), transport.record_compute()))
+    errors = [outcome.error, raised, raised.__context__]
+    assert [error.__traceback__ for error in errors] == [None] * 3
+
+
 def test_an_event_that_is_never_reached_fails_its_transfer_and_no_other(device):
     transport = device.transport(compute_timeout_s=MOMENT_S)
     lost = transport.submit(simple(STORE, (1,), (1,)), HostEvent(reached=False))

@@ -77,6 +77,51 @@ def test_a_layout_that_cannot_be_addressed_by_block_is_refused(tensor, block_dim
         only_table(tensor, block_dim)
 
 
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        ([torch.zeros(4, 8)], r"kv_caches: list is not valid.*\{\"layer0\": tensor\}"),
+        (torch.zeros(4, 8), "kv_caches: Tensor is not valid; give a mapping"),
+        ({"l": np.zeros((4, 8))}, r"kv_caches\['l'\]: ndarray is not a tensor.*from_numpy"),
+        ({"l": [torch.zeros(4, 8)] * 2}, r"kv_caches\['l'\]: list is.*name of its own.*'l\.0'"),
+        ({"l": (torch.zeros(4, 8),)}, r"kv_caches\['l'\]: tuple is not a tensor"),
+        ({"l": None}, r"kv_caches\['l'\]: NoneType is not a tensor; give a torch.Tensor"),
+        (
+            {"l": torch.zeros(2, 6, 16, 8)},
+            r"kv_caches\['l'\]: shape \(2, 6, 16, 8\) looks like key and value.*block_dim=1",
+        ),
+        (
+            {"a": torch.zeros(4, 8), "b": torch.zeros(6, 8)},
+            r"layers differ in device blocks along dimension 0 \('a' has 4, 'b' has 6\).*block_dim",
+        ),
+    ],
+)
+def test_caches_that_are_no_tensors_by_block_are_refused_with_the_remedy(caches, message):
+    with pytest.raises(ConfigError, match=message):
+        register_kv_caches(caches)
+
+
+def test_two_device_blocks_are_told_from_key_and_value_by_the_caller():
+    tensor = torch.zeros(2, 6, 16, 8)
+    ((pages,),) = register_kv_caches({"l": tensor}, block_dim=0).groups
+    assert pages.pages.shape == (2, 6 * 16 * 8 * 4)
+    ((only,),) = register_kv_caches({"l": tensor[:1]}).groups
+    assert len(only.pages) == 1
+
+
+def test_layers_and_key_and_value_may_lie_before_the_blocks():
+    tensor = torch.arange(3 * 2 * 4 * 8, dtype=torch.uint8).reshape(3, 2, 4, 8)
+    (tables,) = register_kv_caches({"l": tensor}, block_dim=2).groups
+    assert [table.offset_bytes for table in tables] == [0, 8, 16, 24, 32, 40]
+    assert torch.equal(tables[3].pages, tensor[1, 1])
+
+
+def test_groups_may_have_different_numbers_of_blocks():
+    caches = {"a": torch.zeros(4, 8), "b": torch.zeros(6, 8)}
+    first, second = register_kv_caches(caches, [["a"], ["b"]]).groups
+    assert (len(first[0].pages), len(second[0].pages)) == (4, 6)
+
+
 def test_a_single_block_has_no_stride_to_be_wrong():
     assert only_table(torch.zeros(1, 6).expand(1, 6)).pages.shape == (1, 24)
 

@@ -105,7 +105,7 @@ def test_the_canonical_layout_is_refused():
 
 
 def test_too_much_memory_is_refused_with_the_remedy(pair):
-    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use: the primary takes \d+ bytes"):
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use: \d+ bytes are more"):
         pair(slots=1 << 40)
     assert shared_files() == []
 

@@ -97,6 +97,21 @@ def offer_store(state: ConnectorRequest, geometry: ConnectorGeometry, tokens: in
     return StoreOffer(tuple(keys), tuple(ends))
 
 
+def ends_before(
+    state: ConnectorRequest,
+    geometry: ConnectorGeometry,
+    ends: Sequence[int],
+    left_out: Collection[OffloadKey],
+) -> tuple[int, ...]:
+    """Return, for each group, the first chunk that is not before what there was no room for."""
+    if not left_out:
+        return tuple(ends)
+    tokens = min(state.ctx.key_positions[key] for key in left_out) - 1
+    return tuple(
+        min(end, tokens // geometry.tokens_per_chunk(index)) for index, end in enumerate(ends)
+    )
+
+
 def plan_store(
     state: ConnectorRequest,
     geometry: ConnectorGeometry,

@@ -10,12 +10,12 @@ from kvoffload_async.facade.connector.protocol import (
     ConnectorGeometry,
     SchedulerRequest,
 )
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.types import (
     JobId,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
-    make_offload_key,
 )
 
 
@@ -50,11 +50,13 @@ class ConnectorRequest:
         may_load: Whether no load of it has failed; one that failed is computed instead.
         has_ended: Whether the scheduler has ended it.
         finish_signalled: Whether the manager knows that, too.
+        generation: That in which it began: the keys of all its blocks, also of later ones.
     """
 
     __slots__ = (
         "ctx",
         "finish_signalled",
+        "generation",
         "groups",
         "has_ended",
         "local_tokens",
@@ -67,9 +69,15 @@ class ConnectorRequest:
     )
 
     def __init__(
-        self, request: SchedulerRequest, ctx: ReqContext, policy: OffloadPolicy, groups: int
+        self,
+        request: SchedulerRequest,
+        ctx: ReqContext,
+        policy: OffloadPolicy,
+        groups: int,
+        generation: Generation,
     ) -> None:
         self.request = request
+        self.generation = generation
         self.ctx = ctx
         self.policy = policy
         self.groups = [GroupState() for _ in range(groups)]
@@ -96,7 +104,7 @@ class ConnectorRequest:
             tokens = geometry.tokens_per_chunk(index)
             per_chunk = tokens // geometry.tokens_per_hash
             for chunk in range(len(group.keys), len(hashes) // per_chunk):
-                key = make_offload_key(hashes[per_chunk * (chunk + 1) - 1], index)
+                key = self.generation.key(hashes[per_chunk * (chunk + 1) - 1], index)
                 group.keys.append(key)
                 self.ctx.key_positions[key] = (chunk + 1) * tokens
 

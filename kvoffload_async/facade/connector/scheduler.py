@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.jobs import ConnectorJob, JobTable
 from kvoffload_async.facade.connector.matching import match_prefix
 from kvoffload_async.facade.connector.plans import (
+    ends_before,
     final_tokens,
     offer_store,
     plan_load,
     plan_store,
 )
 from kvoffload_async.facade.connector.protocol import (
-    NULL_BLOCK,
     BlockTables,
     ConnectorGeometry,
     ConnectorOutput,
@@ -25,10 +25,12 @@ from kvoffload_async.facade.connector.protocol import (
     TransferJobSpec,
 )
 from kvoffload_async.facade.connector.requests import ConnectorRequest
+from kvoffload_async.facade.connector.step import Step
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     JobId,
+    OffloadKey,
     OffloadPolicy,
     ReqContext,
     ScheduleEndContext,
@@ -36,35 +38,24 @@ from kvoffload_async.types import (
 
 
 @dataclass(slots=True)
-class _Step:
-    """What has gathered in the step under way.
+class ConnectorCounters:
+    """What the adapter has done so far.
 
     Attributes:
-        load_jobs: Loads that were prepared in it.
-        flush: Jobs to flush.
-        allocated: Device blocks that somebody is about to write.
-        placed_req_ids: Requests that were given their block tables in it.
-        new_req_ids: Requests that were not known before.
+        loaded_tokens: Tokens whose load was begun.
+        stored_blocks: Chunks whose store was begun.
+        stores_refused: Stores that there was no room for; they are offered again.
+        stores_cut: Stores of which there was room for a head only; the rest is offered again.
+        lost_blocks: Chunks of requests that ended before there was room for them.
+        failed_loads: Loads that failed.
+        failed_stores: Stores that failed.
     """
-
-    load_jobs: dict[JobId, TransferJobSpec] = field(default_factory=dict)
-    flush: set[JobId] = field(default_factory=set)
-    allocated: set[int] = field(default_factory=set)
-    placed_req_ids: set[str] = field(default_factory=set)
-    new_req_ids: set[str] = field(default_factory=set)
-
-    def note_allocated(self, blocks: Iterable[int]) -> None:
-        self.allocated.update(blocks)
-        self.allocated.discard(NULL_BLOCK)
-
-
-@dataclass(slots=True)
-class ConnectorCounters:
-    """What the adapter has done so far."""
 
     loaded_tokens: int = 0
     stored_blocks: int = 0
     stores_refused: int = 0
+    stores_cut: int = 0
+    lost_blocks: int = 0
     failed_loads: int = 0
     failed_stores: int = 0
 
@@ -87,7 +78,7 @@ class OffloadingConnectorScheduler:
         self.counters = ConnectorCounters()
         self._requests: dict[str, ConnectorRequest] = {}
         self._jobs = JobTable(geometry.num_workers)
-        self._step = _Step()
+        self._step = Step()
         self._ending: list[ConnectorRequest] = []
         self._invalid_blocks: set[int] = set()
         self._least_load_tokens = min(map(geometry.tokens_per_chunk, range(len(geometry.groups))))
@@ -169,6 +160,8 @@ class OffloadingConnectorScheduler:
         state.set_blocks(blocks)
         if num_external_tokens:
             self._prepare_load(state, state.local_tokens + num_external_tokens)
+        else:
+            self._step.computed_req_ids.add(request.request_id)
 
     # -- the end of a step ----------------------------------------------------------------------
 
@@ -193,9 +186,11 @@ class OffloadingConnectorScheduler:
         for state in self._ending:
             self._signal_finish(state)
         self._ending.clear()
-        self._step = _Step()
+        self._step = Step()
         self.manager.on_schedule_end(
-            ScheduleEndContext(frozenset(step.new_req_ids), frozenset(output.preempted_req_ids))
+            ScheduleEndContext(
+                frozenset(step.computed_req_ids), frozenset(output.preempted_req_ids)
+            )
         )
         return meta
 
@@ -267,9 +262,9 @@ class OffloadingConnectorScheduler:
         if state is None:
             ctx = ReqContext(request.request_id, request.kv_transfer_params)
             policy = self.manager.on_new_request(ctx).policy
-            state = ConnectorRequest(request, ctx, policy, len(self.geometry.groups))
+            groups, generation = len(self.geometry.groups), self.manager.generation
+            state = ConnectorRequest(request, ctx, policy, groups, generation)
             self._requests[request.request_id] = state
-            self._step.new_req_ids.add(request.request_id)
         return state
 
     def _signal_finish(self, state: ConnectorRequest) -> None:
@@ -333,7 +328,8 @@ class OffloadingConnectorScheduler:
         for state in self._ending:
             # Signalled: a reset came first. Loading: it was aborted before its blocks had bytes.
             if not state.finish_signalled and not self._jobs.has_load(state):
-                self._store(state, final_tokens(state.request), jobs)
+                left_out = self._store(state, final_tokens(state.request), jobs)
+                self.counters.lost_blocks += len(left_out)
         return jobs
 
     def _running_stores(self, output: StepOutput) -> dict[JobId, TransferJobSpec]:
@@ -347,24 +343,30 @@ class OffloadingConnectorScheduler:
 
     def _store(
         self, state: ConnectorRequest, tokens: int, jobs: dict[JobId, TransferJobSpec]
-    ) -> None:
+    ) -> Sequence[OffloadKey]:
+        """Store what fits of what was not stored; return the rest, to be offered again."""
         if self._jobs.has_stale:
-            return  # copies from before a reset may still touch the slots that would be granted
+            return ()  # copies from before a reset may still touch the slots that would be granted
         state.extend_keys(self.geometry)
         offer = offer_store(state, self.geometry, tokens)
+        left_out: Sequence[OffloadKey] = ()
         if offer.keys:
             granted = self.manager.prepare_store(offer.keys, state.ctx)
             if granted is None:
                 self.counters.stores_refused += 1
-                return  # nothing advances: offered again in the next step
+                return offer.keys
+            left_out = granted.keys_left_out
+            self.counters.stores_cut += bool(left_out)
             if granted.keys_to_store:
                 plan = plan_store(state, self.geometry, offer.ends, granted.keys_to_store)
                 blocks = plan.device.block_ids.tolist()
                 job_id = self._jobs.add(state, plan.keys, blocks, is_store=True)
                 jobs[job_id] = TransferJobSpec(plan.device, granted.store_spec, state.ctx.req_id)
                 self.counters.stored_blocks += len(plan.keys)
-        for group, end in zip(state.groups, offer.ends, strict=True):
+        ends = ends_before(state, self.geometry, offer.ends, left_out)
+        for group, end in zip(state.groups, ends, strict=True):
             group.next_chunk = max(group.next_chunk, end)
+        return left_out
 
     def _end_job(self, job: ConnectorJob) -> None:
         if job.is_store:

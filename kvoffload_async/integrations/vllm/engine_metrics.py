@@ -26,6 +26,9 @@ _COUNTERS: Final = {
     "vllm:kvoffload_async_failed_stores": (
         "Blocks that a worker could not copy to the primary; they were forgotten."
     ),
+    "vllm:kvoffload_async_lost_tails": (
+        "Blocks of prompts that the primary had room for the head of only; they are not stored."
+    ),
     "vllm:kvoffload_async_expired_deferrals": (
         "Requests that had waited for blocks too long, and were computed instead."
     ),
@@ -42,7 +45,7 @@ _TIER_COUNTERS: Final = {
     "vllm:kvoffload_async_loaded_blocks": "Blocks promoted from a secondary tier.",
     "vllm:kvoffload_async_stored_blocks": "Blocks cascaded to a secondary tier.",
     "vllm:kvoffload_async_failed_tier_jobs": "Jobs of a secondary tier with a failed block.",
-    "vllm:kvoffload_async_dropped_blocks": "Blocks that were not written to a secondary tier.",
+    "vllm:kvoffload_async_dropped_blocks": "Blocks evicted before a tier had room for them.",
 }
 _GAUGES: Final = {
     CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary that is in use by copies.",
@@ -155,6 +158,7 @@ class EngineCounts:
         lookups: See `LookupCounts`; the caller tells it.
         allocations: Blocks that each `prepare_store` was granted; the caller adds to it.
         failed_stores: Blocks that did not arrive; the caller adds to it.
+        lost_tails: Blocks that there was no room for, behind a head; the caller adds to it.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -163,6 +167,7 @@ class EngineCounts:
         self._reported: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
         self.failed_stores = 0
+        self.lost_tails = 0
 
     def take_stats(self) -> Any:  # noqa: ANN401 - vLLM's stats have no type of ours
         """Return the increments since the last call, and the present state, in vLLM's form."""
@@ -191,7 +196,12 @@ class EngineCounts:
 
     def _totals(self) -> Counter[tuple[str, tuple[str, ...]]]:
         counters = self._planner.counters
-        values = (counters.promotions_refused, self.failed_stores, counters.deferrals_expired)
+        values = (
+            counters.promotions_refused,
+            self.failed_stores,
+            self.lost_tails,
+            counters.deferrals_expired,
+        )
         totals = self.lookups.totals.copy()
         for name, value in zip(_COUNTERS, values, strict=True):
             totals[name, ()] = value

@@ -94,10 +94,14 @@ class ModelContent:
         known = vars(offloading_spec).setdefault("_kvoffload_model_content", cls(surroundings))
         return cast("Self", known)
 
+    def reason_to_change(self) -> str:
+        """Return why the content may change while the server runs; empty if it stays."""
+        config = None if self._surroundings is None else self._surroundings.vllm_config
+        return next(settings.refused(config), "") if config is not None else ""
+
     def check_stays(self) -> None:
         """Check that the content stays what it is; raises ConfigError."""
-        config = None if self._surroundings is None else self._surroundings.vllm_config
-        for reason in settings.refused(config) if config is not None else ():
+        if reason := self.reason_to_change():
             raise ConfigError(
                 f"type: a tier that is not emptied with them would serve KV of other weights, as "
                 f"{reason}; leave the tier out, or give it a fingerprint if they never change"
@@ -130,6 +134,8 @@ def identify(
     options: IdentityOptions,
     layout: str,
     content: ModelContent,
+    *,
+    must_stay: bool = True,
 ) -> Identity:
     """Return what a tier's blocks are called by.
 
@@ -138,6 +144,8 @@ def identify(
         options: What the tier's JSON says.
         layout: The digest of a row's layout; see `row_layout`.
         content: The model's.
+        must_stay: Whether weights that may change while the server runs are an error, and not only
+            unknown.
 
     Raises:
         ConfigError: `trust_vllm_directory`, where vLLM's name does not tell layouts apart, or the
@@ -157,6 +165,8 @@ def identify(
         run_config["namespace"] = options.namespace
     if options.fingerprint is not None:
         return Identity(run_config | {"given_fingerprint": options.fingerprint}, mapper.rank)
+    if not must_stay and (reason := content.reason_to_change()):
+        return Identity(run_config, mapper.rank, reason)
     content.check_stays()
     found = content.fingerprint()
     return Identity(run_config | {"fingerprint": found.digest}, mapper.rank, found.unknown)

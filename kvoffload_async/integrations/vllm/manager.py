@@ -84,8 +84,9 @@ class KVOffloadManager(base.OffloadingManager):
         """Pin blocks that were hits in this step; return their slots, in key order."""
         request = convert.request_of(req_context)
         keys = self._positioned(keys, req_context, request)
-        state = self.manager.planner.requests.get(request.req_id)
-        promoted = state.retained.keys() & set(keys) if state is not None else set()
+        state = self.manager.planner.requests.get(request)
+        retained = {} if state is None else state.retained
+        promoted = {key for key in keys if retained.get(key)}
         spec = self.manager.prepare_load(keys, request)
         self._promoted[request.req_id] = promoted
         self._jobs_in_flight += 1
@@ -111,12 +112,16 @@ class KVOffloadManager(base.OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        """Reserve slots for the missing ones of `keys`; None if there is no room."""
+        """Reserve slots for the missing ones of `keys`; None if there is no room.
+
+        What a head was granted beside is lost: vLLM's scheduler moves on past all of it.
+        """
         request = convert.request_of(req_context)
         output = self.manager.prepare_store(self._positioned(keys, req_context, request), request)
         if output is None:
             return None
         self._counts.allocations.append(len(output.keys_to_store))
+        self._counts.lost_tails += len(output.keys_left_out)
         if output.keys_to_store:
             self._jobs_in_flight += 1
             for slot in output.store_spec.block_ids.tolist():

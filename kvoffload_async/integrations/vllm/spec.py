@@ -13,7 +13,6 @@ primary's memory, which lies in a mapping that all of them share, on one host.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
+from kvoffload_async.facade.opening import naming_tier
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.storage import parse_directory
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
@@ -34,6 +34,7 @@ from kvoffload_async.integrations.vllm.identity import (
     identify,
 )
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
+from kvoffload_async.integrations.vllm.others import identified, takes_identity
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
@@ -43,13 +44,15 @@ from kvoffload_async.integrations.vllm.row_layout import (
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.shared_region import SharedBuffer
+from kvoffload_async.runtime.machine import Limit, filesystem_limit
+from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
 
 _DECIDED: Final = {
     "block_bytes",
     "block_size",
     "enable_kv_cache_events",
     "fingerprint",
+    "generation",
     "model",
     "num_workers",
     "prefault",
@@ -171,12 +174,15 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         layout = ""
         for tier, options in zip(tiers, self._identity_options, strict=True):
-            if options is None:
+            if options is None and not takes_identity(tier):
                 yield tier
                 continue
             if not layout:
                 notes = buffer.notes()[_SCHEDULER + 1 :]
                 layout = layout_of_ranks([note.hex() for note in notes])
+            if options is None:
+                yield identified(tier, self, layout, self._content)
+                continue
             identity = identify(self, options, layout, self._content)
             is_slab = tier["type"] == "slab"
             rank = self.config.parallel.data_parallel_index if is_slab else identity.rank
@@ -222,11 +228,16 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["block_size"] = min(self.tokens_per_block)
         options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
+        has_groups = len(self.config.groups) > 1  # vLLM never offers again what was left out
+        if options.setdefault("accept_prefix", not has_groups) and has_groups:
+            raise ConfigError(
+                "accept_prefix: true is for models of one KV-cache group; leave it out"
+            )
         tiers = options.get("secondary_tiers")
         if isinstance(tiers, list | tuple):
             options["secondary_tiers"] = own_tiers = []
             for index, tier in enumerate(tiers):
-                with _named(index):
+                with naming_tier(index, tier if isinstance(tier, Mapping) else {}):
                     own_tiers.append(self._tier_options(tier))
         return OffloadConfig.parse(options)
 
@@ -246,7 +257,7 @@ class KVOffloadSpec(base.OffloadingSpec):
                 raise ConfigError(
                     f"{key}: {tier[key]!r} is not for vLLM, which knows it itself; leave it out"
                 )
-        if "run_config" not in accepted_options(SecondaryTierFactory.get_tier_class(name)):
+        if "root_dir" not in accepted_options(SecondaryTierFactory.get_tier_class(name)):
             return tier  # it does not outlive the process
         options = dict(tier)
         self._identity_options[-1] = identity = IdentityOptions.take_from(options)
@@ -273,15 +284,6 @@ class KVOffloadSpec(base.OffloadingSpec):
         return layout_of_layers(layers, [group.layer_names for group in self.config.groups])
 
 
-@contextlib.contextmanager
-def _named(index: int) -> Iterator[None]:
-    """Say in an error which tier it is about."""
-    try:
-        yield
-    except ConfigError as error:
-        raise type(error)(f"secondary_tiers[{index}]: {error}") from error
-
-
 class _SharedSpec(TieringOffloadingSpec):
     """The engine's own spec, its primary in the mapping."""
 
@@ -302,8 +304,12 @@ class _SharedSpec(TieringOffloadingSpec):
             super().shutdown(timeout)
         finally:
             if self._buffer is not None:
-                self._buffer.leave(remove=True)
+                self._buffer.remove_name()
             self._outer.remove_process_folders()
+
+    def _memory_limits(self) -> Sequence[Limit]:
+        limit = filesystem_limit(SHARED_MEMORY)
+        return (*super()._memory_limits(), *([limit] if limit else []))
 
     def _create_buffer(self) -> PrimaryBuffer:
         self._buffer = self._outer.map_primary(_SCHEDULER)

@@ -22,15 +22,12 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-from kvoffload_async.config import reject_unknown
+from kvoffload_async.config import OffloadConfig, reject_unknown
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
-from kvoffload_async.facade.secondary import (
-    SecondaryTierManager,
-    check_tier_options,
-    owner_name,
-)
+from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.identity import (
     IDENTITY_OPTIONS,
@@ -58,6 +55,7 @@ class _Surroundings:
     """What a tier takes from the spec that it belongs to."""
 
     runtime: Bridge
+    config: OffloadConfig
 
 
 class UnusablePlaceError(ConfigError, OSError):
@@ -134,9 +132,12 @@ class VllmTier(tiering.SecondaryTierManager):
         self._host = RuntimeHost()
         try:
             config = {"type": self.kind, **options, **self.layout(offloading_spec, options)}
-            SecondaryTierFactory.check_config(config)
+            given = offloading_spec.config
+            num_workers = 1 if given.replicated_layout else given.parallel.world_size
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
-                config, self._rows, _Surroundings(self._host.bridge)
+                config,
+                self._rows,
+                _Surroundings(self._host.bridge, OffloadConfig(num_workers=num_workers)),
             )
             self._state = self._tier.tier_state
         except BaseException as error:

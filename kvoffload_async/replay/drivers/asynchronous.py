@@ -175,7 +175,7 @@ class AsyncDriver:
         try:
             await self._engine.load(request, self._memory.device_blocks(frames))
         except (TimeoutError, TransportError):
-            await self._engine.quiesce()  # the blocks are computed, once nothing writes them
+            await request.released()  # the blocks are computed, once nothing writes them
             found = 0
         prompt.start(first, found)
         prompt.ready += found
@@ -200,7 +200,7 @@ class AsyncDriver:
         except BusyError:
             self._tally.stores_refused += 1
         except (TimeoutError, TransportError):
-            await self._engine.quiesce()  # the frames are given away, once nothing reads them
+            await request.released()  # the frames are given away, once nothing reads them
         else:
             self._tally.stored_blocks += stored
 

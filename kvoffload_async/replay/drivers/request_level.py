@@ -41,8 +41,10 @@ class RequestLevelManager(OffloadingManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         return self._manager.prepare_load(keys, req_context)
 
-    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._manager.complete_load(keys, req_context)
+    def complete_load(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
+    ) -> None:
+        self._manager.complete_load(keys, req_context, generation)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
@@ -55,9 +57,13 @@ class RequestLevelManager(OffloadingManager):
         return granted
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+        generation: int | None = None,
     ) -> None:
-        self._manager.complete_store(keys, req_context, success)
+        self._manager.complete_store(keys, req_context, success, generation)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._manager.touch(keys, req_context)

@@ -1,4 +1,4 @@
-"""The invariants P1 to P20 that no single state can show, and their checks.
+"""The invariants P1 to P23 that no single state can show, and their checks.
 
 Some hold when everything has come to rest, some only of a whole history; those that hold of any
 state are `core.invariants`.
@@ -22,10 +22,11 @@ REST_INVARIANTS: tuple[Invariant[Rest], ...] = (
     Invariant("P2", "at rest nothing is pinned, written or held", of_rest.nothing_is_in_use),
     Invariant(
         "P9",
-        "what was stored without failure, drop or eviction is in the primary or in every tier",
+        "what was stored is in every tier, or owed to it and resident, or counted as lost",
         of_rest.nothing_is_lost,
     ),
     Invariant("P10", _STATEMENTS["P10"], of_rest.no_request_waits),
+    Invariant("P23", _STATEMENTS["P23"], of_rest.nothing_is_owed),
 )
 
 HISTORY_INVARIANTS: tuple[Invariant[History], ...] = (
@@ -44,7 +45,7 @@ HISTORY_INVARIANTS: tuple[Invariant[History], ...] = (
     Invariant("P10", _STATEMENTS["P10"], of_history.requests_are_framed),
     Invariant(
         "P11",
-        "a step submits one promotion a tier and request, and polls a tier's gate once",
+        "a step submits one promotion a tier and request, and polls and touches a tier once",
         of_history.steps_are_batched,
     ),
     Invariant("P12", "events, replayed, give what is resident", of_history.events_tell_all),
@@ -84,19 +85,21 @@ def check_quiescent(
     *,
     kept: Collection[OffloadKey] = (),
     tier_contents: Sequence[Collection[OffloadKey]] = (),
+    counted: Sequence[Collection[OffloadKey]] | None = None,
 ) -> None:
     """Check a planner at rest: all jobs, copies, loads, stores and requests have ended.
 
     Args:
         planner: The planner.
-        kept: Keys that were stored, and met no failure, no drop and no eviction since.
+        kept: Keys that were stored, and that no tier has lost since.
         tier_contents: What each tier has; needed for `kept`.
+        counted: See `Rest`.
 
     Raises:
         InvariantError: One does not hold; the message names it.
     """
     check_state(planner)
-    rest = Rest(planner, kept, tier_contents)
+    rest = Rest(planner, kept, tier_contents, counted)
     for invariant in REST_INVARIANTS:
         invariant.enforce(rest)
 

@@ -12,7 +12,13 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvoffload_async.core.effects import FinishRequest, StartJob, TierEffect
+from kvoffload_async.core.effects import (
+    BeginRequest,
+    FinishRequest,
+    StartJob,
+    TierEffect,
+    TouchBlocks,
+)
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.types import JobId, OffloadKey
 
@@ -78,6 +84,14 @@ class RequestClosed:
 
     tier: int
     req_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksTouched:
+    """A tier was told which blocks were used, within a request if it has a say in its jobs."""
+
+    tier: int
+    req_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +245,7 @@ Fact = (
     | TierPolled
     | RequestOpened
     | RequestClosed
+    | BlocksTouched
     | RequestDeferred
     | RequestDecided
     | CallReturned
@@ -284,6 +299,10 @@ def fact_of(tier: int, effect: TierEffect) -> Fact | None:
         case StartJob(job):
             req_id = job.req_context.req_id
             return JobAccepted(tier, job.job_id, req_id, job.is_promotion, len(job.keys))
+        case TouchBlocks(ctx=ctx):
+            return BlocksTouched(tier, None if ctx is None else ctx.req_id)
+        case BeginRequest(ctx):
+            return RequestOpened(tier, ctx.req_id)
         case FinishRequest(ctx):
             return RequestClosed(tier, ctx.req_id)
         case _:

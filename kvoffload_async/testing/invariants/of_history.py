@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from kvoffload_async.testing.invariants.history import (
     AllQuiet,
+    BlocksTouched,
     CallReturned,
     ContentRead,
     ContentWritten,
@@ -31,7 +32,7 @@ from kvoffload_async.testing.invariants.history import (
     StepClosed,
     TierPolled,
 )
-from kvoffload_async.types import JobId, OffloadKey
+from kvoffload_async.types import ENGINE_REQ_ID, JobId, OffloadKey
 
 
 def one_result_a_job(history: History) -> Iterator[str]:
@@ -90,7 +91,11 @@ def requests_are_framed(history: History) -> Iterator[str]:
                 if not is_open.get((tier, req_id), by_default):
                     yield f"tier {tier} was told the end of request {req_id!r}, which was not open"
                 is_open[tier, req_id] = False
-            case JobAccepted(tier, job_id, req_id):
+            case BlocksTouched(tier, str(req_id)) if not is_open.get((tier, req_id), by_default):
+                yield f"tier {tier} was told of a use within request {req_id!r}, which was not open"
+            case JobAccepted(tier, job_id, req_id, is_promotion):
+                if is_promotion and req_id == ENGINE_REQ_ID:
+                    yield f"tier {tier} got promotion {job_id} for the engine's own request"
                 if not is_open.get((tier, req_id), by_default):
                     yield f"tier {tier} got job {job_id} for request {req_id!r}, which was not open"
             case _:
@@ -106,6 +111,8 @@ def steps_are_batched(history: History) -> Iterator[str]:
                 seen[tier, "polls"] += 1
             case JobAccepted(tier, req_id=req_id, is_promotion=True):
                 seen[tier, f"promotions for request {req_id!r}"] += 1
+            case BlocksTouched(tier):
+                seen[tier, "touches"] += 1
             case StepClosed():
                 for (tier, what), count in seen.items():
                     if count > 1:

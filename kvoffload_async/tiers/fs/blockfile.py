@@ -214,7 +214,7 @@ class BlockFiles:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                logger.warning("an evicted block stays behind: %s", error)
+                logger.warning("an evicted block stays behind: %s", str(error))
                 continue
             change.removed_bytes += freed_bytes
             self._folders.remove_empty(self._namespace.leaf_of(key), change)

@@ -15,7 +15,7 @@ from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.errors import ConfigError, OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import (
     Inventory,
@@ -25,7 +25,7 @@ from kvoffload_async.tiers.fs.inventory import (
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.space import Footprint, Space, SpaceSettings
 from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
@@ -95,17 +95,9 @@ class Housekeeping:
             OSError: The count cannot be kept here.
         """
         status = await self._run(partial(self._ops.stat, self._namespace.folder))
-        grain = max(512, status.st_blksize)
-        block_bytes = -(-row_bytes // grain) * grain
-        folder_bytes = min(grain, disk_bytes(status))  # it may have grown; a new one has not
-        # The count, this writer's entry, and the folders: of both, of the block, above them, and
-        # what these may grow.
-        least = block_bytes + 2 * grain + 7 * folder_bytes
-        if settings.capacity_bytes < least:
-            raise ConfigError(
-                f"capacity_bytes: {settings.capacity_bytes} holds no block of {block_bytes} bytes "
-                f"and its folders; give at least {least}"
-            )
+        footprint = Footprint.of(status, row_bytes)
+        footprint.check(settings.capacity_bytes)
+        block_bytes, folder_bytes = footprint.block_bytes, footprint.folder_bytes
         usage = UsageFile(
             self._ops,
             self._namespace.folder,
@@ -152,7 +144,9 @@ class Housekeeping:
             try:
                 await self._rescan(self._usage, self._space)
             except (OSError, OffloadError) as error:
-                logger.warning("%s: looking for room failed: %s", self._namespace.folder, error)
+                logger.warning(
+                    "%s: looking for room failed: %s", self._namespace.folder, str(error)
+                )
                 return False
             return True
 
@@ -187,7 +181,7 @@ class Housekeeping:
             else:
                 self._files.writer.discard(temp)
         except OSError as error:
-            logger.warning("%s is not written: %s", path, error)
+            logger.warning("%s is not written: %s", path, str(error))
             self._files.writer.discard(temp)
 
     def _require_attributes(self) -> None:
@@ -255,7 +249,7 @@ class Housekeeping:
                         await self._rescan(self._usage, self._space)
                 await self._trim(self._usage, self._space)
             except (OSError, OffloadError) as error:
-                logger.warning("%s: housekeeping failed: %s", self._namespace.folder, error)
+                logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
 
     async def _rescan(self, usage: UsageFile, space: Space) -> None:
         """Learn what others have added and removed, and correct the count by it."""

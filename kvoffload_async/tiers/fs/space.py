@@ -8,6 +8,7 @@ bytes are given back to the count only after its file is gone.
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,8 @@ from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
-from kvoffload_async.errors import OffloadError
+from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.tiers.files.ops import disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.inventory import Inventory
 from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreOutcome, StoreStatus
@@ -51,6 +53,39 @@ class SpaceSettings:
     capacity_bytes: int
     high_watermark: float = 1.0
     low_watermark: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a block takes on a filesystem.
+
+    Attributes:
+        block_bytes: A block, in whole grains of the filesystem.
+        folder_bytes: A new folder.
+        least_bytes: The smallest capacity that holds a block.
+    """
+
+    block_bytes: int
+    folder_bytes: int
+    least_bytes: int
+
+    @classmethod
+    def of(cls, folder: os.stat_result, row_bytes: int) -> Footprint:
+        """Return it for blocks of `row_bytes`, given a folder of that filesystem."""
+        grain = max(512, folder.st_blksize)
+        block_bytes = -(-row_bytes // grain) * grain
+        folder_bytes = min(grain, disk_bytes(folder))  # it may have grown; a new one has not
+        # The count, this writer's entry, and the folders: of both, of the block, above them, and
+        # what these may grow.
+        return cls(block_bytes, folder_bytes, block_bytes + 2 * grain + 7 * folder_bytes)
+
+    def check(self, capacity_bytes: int) -> None:
+        """Check that a block fits; raises ConfigError."""
+        if capacity_bytes < self.least_bytes:
+            raise ConfigError(
+                f"capacity_bytes: {capacity_bytes} holds no block of {self.block_bytes} bytes "
+                f"and its folders; give at least {self.least_bytes}"
+            )
 
 
 @dataclass(slots=True)
@@ -137,6 +172,10 @@ class Space:
         self._admit(news[surplus:])
         return news[:surplus]
 
+    def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return those of these blocks that are known to be there."""
+        return [key for key in keys if key in self._policy]
+
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop blocks whose files are gone."""
         self._policy.discard(keys)
@@ -149,12 +188,13 @@ class Space:
         """Keep blocks from being evicted while they are read or written."""
         self._busy.update(keys)
 
-    def unpin(self, keys: Iterable[OffloadKey]) -> None:
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Undo one `pin`."""
         self._busy.subtract(keys)
-        for key in keys:
-            if not self._busy[key]:
-                del self._busy[key]
+        released = [key for key in dict.fromkeys(keys) if not self._busy[key]]
+        for key in released:
+            del self._busy[key]
+        self._policy.released(released)
 
     # -- room for a job -------------------------------------------------------------------------
 
@@ -195,7 +235,7 @@ class Space:
         try:
             await run_io(partial(self._usage.settle, released_bytes, change))
         except (OSError, OffloadError) as error:
-            logger.warning("the shared count was not told: %s", error)
+            logger.warning("the shared count was not told: %s", str(error))
 
     async def _fill(
         self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool

@@ -171,6 +171,10 @@ class FsTier(AsyncTier):
         self._space.pin(keys)
         try:
             return await self._store_within(self._space, items, check)
+        except BaseException:
+            # The job fails as a whole, but the files that were written stay.
+            self._opened().blocks_appeared(self._space.present(keys))
+            raise
         finally:
             self._space.unpin(keys)
 

@@ -76,7 +76,9 @@ class Allocator:
             try:
                 await self._env.io.run(Direction.STORE, partial(data_path.segments.remove, number))
             except OSError as error:
-                logger.warning("%s: a segment could not be removed: %s", self._store.folder, error)
+                logger.warning(
+                    "%s: a segment could not be removed: %s", self._store.folder, str(error)
+                )
                 self._add(number, slots)
                 data_path.journal.note_gone(lost)
                 return False
@@ -129,7 +131,9 @@ class Allocator:
         present = self._store.catalog.segments
         is_full = error.errno in _NO_SPACE
         if self._limit_slots is None or not is_full:
-            logger.warning("%s: no more room below the capacity: %s", self._store.folder, error)
+            logger.warning(
+                "%s: no more room below the capacity: %s", self._store.folder, str(error)
+            )
         least = self._budget.segment_slots // _LEAST_SHARE if present else 0
         slots = slots // 2 if is_full and slots // 2 > least else 0
         self._limit(sum(present.values()) + slots)

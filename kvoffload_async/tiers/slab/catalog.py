@@ -34,6 +34,8 @@ class Catalog:
         self._pins: set[Place] = set()
         self._more_pins: dict[Place, int] = {}
         """Place that is pinned more than once -> how many times more."""
+        self._passed: dict[Place, int] = {}
+        """Place of a block that could not go when its turn came, for its pins -> its slot."""
         self._doomed: set[Place] = set()
         self._claimed: set[Place] = set()
 
@@ -114,6 +116,9 @@ class Catalog:
         if self._more_pins:
             places = [place for place in places if not self._is_pinned_still(place)]
         self._pins.difference_update(places)
+        if self._passed:
+            passed = self._passed
+            self._ranking.policy.released([passed.pop(p) for p in places if p in passed])
         if self._doomed:
             freed = self._doomed.intersection(places)
             self._doomed -= freed
@@ -147,16 +152,22 @@ class Catalog:
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
-        place_of, pins = self._place_of, self._pins
-        may_go = (lambda slot: place_of[slot] not in pins) if pins else _always
+        may_go = self._may_go if self._pins else _always
         coming = [*incoming, *nobodies(count - len(incoming))]
         slots = self._ranking.policy.make_room(coming, count, may_go) or []
-        freed = [place_of[slot] for slot in slots]
+        freed = [self._place_of[slot] for slot in slots]
         victims = self._ranking.remove(slots)
         self._give_back(freed)
         taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
         return taken, victims, freed
+
+    def _may_go(self, slot: int) -> bool:
+        place: Place = self._place_of[slot]
+        if place in self._pins:
+            self._passed[place] = slot
+            return False
+        return True
 
     def release(self, places: Sequence[Place]) -> None:
         """Give back claimed places that were not used."""
@@ -182,6 +193,7 @@ class Catalog:
         """Forget a pinned block, if it still is at this place."""
         if self.find([key]) == [place]:
             self._ranking.discard([key])
+            self._passed.pop(place, None)
             self._doomed.add(place)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
@@ -198,6 +210,9 @@ class Catalog:
             yield "a slot is neither free, claimed, doomed nor a block's, or two of them"
         if not self._more_pins.keys() <= self._pins <= {*places, *self._doomed}:
             yield "a place is pinned that has no block"
+        skipped = self._ranking.policy.skipped()
+        if not self._pins.issuperset(self._place_of[slot] for slot in skipped):
+            yield "a block may go, but the policy skips it"
 
 
 def _always(_slot: int) -> bool:

@@ -106,7 +106,7 @@ class Journal:
             try:
                 self._rewrite()
             except OSError as error:
-                logger.warning("the journal cannot be written anew yet: %s", error)
+                logger.warning("the journal cannot be written anew yet: %s", str(error))
         self._changes_written = self._table.changes
 
     def note_removed(self, places: Sequence[Place]) -> None:

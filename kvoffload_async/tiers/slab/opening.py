@@ -149,7 +149,7 @@ class OpenStore:
             self.data_path.journal.close()
         except OSError as error:
             logger.warning(
-                "%s: the journal could not be written at the end: %s", self.folder, error
+                "%s: the journal could not be written at the end: %s", self.folder, str(error)
             )
         finally:
             self.data_path.segments.close()

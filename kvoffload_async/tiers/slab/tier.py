@@ -68,6 +68,31 @@ class SlabSettings:
     piece_bytes: int = 4 << 20
     locality: Locality = Locality.LOCAL
 
+    def budget(self, block_bytes: int) -> Budget:
+        """Return how many blocks fit.
+
+        Raises:
+            ConfigError: None, or more than can be counted.
+        """
+        num_blocks = self.capacity_bytes // block_bytes
+        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
+            raise ConfigError(
+                f"capacity_bytes: {self.capacity_bytes} has room for {num_blocks} "
+                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
+            )
+        budget = Budget.of(self.capacity_bytes, block_bytes, self.segment_bytes, self.stripes)
+        if self.segment_bytes < budget.slot_bytes:
+            raise ConfigError(
+                f"segment_bytes: {self.segment_bytes} is less than a slot of "
+                f"{budget.slot_bytes} bytes; give at least that"
+            )
+        if not budget.most_slots:
+            raise ConfigError(
+                f"capacity_bytes: {self.capacity_bytes} has no room for one block of "
+                f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
+            )
+        return budget
+
 
 class SlabTier(AsyncTier):
     """Keeps blocks in the slots of preallocated files.
@@ -116,7 +141,7 @@ class SlabTier(AsyncTier):
         self._env = env
         self._loop = asyncio.get_running_loop()
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
-        budget = self._budget(block_bytes)
+        budget = settings.budget(block_bytes)
         self._rows = Rows(env.kv_view, budget.slot_bytes)
         layout = StoreLayout(settings.root_dir, settings.run_config, settings.rank, block_bytes)
         store_settings = StoreSettings(
@@ -167,6 +192,12 @@ class SlabTier(AsyncTier):
             if present:
                 store.catalog.used(job.keys)
             return await self._store_absent(store, job, absent)
+        except BaseException:
+            # The job fails as a whole, but what is in the journal is in the store.
+            places = store.catalog.find(missing)
+            stored = [key for key, place in zip(missing, places, strict=True) if place is not None]
+            self._environment().blocks_appeared(stored)
+            raise
         finally:
             for key in missing:
                 del self._writing[key]
@@ -218,6 +249,13 @@ class SlabTier(AsyncTier):
         finally:
             if rows is not None:
                 rows.release()
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return how many blocks are there, and how many slots are free."""
+        store = self._store
+        if store is None:
+            return {}
+        return {"blocks": len(store.catalog), "free_slots": store.catalog.num_free}
 
     def describe(self) -> str:
         """Return where the blocks are."""
@@ -285,9 +323,8 @@ class SlabTier(AsyncTier):
         try:
             await self._stores.move(batch)
         except BaseException:
-            # The job fails as a whole, but what is in the journal is in the store.
             if batch.is_journalled:
-                self._environment().blocks_appeared(self._take_in(store, batch, mine, places))
+                self._take_in(store, batch, mine, places)
             else:
                 store.catalog.release(places)
             raise
@@ -296,40 +333,16 @@ class SlabTier(AsyncTier):
 
     def _take_in(
         self, store: OpenStore, batch: StoreBatch, keys: Sequence[OffloadKey], places: list[Place]
-    ) -> Sequence[OffloadKey]:
-        """Note which blocks of a batch are there now; return them."""
+    ) -> None:
+        """Note which blocks of a batch are there now."""
         bad = batch.failures
         store.catalog.release([places[index] for index in bad])
         if bad:
             good = [index for index in range(len(keys)) if index not in bad]
             keys, places = [keys[i] for i in good], [places[i] for i in good]
         store.catalog.admit(keys, places)
-        return keys
 
     # -- the rest -------------------------------------------------------------------------------
-
-    def _budget(self, block_bytes: int) -> Budget:
-        settings = self._settings
-        num_blocks = settings.capacity_bytes // block_bytes
-        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
-            raise ConfigError(
-                f"capacity_bytes: {settings.capacity_bytes} has room for {num_blocks} "
-                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
-            )
-        budget = Budget.of(
-            settings.capacity_bytes, block_bytes, settings.segment_bytes, settings.stripes
-        )
-        if settings.segment_bytes < budget.slot_bytes:
-            raise ConfigError(
-                f"segment_bytes: {settings.segment_bytes} is less than a slot of "
-                f"{budget.slot_bytes} bytes; give at least that"
-            )
-        if not budget.most_slots:
-            raise ConfigError(
-                f"capacity_bytes: {settings.capacity_bytes} has no room for one block of "
-                f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
-            )
-        return budget
 
     def _opened(self) -> OpenStore:
         if self._store is None:

@@ -1,0 +1,200 @@
+"""How an engine is configured, opened and closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from kvoffload_async.abc.pages import hold_pages
+from kvoffload_async.abc.transport import Transport
+from kvoffload_async.async_engine.limiter import EngineBounds
+from kvoffload_async.async_engine.request import EngineRequest
+from kvoffload_async.async_engine.steps import Steps
+from kvoffload_async.async_engine.stores import Stores
+from kvoffload_async.async_engine.to_thread import to_thread
+from kvoffload_async.async_engine.transfers import Transfers
+from kvoffload_async.config import OffloadConfig
+from kvoffload_async.errors import ClosedError, ConfigError, StateError
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.loop import SameLoopRunner, until_done
+from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
+from kvoffload_async.statistics import EngineStatistics
+
+if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
+    import torch
+
+CreateTransport = Callable[[memoryview], Transport]
+_NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks the engine keeps'
+
+
+class EngineLifecycle:
+    """An engine's parts, from the configuration until all of them are closed.
+
+    Thread: the loop's, for all of it.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | OffloadConfig,
+        create_transport: CreateTransport | None = None,
+        bounds: EngineBounds | None = None,
+        *,
+        kv_caches: Mapping[str, torch.Tensor] | None = None,
+        block_dim: int | None = None,
+    ) -> None:
+        """Check the configuration; nothing is started before `async with`.
+
+        Args:
+            config: See `OffloadConfig`; `model` is required here. `block_bytes` may be left out
+                where there are `kv_caches`: then it is what a chunk of them takes.
+            create_transport: Makes the transport over the device's tensors, given the primary's
+                buffer; called on a helper thread. The transport is owned by the engine.
+            bounds: See `EngineBounds`.
+            kv_caches: Instead of `create_transport`: layer name -> tensor.
+            block_dim: Which dimension of the `kv_caches` counts device blocks; see
+                `register_kv_caches`.
+
+        Raises:
+            ConfigError: A key or a value is unusable, or the tensors cannot be addressed by block.
+        """
+        if (create_transport is None) is (kv_caches is None):
+            raise ConfigError("give either create_transport or kv_caches")
+        self._config = _parsed(config, kv_caches, block_dim)
+        if self._config.model is None:
+            raise ConfigError(_NO_MODEL)
+        spec = TieringOffloadingSpec(self._config)
+        if create_transport is not None:
+            self._create_transport = create_transport
+        elif kv_caches is not None:
+            self._create_transport = spec.transport_maker(kv_caches, block_dim=block_dim)
+        self._bounds = bounds or EngineBounds()
+        self._has_transport = False
+        self._is_open = False
+        self._closing: asyncio.Task[None] | None = None
+        self._requests: dict[EngineRequest, None] = {}
+        """Those that have begun and not ended."""
+        self._resetting: asyncio.Future[None] | None = None
+        """Ends with the reset that is under way."""
+
+    async def __aenter__(self) -> Self:
+        """Map the memory, open the tiers and the transport.
+
+        Raises:
+            ConfigError: A tier or the transport cannot work here; what had been started is closed.
+            StateError: The engine has been opened before.
+        """
+        if hasattr(self, "_loop"):
+            raise StateError("an engine is opened once; make another one")
+        self._loop = asyncio.get_running_loop()
+        self._steps = Steps(self._bounds.unread_events)
+        runner = SameLoopRunner(self._loop, self._steps.note_progress)
+        self._spec = TieringOffloadingSpec(self._config, Bridge(runner))
+        try:
+            # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
+            await to_thread(self._start)
+        except BaseException:
+            await to_thread(self._end, self._config.shutdown_timeout_s)
+            raise
+        self._transfers = Transfers(self._transport, self._bounds)
+        self._stores = Stores(self._manager, self._steps, self._transfers, self._ready)
+        self._is_open = True
+        self._steps.begin(self._manager)
+        guard_forks(self, _is_open=False)
+        return self
+
+    async def __aexit__(self, *_exc_info: object) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            warn_unclosed(self, "close()")
+
+    @property
+    def manager(self) -> TieringOffloadingManager:
+        """The decisions behind this surface. For invariants and inspection."""
+        return self._manager
+
+    def stats(self) -> EngineStatistics:
+        """Return what was done so far, and how it is now; also when the engine is closed."""
+        if not hasattr(self, "_transfers"):
+            raise ClosedError("the engine is not open")
+        return self._transfers.stats(self._manager.stats())
+
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Stop the intake, let copies end, close transport and tiers; idempotent.
+
+        Calls under way end with what they have, or with an error. A copy that has not ended by
+        half of `timeout_s` (by default the configuration's `shutdown_timeout_s`) is given up: then
+        the primary's memory stays mapped. Cancelling the call does not stop the closing.
+
+        Raises:
+            OffloadError: A tier failed to close; everything else is closed all the same.
+        """
+        if self._is_open:
+            self._is_open = False
+            limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s
+            self._closing = self._loop.create_task(self._close(limit_s), name="kvoffload:close")
+        elif self._closing is None or self._closing.done():
+            return
+        await until_done(self._closing)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise ClosedError("the engine is not open")
+        self._steps.ensure_open()
+
+    async def _ready(self, deadline_s: float) -> None:
+        """Wait until no reset is under way; TimeoutError at the deadline, ClosedError if closed."""
+        while self._resetting is not None:
+            async with asyncio.timeout_at(deadline_s):
+                await asyncio.shield(self._resetting)
+        self._require_open()
+
+    def _start(self) -> None:
+        """Thread: a helper's, while the loop's awaits it."""
+        self._manager = self._spec.get_manager()
+        self._transport = self._create_transport(self._manager.get_primary_kv_view())
+        self._has_transport = True
+
+    def _end(self, timeout_s: float) -> None:
+        """Thread: a helper's, while the loop's awaits it."""
+        try:
+            if self._has_transport and not self._transport.close(timeout_s):
+                hold_pages(self._manager.get_primary_kv_view(), "a copy that has not ended")
+        finally:
+            self._spec.shutdown(timeout_s)
+
+    async def _close(self, timeout_s: float) -> None:
+        deadline_s = self._loop.time() + timeout_s
+        self._steps.stop()
+        self._transfers.stop()
+        has_landed = await self._transfers.quiesce(timeout_s / 2)
+        self._transfers.abandon()
+        self._steps.waiters.give_up()
+        try:
+            self._steps.end(self._manager)
+        finally:
+            left_s = max(0.0, deadline_s - self._loop.time())
+            await to_thread(self._end, left_s if has_landed else left_s / 2)
+
+
+def _parsed(
+    config: Mapping[str, Any] | OffloadConfig,
+    kv_caches: Mapping[str, torch.Tensor] | None,
+    block_dim: int | None,
+) -> OffloadConfig:
+    """Return the configuration, with the size of a block that follows from the tensors."""
+    if isinstance(config, OffloadConfig):
+        return config
+    given: Any = config  # whatever was written there; checked when it is parsed
+    if kv_caches is None or not isinstance(given, Mapping) or "block_bytes" in given:
+        return OffloadConfig.parse(given)
+    parsed = OffloadConfig.parse({**given, "block_bytes": 1})
+    from kvoffload_async.transport.layout import register_kv_caches  # noqa: PLC0415 - torch
+
+    layout = register_kv_caches(kv_caches, None, parsed.blocks_per_chunk, block_dim)
+    return replace(parsed, block_bytes=layout.chunk_bytes)

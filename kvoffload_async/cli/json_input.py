@@ -1,0 +1,88 @@
+"""JSON that somebody wrote by hand: read strictly, so that every mistake has its message."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final, NoReturn
+
+_MAX_DEPTH: Final = 32
+"""Of objects and lists in each other; a configuration needs five."""
+
+
+class JsonInputError(ValueError):
+    """A text is not what JSON allows, or what this package reads of it; the message says why."""
+
+
+def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
+    """Return the value of a JSON text.
+
+    Raises:
+        JsonInputError: It is no JSON, an object has a key twice, a number is none that can be
+            written down, or it is nested too deeply.
+    """
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_as_object,
+            parse_constant=_reject_number,
+            parse_float=_as_float,
+            parse_int=_as_integer,
+        )
+    except RecursionError as error:
+        raise _too_deep() from error
+    except JsonInputError:
+        raise
+    except ValueError as error:
+        raise JsonInputError(f"not JSON: {error}") from error
+    _check_depth(value)
+    return value
+
+
+def _too_deep() -> JsonInputError:
+    return JsonInputError(f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them")
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise JsonInputError(f"the key {key!r} is given twice in one object; keep one of them")
+        found[key] = value
+    return found
+
+
+def _reject_number(text: str) -> NoReturn:
+    raise JsonInputError(f"{text} is no number that JSON has; write a finite one")
+
+
+def _as_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        _reject_number(text if len(text) < _SHORT else text[:_SHORT] + "...")
+    return value
+
+
+def _as_integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise JsonInputError(f"a number of {len(text)} digits is too large: {text[:_SHORT]}...")
+    return int(text)
+
+
+_SHORT: Final = 40
+_MAX_DIGITS: Final = 100
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        below: list[object] = []
+        for one in level:
+            if isinstance(one, dict):
+                below += one.values()
+            elif isinstance(one, list):
+                below += one
+        if not below:
+            return
+        level = below
+    raise _too_deep()

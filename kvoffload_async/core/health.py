@@ -1,0 +1,102 @@
+"""What a tier's jobs and probes tell of its health: a breaker for each direction.
+
+A full or read-only disk goes on serving loads. Existence probes belong to the loads.
+"""
+
+from __future__ import annotations
+
+from kvoffload_async.abc.events import ProbeAnswered
+from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings, BreakerState
+from kvoffload_async.errors import (
+    BlockMissingError,
+    BusyError,
+    CorruptBlockError,
+    StateError,
+    TierClosedError,
+    TierFullError,
+)
+from kvoffload_async.types import JobMetadata, JobResult
+
+_FAULT_OF_ONE_BLOCK = (BlockMissingError, CorruptBlockError, TierFullError)
+_NO_FAULT = (BusyError, StateError, TierClosedError)
+"""Back-pressure, a job that cannot be run at all, the shutdown: they tell nothing of a tier."""
+
+
+class TierHealth:
+    """The breakers of one tier.
+
+    Thread: owner.
+
+    Attributes:
+        loads: When promotions and probes leave the tier alone.
+        stores: When cascades do.
+        now_s: The time of the planner's step; None: no planner heeds the breakers.
+    """
+
+    def __init__(self, settings: BreakerSettings) -> None:
+        self.loads = Breaker(settings)
+        self.stores = Breaker(settings)
+        self.now_s: float | None = None
+        self._probes_begun_s: dict[int, float] = {}
+
+    def promotion_reserved(self) -> None:
+        """Note that a promotion will be submitted: it is the try, if one is due."""
+        if self.loads.state is not BreakerState.CLOSED:  # asked here: once a promoted block
+            self.loads.note(BreakerEvent.TRIED, self.now_s or 0.0)
+
+    def store_submitted(self, job: JobMetadata) -> None:
+        """Note that a cascade was submitted: it is the try, if one is due."""
+        self.stores.note(BreakerEvent.TRIED, job.submit_time)
+
+    def job_ended(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
+        """Note how a job has ended."""
+        breaker = self.loads if job.is_promotion else self.stores
+        event = BreakerEvent.WORKED if result.success else _event_of(result.error)
+        breaker.note(event, now_s, begun_s=job.submit_time, error=result.error)
+
+    def lookup_failed(self, error: BaseException) -> None:
+        """Note that the tier could not say what it has."""
+        self.loads.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
+
+    def reports_failed(self, error: BaseException) -> None:
+        """Note that the tier could not say what has become of its jobs, whichever they were."""
+        for breaker in (self.loads, self.stores):
+            breaker.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
+
+    def permits_probe(self) -> bool:
+        """Tell whether a probe may be started now."""
+        return self.now_s is None or self.loads.permits(self.now_s)
+
+    def probe_started(self, generation: int) -> None:
+        """Note a probe: it is the try, if one is due."""
+        if self.now_s is not None:
+            self._probes_begun_s[generation] = self.now_s
+            self.loads.note(BreakerEvent.TRIED, self.now_s)
+
+    def probe_ended(self, answer: ProbeAnswered) -> None:
+        """Count a failed probe as a fault; one that worked tells only of a tier that is tried.
+
+        Else a tier that knows its blocks, but cannot read them, would never be left alone.
+        """
+        begun_s = self._probes_begun_s.pop(answer.generation, None)
+        if begun_s is None:
+            return
+        if answer.error is not None:
+            event = _event_of(answer.error)
+        elif self.loads.state is BreakerState.HALF_OPEN:
+            event = BreakerEvent.WORKED
+        else:
+            return
+        self.loads.note(event, self.now_s or 0.0, begun_s=begun_s, error=answer.error)
+
+    def reset(self) -> None:
+        """Forget the try if it was a promotion that a reset of the primary has made void."""
+        if not self._probes_begun_s:
+            self.loads.note(BreakerEvent.UNDECIDED, self.now_s or 0.0)
+
+
+def _event_of(error: Exception | None) -> BreakerEvent:
+    """Return what a failure tells of its tier."""
+    if isinstance(error, _FAULT_OF_ONE_BLOCK):
+        return BreakerEvent.WORKED
+    return BreakerEvent.UNDECIDED if isinstance(error, _NO_FAULT) else BreakerEvent.FAULTED

@@ -1,0 +1,198 @@
+"""Where tiers keep their blocks: what can be told of a place before anything is made there.
+
+Nothing here changes anything. Directories are told apart as the system does it, by device and
+inode, so that symbolic links and bind mounts do not hide that two names mean one place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvoffload_async.abc.tier import TierPlace
+from kvoffload_async.config import shown
+from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.runtime.machine import answered, filesystem_limit
+
+ANSWER_S: Final = 10.0
+"""How long a filesystem may take to say what it is."""
+
+_MAX_NAME_BYTES: Final = 255
+_MAX_PATH_BYTES: Final = 3072
+"""The system takes 4095; the rest is for what lies below the directory."""
+
+_NO_STORAGE: Final = frozenset(
+    {"bpf", "cgroup", "cgroup2", "debugfs", "devpts", "proc", "securityfs", "sysfs", "tracefs"}
+)
+"""Filesystems that show the kernel's own things: whoever may write to them cannot keep files."""
+
+_GONE_AWAY: Final = frozenset({errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE})
+"""What a filesystem says that is not reachable: no fault of the configuration."""
+
+Identity = tuple[int, int, tuple[str, ...]]
+"""Device and inode of a directory that exists, and the names below it that do not exist yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a directory will be made on.
+
+    Attributes:
+        path: The nearest directory that exists, without symbolic links: itself, or one above.
+        status: Its status.
+        size_bytes: Size of its filesystem, or None if that has none.
+        above: The identities of the place, and of every directory above it.
+    """
+
+    path: str
+    status: os.stat_result
+    size_bytes: int | None
+    above: tuple[Identity, ...]
+
+
+def examine(place: TierPlace) -> Ground:
+    """Find out what a directory will be made on; waits at most `ANSWER_S` for its filesystem.
+
+    Raises:
+        ConfigError: It cannot be made, or not written to.
+        TierUnavailableError: Its filesystem does not answer.
+    """
+    what = f"{place.key}: {shown(place.path)}"
+    _check_name(place.path, what)
+    try:
+        return answered(lambda: _examine(place.path, what), ANSWER_S)
+    except TimeoutError as error:
+        raise TierUnavailableError(f"{what}: its filesystem does not answer ({error})") from error
+    except OSError as error:
+        if error.errno in _GONE_AWAY:
+            raise TierUnavailableError(f"{what} cannot be reached ({error.strerror})") from error
+        raise ConfigError(
+            f"{what} cannot be used ({error.strerror}); give a directory that this process may "
+            "write"
+        ) from error
+
+
+def check_places(places: Sequence[tuple[str, TierPlace]]) -> None:
+    """Check that each place can be used, and that no two tiers use the same.
+
+    Args:
+        places: Each with whose it is, as a message begins; empty for a tier on its own.
+
+    Raises:
+        ConfigError: A place cannot be used, is too small, or is another tier's, too.
+        TierUnavailableError: A filesystem does not answer.
+    """
+    examined: list[tuple[str, TierPlace, Ground | None]] = []
+    for owner, place in places:
+        try:
+            ground = examine(place) if Path(place.path).is_absolute() else None
+        except (ConfigError, TierUnavailableError) as error:
+            raise type(error)(f"{owner}{error}") from (error.__cause__ or error)
+        for other_owner, other, other_ground in examined:
+            if other_owner != owner and _collide(place, ground, other, other_ground):
+                raise ConfigError(
+                    f"{owner}{place.key}: {place.path!r} is where "
+                    f"{other_owner.rstrip(': ')} keeps its blocks ({other.path!r}), or lies above "
+                    "or below that; give each tier a directory of its own"
+                )
+        examined.append((owner, place, ground))
+    _check_capacities(examined)
+
+
+# -- inside -------------------------------------------------------------------------------------
+
+
+def _check_name(path: str, what: str) -> None:
+    try:
+        size_bytes = len(os.fsencode(path))
+    except UnicodeEncodeError:
+        size_bytes = 0
+    if not size_bytes or "\0" in path:
+        raise ConfigError(f"{what} is no path that the system can take; give another")
+    if size_bytes > _MAX_PATH_BYTES:
+        raise ConfigError(f"{what} is too long; give a path of {_MAX_PATH_BYTES} bytes at most")
+
+
+def _examine(path: str, what: str) -> Ground:
+    resolved = Path(os.path.realpath(path))
+    base, missing = resolved, list[str]()
+    while True:
+        try:
+            status = base.stat()
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            missing.insert(0, base.name)
+            base = base.parent
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(
+            f"{what} cannot be made: {str(base)!r} is no directory; give another"
+        ) from NotADirectoryError(errno.ENOTDIR, "not a directory")
+    for name in missing:
+        if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            raise ConfigError(
+                f"{what} cannot be made: a name has at most {_MAX_NAME_BYTES} bytes; give another"
+            )
+    kind = _kind_of(status.st_dev)
+    if kind in _NO_STORAGE:
+        raise ConfigError(f"{what} is on a filesystem that keeps no files ({kind}); give another")
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{what} cannot be used: {str(base)!r} is not writable for this process; give a "
+            "directory that is"
+        ) from PermissionError(errno.EACCES, "not writable")
+    limit = filesystem_limit(str(base))
+    depths = range(len(missing), -1, -1)
+    above = [(status.st_dev, status.st_ino, tuple(missing[:depth])) for depth in depths]
+    for parent in base.parents:
+        found = parent.stat()
+        above.append((found.st_dev, found.st_ino, ()))
+    return Ground(str(base), status, limit.size_bytes if limit else None, tuple(above))
+
+
+def _kind_of(device: int) -> str:
+    """Return the type of a mounted filesystem, or an empty text if the system does not tell."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for mount in _mounts():
+        fields = mount.split()
+        if fields[2] == number:
+            return fields[fields.index("-") + 1]
+    return ""
+
+
+def _mounts() -> Iterator[str]:
+    try:
+        with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="replace") as mounts:
+            yield from mounts
+    except OSError:  # a system without /proc
+        return
+
+
+def _collide(
+    place: TierPlace, ground: Ground | None, other: TierPlace, other_ground: Ground | None
+) -> bool:
+    if not (place.is_exclusive or other.is_exclusive):
+        return False
+    if ground is None or other_ground is None:
+        return place.path == other.path
+    return ground.above[0] in other_ground.above or other_ground.above[0] in ground.above
+
+
+def _check_capacities(examined: Sequence[tuple[str, TierPlace, Ground | None]]) -> None:
+    """Check that capacities fit on their filesystem, those of several tiers together."""
+    sums: dict[int, int] = {}
+    for owner, place, ground in examined:
+        if ground is None or ground.size_bytes is None or place.capacity_bytes is None:
+            continue
+        others_bytes = sums.get(ground.status.st_dev, 0)
+        total_bytes = sums[ground.status.st_dev] = others_bytes + place.capacity_bytes
+        if total_bytes > ground.size_bytes:
+            others = f" and the {others_bytes} bytes of the tiers before it" if others_bytes else ""
+            raise ConfigError(
+                f"{owner}capacity_bytes: {place.capacity_bytes}{others} do not fit on the "
+                f"filesystem of {ground.path!r}, which has {ground.size_bytes} bytes; give less"
+            )

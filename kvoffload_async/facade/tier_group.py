@@ -1,0 +1,121 @@
+"""The managers of a composing manager's tiers, and the states that its planner drives for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import TierHealth
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.facade.breaker_log import BreakerLog
+from kvoffload_async.facade.foreign import ForeignTier, is_foreign
+from kvoffload_async.facade.guard import TierGuard
+from kvoffload_async.facade.reopening import ReopeningTierManager
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.statistics import TierStatistics
+
+_POLL_S: Final = 0.05
+"""How often tiers are polled that do not say when they have something to report."""
+
+
+class TierGroup:
+    """Polls the tiers, tells foreign ones what they are to do, and keeps their errors in.
+
+    Thread: owner.
+
+    Attributes:
+        states: What the planner drives, one a tier.
+        guards: Through which the managers are called.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[SecondaryTierManager],
+        breaker: BreakerSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        """Make what joins the managers to a planner; nothing is called yet."""
+        self.guards: list[TierGuard] = []
+        self._managers = managers
+        self._clock = clock
+        self._sources: list[SecondaryTierManager | ForeignTier] = []
+        self._foreign: dict[int, ForeignTier] = {}
+        self.states = [self._join(index, breaker) for index in range(len(managers))]
+        self._breaker_log = BreakerLog(self.states)
+
+    def collect(self, planner: Planner) -> None:
+        """Take in what the tiers have to report."""
+        for source in self._sources:
+            source.poll_tier()
+        planner.collect()
+        self._breaker_log.update(self._clock())
+
+    def hand_over(self, planner: Planner) -> None:
+        """Tell foreign tiers now what they are to do; the others wait for the end of the step."""
+        for index, foreign in self._foreign.items():
+            foreign.hand_over()
+            planner.collect_from(index)
+
+    def abandon_unreported(self) -> None:
+        """Give up the jobs that foreign managers have given up without saying so."""
+        for foreign in self._foreign.values():
+            foreign.state.abandon_rest()
+
+    def store_owed(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
+        """Let the tiers have what they are owed; waits. Without a bridge nothing is waited for."""
+        left_s = timeout_s
+
+        def has_results() -> bool:
+            before = planner.counters.job_results
+            self.collect(planner)
+            return planner.counters.job_results != before
+
+        while bridge is not None and planner.cascades.owes_anything:
+            began_s = self._clock()
+            planner.begin_step(began_s)
+            self.collect(planner)
+            planner.cascades.send_owed(planner.now_s)
+            self.hand_over(planner)
+            bridge.flush()
+            if left_s <= 0 or not planner.has_pending_work:
+                return
+            # Not the bridge's own wait: others, whose events nobody here takes, may share it.
+            wait_s = min(left_s, _POLL_S)
+            has_news = bridge.runner.wait_until(has_results, wait_s)
+            left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
+
+    def stats(self, planner: Planner) -> tuple[TierStatistics, ...]:
+        """Return how each tier is."""
+        backlogs = planner.cascades.backlogs
+        return tuple(
+            replace(self._stats_of(index), owed_blocks=backlog.count)
+            for index, backlog in enumerate(backlogs)
+        )
+
+    def _stats_of(self, index: int) -> TierStatistics:
+        manager, state = self._managers[index], self.states[index]
+        if isinstance(manager, ReopeningTierManager):
+            return manager.stats(state)
+        return SecondaryTierManager.stats(manager, state)  # its own may be a third party's
+
+    def _join(self, index: int, breaker: BreakerSettings) -> TierState:
+        """Return the state of a tier that the planner is to drive."""
+        manager = self._managers[index]
+        if is_foreign(manager):
+            foreign = self._foreign[index] = ForeignTier(manager, breaker, self._clock)
+            self._sources.append(foreign)
+            self.guards.append(foreign.guard)
+            if isinstance(manager, ReopeningTierManager):
+                manager.attach(foreign.state)
+            return foreign.state
+        self._sources.append(manager)
+        state = manager.tier_state
+        state.health = TierHealth(breaker)
+        state.backpressure = manager.backpressure_detector
+        state.medium, state.locality = manager.medium, manager.locality
+        self.guards.append(TierGuard(manager, state, self._clock))
+        return state

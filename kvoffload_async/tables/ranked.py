@@ -1,0 +1,196 @@
+"""Lists in order of rank, from whose front numbers are taken unless they must stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Final
+
+from kvoffload_async.tables.arrays import MAX_NUMBERS, integers
+from kvoffload_async.tables.heap import IntegerHeap
+from kvoffload_async.tables.lists import NumberLists
+
+_NUMBER_BITS: Final = MAX_NUMBERS.bit_length() - 1
+_NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
+
+
+class RankedLists(NumberLists):
+    """`NumberLists` whose members are picked from the front, over those that must stay for now.
+
+    A member that must stay when it is met is *skipped*: it keeps its rank, but is not met again
+    until it is released (or moved, or put in anew). So nobody asks about a member more often than
+    it was put in, moved or released, however many others must stay.
+
+    What was met lies in a second list, before the rest, with stamps that ascend with the rank; what
+    has been released is in a heap by stamp as well. Bytes a number: 12, and 8 while in the heap.
+    """
+
+    __slots__ = ("_heaps", "_last_stamp", "_max_stamp", "_num_ranked", "_stamps", "num_met")
+
+    def __init__(
+        self, capacity: int, num_lists: int = 1, *, max_stamp: int = (1 << 31) - 1
+    ) -> None:
+        """Start empty; stamps begin anew at the maximum, which is no less than the capacity."""
+        self._num_ranked = num_lists
+        self._max_stamp = max_stamp
+        super().__init__(capacity, 2 * num_lists)
+
+    def clear(self) -> None:
+        super().clear()
+        self._stamps = integers(self._capacity)
+        """Number -> 0 unless it was met; its stamp if it is skipped, that negated if released."""
+        self._last_stamp = 0
+        self._heaps = [IntegerHeap() for _ in range(self._num_ranked)]
+        self.num_met = 0
+        """How many members were met: nothing is skipped as long as this is 0."""
+
+    def walk(self, which: int = 0) -> Iterator[int]:
+        return chain(super().walk(which + self._num_ranked), super().walk(which))
+
+    def pick(self, count: int, may_leave: Callable[[int], bool], which: int = 0) -> list[int]:
+        """Return the first members that may leave, fewer than `count` if there are no more.
+
+        They are still in the list: they have to be removed next, or else released.
+        """
+        return self._pick(count, may_leave, which)[0]
+
+    def take_first(
+        self, count: int, may_leave: Callable[[int], bool], which: int = 0
+    ) -> list[int] | None:
+        """Take out the first members that may leave; None, and no change, if there are fewer."""
+        taken, following = self._pick(count, may_leave, which)
+        if len(taken) < count:
+            self.release(taken, which)
+            return None
+        if following is None:
+            self.remove(taken)
+        else:
+            ring = self._capacity + which
+            self._after[ring] = following
+            self._before[following] = ring
+        return taken
+
+    def release(self, numbers: Iterable[int], which: int = 0) -> None:
+        """Let members of a list be met again, at their rank; those not skipped are ignored."""
+        if not self.num_met:
+            return
+        stamps, heap = self._stamps, self._heaps[which]
+        for number in numbers:
+            stamp = stamps[number]
+            if stamp > 0:
+                stamps[number] = -stamp
+                heap.push(stamp << _NUMBER_BITS | number)
+
+    def remove(self, numbers: Sequence[int]) -> None:
+        if self.num_met:
+            self._forget(numbers)
+        NumberLists.remove(self, numbers)  # super() would take longer than the rest of a short one
+
+    def move_to_end(self, numbers: Sequence[int], which: int = 0) -> None:
+        if self.num_met:
+            self._forget(numbers)
+        NumberLists.move_to_end(self, numbers, which)
+
+    def skipped(self) -> Iterator[int]:
+        """Yield the members that are not met until they are released. For inspection."""
+        for which in range(self._num_ranked):
+            for number in super().walk(which + self._num_ranked):
+                if self._stamps[number] > 0:
+                    yield number
+
+    def violations(self) -> Iterator[str]:
+        """Yield which invariants do not hold, in words."""
+        num_met = 0
+        for which in range(self._num_ranked):
+            met = [self._stamps[number] for number in super().walk(which + self._num_ranked)]
+            ascending = list(map(abs, met))
+            if 0 in met or sorted(set(ascending)) != ascending:
+                yield f"the stamps of list {which} do not ascend: {met}"
+            if any(self._stamps[number] for number in super().walk(which)):
+                yield f"a member of list {which} has a stamp, but was not met"
+            waiting = {entry >> _NUMBER_BITS for entry in self._heaps[which]}
+            if not waiting.issuperset(-stamp for stamp in met if stamp < 0):
+                yield f"a released member of list {which} is not waiting to be met"
+            num_met += len(met)
+        if num_met != self.num_met:
+            yield f"{num_met} members were met, but {self.num_met} counted"
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _pick(
+        self, count: int, may_leave: Callable[[int], bool], which: int
+    ) -> tuple[list[int], int | None]:
+        """Return what `pick` does; and who follows, if those before it are what was picked."""
+        picked: list[int] = []
+        if self.num_met and self._heaps[which]:
+            self._pick_released(picked, count, may_leave, which)
+        already = len(picked)
+        num_missing = count - already
+        after, ring = self._after, self._capacity + which
+        number = after[ring]
+        while num_missing and number != ring and may_leave(number):
+            picked.append(number)
+            num_missing -= 1
+            number = after[number]
+        if not num_missing or number == ring:
+            return picked, None if already else number
+        met = [*picked[already:], number]  # the last one is the first that must stay
+        number = after[number]
+        while num_missing and number != ring:
+            met.append(number)
+            if may_leave(number):
+                picked.append(number)
+                num_missing -= 1
+            number = after[number]
+        self._skip(met, number, which)
+        return picked, None
+
+    def _pick_released(
+        self, picked: list[int], count: int, may_leave: Callable[[int], bool], which: int
+    ) -> None:
+        stamps, heap = self._stamps, self._heaps[which]
+        while heap and len(picked) < count:
+            entry = heap.pop()
+            number, stamp = entry & _NUMBER_MASK, entry >> _NUMBER_BITS
+            if stamps[number] == -stamp:  # else it was moved or has left since
+                stamps[number] = stamp
+                if may_leave(number):
+                    picked.append(number)
+
+    def _skip(self, met: Sequence[int], following: int, which: int) -> None:
+        """Put the first members of a list, up to that before `following`, behind those met before.
+
+        Those of them that may leave as well: if they stay, they are released, and keep their rank.
+        """
+        if self._last_stamp + len(met) > self._max_stamp:
+            self._begin_stamps_anew()
+        ring = self._capacity + which
+        self._after[ring] = following
+        self._before[following] = ring
+        self.append(met, which + self._num_ranked)
+        stamps, stamp = self._stamps, self._last_stamp
+        for number in met:
+            stamp += 1
+            stamps[number] = stamp
+        self._last_stamp = stamp
+        self.num_met += len(met)
+
+    def _begin_stamps_anew(self) -> None:
+        stamps, last = self._stamps, 0
+        for which, heap in enumerate(self._heaps):
+            heap.clear()
+            for number in super().walk(which + self._num_ranked):
+                last += 1
+                is_released = stamps[number] < 0
+                stamps[number] = -last if is_released else last
+                if is_released:
+                    heap.push(last << _NUMBER_BITS | number)
+        self._last_stamp = last
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Take back the stamps of members that leave or move."""
+        stamps = self._stamps
+        for number in numbers:
+            if stamps[number]:
+                stamps[number] = 0
+                self.num_met -= 1

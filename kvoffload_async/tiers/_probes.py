@@ -1,0 +1,122 @@
+"""Existence probes on the loop: bounded, cancelled at their deadline, answered exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from kvoffload_async.abc.events import ProbeAnswered
+from kvoffload_async.abc.tier import AsyncTier
+from kvoffload_async.errors import (
+    TierClosedError,
+    TierError,
+    TierTimeoutError,
+    TierUnavailableError,
+    drop_tracebacks,
+)
+from kvoffload_async.tiers._ending import contained, error_of, text_of
+from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_NOTHING: frozenset[OffloadKey] = frozenset()
+
+
+class Probes:
+    """The probes of one tier; no more run at once than its bounds allow, those that hang included.
+
+    Thread: loop.
+    """
+
+    def __init__(
+        self, name: str, tier: AsyncTier, post: Callable[[ProbeAnswered], None], timeout_s: float
+    ) -> None:
+        """Start with none.
+
+        Args:
+            name: For task names and log lines.
+            tier: Whom to ask.
+            post: Receives every answer.
+            timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
+        """
+        self._name = name
+        self._tier = tier
+        self._post = post
+        self._timeout_s = timeout_s
+        self._unanswered: dict[int, asyncio.TimerHandle] = {}
+        self.tasks: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
+        """Those that run, a cancelled one until it has ended."""
+        self._closing = False
+
+    def start(self, generation: int, keys: Sequence[OffloadKey]) -> None:
+        """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
+        if (error := self._refusal()) is not None:
+            self._post(ProbeAnswered(generation, _NOTHING, error))
+            return
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(
+            contained(self._tier.contains, keys), name=f"{self._name}:probe:{generation}"
+        )
+        self.tasks[task] = None
+        self._unanswered[generation] = loop.call_later(
+            self._timeout_s, self._deadline_passed, generation, task
+        )
+        task.add_done_callback(lambda ended: self._ended(ended, generation))
+
+    def close(self) -> None:
+        """Start none any more."""
+        self._closing = True
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _refusal(self) -> TierError | None:
+        if self._closing:
+            return TierClosedError(f"{self._name} is closed")
+        try:
+            bound = self._tier.bounds.concurrent_probes
+        except Exception as error:  # noqa: BLE001 - third-party code; the probe must be answered
+            return TierUnavailableError(
+                f"{self._name}: its bounds cannot be read: {text_of(error)}"
+            )
+        if len(self.tasks) < bound:
+            return None
+        # The owner starts no more than that: these were answered, cancelled, and did not end.
+        return TierTimeoutError(f"{self._name}: {len(self.tasks)} probes hang")
+
+    def _deadline_passed(self, generation: int, task: asyncio.Task[frozenset[OffloadKey]]) -> None:
+        task.cancel()  # first: with the answer its owner may start the next one
+        error = TierTimeoutError(
+            f"{self._name}: probe {generation} timed out after {self._timeout_s} s"
+        )
+        logger.warning("%s", error)
+        self._answer(generation, _NOTHING, error)
+
+    def _ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
+        del self.tasks[task]
+        if generation not in self._unanswered:
+            return  # cancelled at the deadline, which has answered
+        present, error = self._judged(task)
+        if error is not None:
+            logger.warning("%s: probe %s failed: %s", self._name, generation, error)
+            drop_tracebacks(error)
+        self._answer(generation, present, error)
+
+    def _judged(
+        self, task: asyncio.Task[frozenset[OffloadKey]]
+    ) -> tuple[frozenset[OffloadKey], TierError | None]:
+        if task.cancelled() or task.exception() is not None:
+            return _NOTHING, error_of(task)
+        found: object = task.result()
+        try:
+            if isinstance(found, Collection):
+                return frozenset(found), None
+        except Exception as error:  # noqa: BLE001 - third-party code; the probe must be answered
+            return _NOTHING, TierUnavailableError(f"the tier broke its contract: {text_of(error)}")
+        return _NOTHING, TierUnavailableError(f"the tier broke its contract: it returned {found!r}")
+
+    def _answer(
+        self, generation: int, present: frozenset[OffloadKey], error: TierError | None
+    ) -> None:
+        self._unanswered.pop(generation).cancel()
+        self._post(ProbeAnswered(generation, present, error))

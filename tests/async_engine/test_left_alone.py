@@ -1,0 +1,43 @@
+"""Calls of an engine whose tier is left alone, or whose transport breaks its contract."""
+
+import asyncio
+
+import pytest
+from async_engine.worlds import FAR_S, PROBED, hashes, jump, on_loop, opened, turns
+
+from kvoffload_async.errors import TransportError
+
+
+@on_loop
+async def test_a_lookup_whose_probe_is_queued_ends_when_the_tier_is_left_alone():
+    async with opened(tiers=[PROBED], breaker_fault_threshold=2, breaker_retry_s=1.0) as world:
+
+        async def looked_up(name):
+            async with world.engine.request(name, hashes(name)) as request:
+                return await world.engine.lookup(request, FAR_S)
+
+        calls = []
+        for name in "abc":
+            calls.append(asyncio.create_task(looked_up(name)))
+            await turns()
+        for probe in list(world.tiers[0].parked):
+            world.tiers[0].settle(probe, error=OSError("down"))
+        await turns()
+        await jump(0.5)
+        assert [call.done() for call in calls] == [True] * 3
+        assert [call.result() for call in calls] == [0] * 3
+
+
+@on_loop
+async def test_a_transfer_that_cannot_be_followed_has_failed_and_leaves_nothing_behind(monkeypatch):
+    async with opened(slots=4) as world:
+        await world.put("ab")
+        with monkeypatch.context() as patch:
+            patch.setattr(world.engine._transport, "submit", lambda *_: object())
+            async with world.engine.request("r", hashes("ab")) as request:
+                for _ in range(6):
+                    assert await world.engine.lookup(request) == 2
+                    with pytest.raises(TransportError, match="could not begin"):
+                        await world.engine.load(request, [0, 1])
+                    assert not request.occupied_blocks
+        await world.check_rest()

@@ -1,0 +1,103 @@
+"""Stores of which a head fits: what is accepted, offered again, and lost; and who goes on alone."""
+
+from connector.worlds import Desk, Request, Scripted, blocks_of, key, keys, only
+from facade.worlds import EXCLUSIVE
+from facade.worlds import World as TieredWorld
+
+from kvoffload_async.core.primary import BlockState
+from kvoffload_async.facade.connector.protocol import KVGroup
+from kvoffload_async.types import PrepareStoreOutput
+
+FULL, WIDE = KVGroup(4), KVGroup(8)
+LONG = "abcdefgh"
+
+
+def resident(desk):
+    return {k for k, _, refs in desk.primary.resident() if refs >= 0}
+
+
+def test_the_adapter_advances_past_what_was_accepted_and_offers_the_tail_again():
+    """It moved on past all of it, and the tail was never stored."""
+    desk = Desk(num_slots=8)
+    busy = desk.prefill(Request("busy", "stuvw"), [11, 12, 13, 14, 15, 16])
+    request = Request("r", LONG)
+    job_id, job = only(desk.prefill(request, [1, 2, 3, 4, 5, 6, 7, 8, 9]).store_jobs)
+    assert blocks_of(job) == [1, 2, 3]
+    assert desk.table["r"].groups[0].next_chunk == 3
+    assert desk.connector.counters.stores_cut == 1
+    desk.report(*busy.store_jobs)
+    again, job = only(desk.step({request: 1}).store_jobs)
+    assert blocks_of(job) == [4, 5, 6, 7, 8]
+    assert job.device.block_indices == (3,)
+    desk.report(job_id, again)
+    assert resident(desk) == set(keys(LONG))
+    assert desk.connector.counters.lost_blocks == 0
+
+
+def test_a_hybrid_models_store_is_cut_at_one_token_over_all_groups():
+    """Its first group's blocks took all the room, and none of them could ever be used."""
+    desk = Desk(num_slots=7, groups=(FULL, WIDE))
+    request = Request("r", LONG)
+    _, job = only(desk.prefill(request, range(1, 10), range(21, 26)).store_jobs)
+    assert blocks_of(job) == [1, 2, 3, 4, 5, 21, 22]
+    assert job.device.group_sizes == (5, 2)
+    assert [group.next_chunk for group in desk.table["r"].groups] == [5, 2]
+
+
+def test_a_prompt_larger_than_the_primary_keeps_its_head_however_long_it_decodes():
+    desk = Desk(num_slots=4)
+    request = Request("r", LONG, extra=0)
+    meta = desk.prefill(request, list(range(1, 9)))
+    desk.report(*meta.store_jobs)
+    for _ in range(5):
+        assert not desk.step({request: 1}).store_jobs
+    assert resident(desk) == set(keys(LONG)[:4])
+    desk.end(request)
+    assert not desk.step().store_jobs
+    assert desk.connector.counters.lost_blocks == 4
+    assert not desk.table
+
+
+def test_a_manager_may_leave_out_what_it_likes_from_some_token_on():
+    class Choosy(Scripted):
+        def prepare_store(self, keys, req_context):
+            granted = super().prepare_store(keys[:-1], req_context)
+            return PrepareStoreOutput(
+                granted.keys_to_store, granted.store_spec, granted.evicted_keys, keys[-1:]
+            )
+
+    desk = Desk(manager=Choosy())
+    request = Request("r", "abcd")
+    _, job = only(desk.prefill(request, [1, 2, 3, 4, 5]).store_jobs)
+    assert blocks_of(job) == [1, 2, 3]
+    assert not desk.step({request: 1}).store_jobs
+    assert desk.manager.offered == [keys("abc"), []]
+
+
+def tiered():
+    world = TieredWorld(EXCLUSIVE, num_slots=8)
+    return world, Desk(manager=world.manager)
+
+
+def promoted(world, desk, request):
+    """Blocks that were promoted for a request, and are retained for it."""
+    desk.store(request.text, [1, 2, 3, 4])
+    world.evict_everything()
+    assert desk.ask(request) == (None, False)
+    desk.step()
+    world.runner.run_ready()
+    world.settle_all()
+
+
+def test_a_request_that_takes_no_tokens_lets_go_of_what_was_promoted_for_it():
+    world, desk = tiered()
+    try:
+        request = Request("r", "abc")
+        promoted(world, desk, request)
+        assert desk.ask(request) == (12, True)
+        assert desk.primary.state_of(key("a")) is BlockState.PINNED
+        desk.place(request, [1, 2, 3, 4])
+        desk.step({request: 13})
+        assert desk.primary.state_of(key("a")) is BlockState.IDLE
+    finally:
+        world.end()

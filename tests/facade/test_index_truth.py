@@ -1,0 +1,200 @@
+"""What is known of a tier is what the tier has, in whatever order jobs and evictions come."""
+
+import asyncio
+import gc
+from functools import partial
+
+import pytest
+from facade.bounded_tier import BoundedTier
+from facade.replay_world import ReplayWorld
+from facade.worlds import HIT, MISS, k, ks
+
+from kvoffload_async.registry import create_policy
+from kvoffload_async.testing.harness import ManagerHarness, key_of
+from kvoffload_async.tiers.fs.space import SpaceSettings
+from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
+from kvoffload_async.types import ReqContext
+
+KIB = 1024
+R = ReqContext("r")
+FIELDS = {"model_name": "m"}
+POLICY = partial(create_policy, "lru")
+
+
+def small_slab(folder):
+    return SlabTier(
+        SlabSettings(
+            root_dir=str(folder),
+            run_config=FIELDS,
+            capacity_bytes=81 * KIB + 8 * 4 * KIB,
+            segment_bytes=4 * KIB,
+        ),
+        POLICY,
+    )
+
+
+def small_fs(folder):
+    space = SpaceSettings(26 * KIB + 4 * 12 * KIB)
+    return FsTier(FsSettings(root_dir=str(folder), run_config=FIELDS, space=space), POLICY)
+
+
+def churn(harness):
+    """Store twenty times what a tier holds, in jobs of several blocks side by side."""
+    for first in range(0, 800, 40):
+        for job in range(8):
+            numbers = range(first + 5 * job, first + 5 * job + 6)
+            slots = range(6 * job, 6 * job + 6)
+            harness.submit_store([key_of(number) for number in numbers], slots)
+        harness.wait()
+    while harness.manager._link.actor._recheck.tasks:  # quiet is when nobody asks any more
+        harness.run(asyncio.sleep(0))
+    harness.collect()
+
+
+def announced(harness):
+    present = set()
+    for event in harness.manager.take_events():
+        present = present - set(event.keys) if event.removed else present | set(event.keys)
+    return present
+
+
+@pytest.mark.parametrize("tier_of", [small_slab, lambda _: BoundedTier(4)], ids=["slab", "foreign"])
+def test_the_index_of_a_full_tier_is_its_contents(tier_of, tmp_path):
+    """804 blocks were indexed where 4 were held: each was added when its job ended, long gone."""
+    tier = tier_of(tmp_path)
+    with ManagerHarness(tier, 64, 4 * KIB, enable_kv_events=True) as harness:
+        churn(harness)
+        everything = [key_of(number) for number in range(801)]
+        held = harness.run(tier.contains(everything))
+        known = [key for key in everything if harness.manager.lookup(key, R) is HIT]
+        assert set(known) == held
+        assert len(harness.manager.tier_state.index) == len(held)
+        assert announced(harness) == held
+
+
+def test_what_is_told_of_a_full_directory_is_what_is_in_it(tmp_path):
+    tier = small_fs(tmp_path)
+    with ManagerHarness(tier, 64, 4 * KIB, enable_kv_events=True) as harness:
+        churn(harness)
+        held = harness.run(tier.contains([key_of(number) for number in range(801)]))
+        assert held
+        assert announced(harness) == held
+
+
+def cancel_store(world, tier):
+    """In a frame of its own: a cancelled task keeps the frames that it has left."""
+    for name, task in world.job_tasks().items():
+        if name.startswith(f"tier{tier}:"):
+            task.cancel()
+
+
+@pytest.mark.parametrize("num_calls", range(6))
+@pytest.mark.parametrize("tier", [0, 1], ids=["fs", "slab"])
+def test_what_a_cancelled_store_has_left_on_the_disk_is_known(tier, num_calls):
+    """Whenever it is cancelled: what is there is told, and found."""
+    world = ReplayWorld()
+    try:
+        world.begin("a")
+        world.begin_copy(range(6), "a")
+        world.end_copy(world.copies[0], success=True)
+        world.manager.on_schedule_end()
+        pool = world.host.pools[tier]
+        for _ in range(num_calls):
+            world.runner.run_ready()
+            if pool.parked:
+                pool.settle(pool.parked[0])
+        world.runner.run_ready()
+        cancel_store(world, tier)
+        world.check()
+    finally:
+        gc.collect()  # a cancelled task's frames
+        world.end()
+
+
+def test_a_block_that_is_evicted_before_its_store_ends_is_not_known(alone):
+    world = alone(enable_kv_events=True)
+    world.submit(1, [1, 2])
+    world.run()
+    world.tier.env.blocks_evicted(ks(1))
+    world.settle()
+    world.results()
+    assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [MISS, HIT]
+    assert [list(event.keys) for event in world.manager.take_events()] == [ks(2)]
+
+
+def test_a_block_that_is_evicted_and_stored_anew_within_a_store_is_known(alone):
+    world = alone()
+    world.submit(1, [1, 2])
+    world.run()
+    world.tier.env.blocks_evicted(ks(1))
+    world.tier.env.blocks_appeared(ks(1))
+    world.settle()
+    world.results()
+    assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [HIT, HIT]
+
+
+def test_an_eviction_before_a_store_begins_does_not_count_against_it(alone):
+    world = alone()
+    world.submit(1, [9])
+    world.run()
+    world.tier.env.blocks_evicted(ks(1))
+    world.submit(2, [1])
+    world.run()
+    world.settle(0)
+    world.settle(0)
+    world.results()
+    assert world.manager.lookup(k(1), R) is HIT
+
+
+@pytest.mark.parametrize("io_timeout_s", [30.0, 0.5], ids=["in time", "late"])
+def test_an_overdue_store_knows_what_was_evicted_meanwhile(alone, io_timeout_s):
+    world = alone(io_timeout_s=io_timeout_s)
+    world.submit(1, [1, 2])
+    world.run()
+    world.host.runner.advance(1.0)
+    world.tier.env.blocks_evicted(ks(1))
+    world.settle()
+    world.results()
+    assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [MISS, HIT]
+
+
+def test_a_load_forgets_no_block_that_was_stored_while_it_ran(alone):
+    world = alone()
+    world.submit(1, [1, 2], is_promotion=True)
+    world.run()
+    load = world.tier.parked[0]
+    world.submit(2, [1])
+    world.run()
+    world.settle(1)
+    del world.tier.blocks[k(1)]
+    world.tier.settle(load)
+    world.tier.blocks[k(1)] = None
+    world.host.runner.run_ready()
+    world.results()
+    assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [HIT, MISS]
+
+
+def test_a_load_of_a_block_that_goes_meanwhile_leaves_it_unknown(alone):
+    world = alone()
+    world.tier.env.blocks_appeared(ks(1))
+    world.submit(1, [1], is_promotion=True)
+    world.run()
+    world.tier.env.blocks_evicted(ks(1))
+    world.settle()
+    world.results()
+    assert world.manager.lookup(k(1), R) is MISS
+
+
+def test_events_that_nobody_takes_are_dropped_and_counted_and_leave_a_gap(worlds):
+    world = worlds()
+    for log in (world.primary.core.event_log, world.secondaries[0].tier_state.event_log):
+        log._bound = 1
+    world.begin("r")
+    for number in range(3):
+        world.store(number)
+        world.rest()
+    assert world.manager.dropped_events == 4
+    events = list(world.manager.take_events())
+    assert [(event.ownership, event.sequence) for event in events] == [(None, 3), ("tier0", 3)]
+    world.finish("r")

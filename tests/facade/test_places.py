@@ -1,0 +1,72 @@
+"""What is told of the places of tiers before anything is made there."""
+
+import errno
+import os
+import threading
+
+import pytest
+
+from kvoffload_async import ConfigError, TierPlace, TierUnavailableError
+from kvoffload_async.facade import places
+from kvoffload_async.facade.places import check_places, examine
+
+
+def check(*found):
+    check_places([(f"secondary_tiers[{index}]: ", place) for index, place in enumerate(found)])
+
+
+def test_a_place_that_others_may_share_is_shared(tmp_path):
+    shared = TierPlace(str(tmp_path), is_exclusive=False, key="socket_dir")
+    check(shared, shared)
+    with pytest.raises(ConfigError, match=r"\[2\]: root_dir: .* where secondary_tiers\[0\] keeps"):
+        check(shared, shared, TierPlace(str(tmp_path / "below")))
+
+
+def test_several_places_of_one_tier_may_lie_in_each_other(tmp_path):
+    outer, inner = TierPlace(str(tmp_path)), TierPlace(str(tmp_path / "index"))
+    check_places([("secondary_tiers[0]: ", outer), ("secondary_tiers[0]: ", inner)])
+
+
+def test_a_place_that_is_no_directory_is_compared_by_its_name():
+    here, there = (TierPlace(f"redis://host/{number}", key="url") for number in range(2))
+    check(here, there)
+    with pytest.raises(ConfigError, match=r"\[1\]: url: 'redis://host/0' is where secondary_tiers"):
+        check(here, here)
+
+
+@pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
+def test_what_is_no_path_at_all_is_a_configuration_error(path):
+    with pytest.raises(ConfigError, match="root_dir: "):
+        check(TierPlace(path))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
+def test_a_mount_that_cannot_be_reached_is_no_fault_of_the_configuration(monkeypatch, code):
+    def gone_away(_path, _what):
+        raise OSError(code, "gone away")
+
+    monkeypatch.setattr(places, "_examine", gone_away)
+    with pytest.raises(TierUnavailableError, match=r"\[0\]: root_dir: '/x' cannot be reached"):
+        check(TierPlace("/x"))
+
+
+def test_a_mount_that_hangs_is_unavailable_after_a_deadline(monkeypatch):
+    hung = threading.Event()
+    monkeypatch.setattr(places, "_examine", lambda _path, _what: hung.wait())
+    monkeypatch.setattr(places, "ANSWER_S", 0.01)
+    with pytest.raises(TierUnavailableError, match="does not answer"):
+        examine(TierPlace("/x"))
+    hung.set()
+
+
+def test_a_loop_of_links_and_a_directory_without_permission_are_told(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="cannot be"):
+        examine(TierPlace(str(tmp_path / "loop" / "x")))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_is_not_writable_is_told(tmp_path):  # pragma: no cover - see above
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="is not writable for this process"):
+        examine(TierPlace(str(tmp_path / "x")))

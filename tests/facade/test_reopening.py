@@ -1,0 +1,278 @@
+"""A tier that is not required: the engine starts without it, and opens it later."""
+
+import threading
+from itertools import islice
+
+import pytest
+from facade.worlds import HIT, MISS, PENDING, k, ks
+
+from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.errors import ConfigError, OffloadError, TierUnavailableError
+from kvoffload_async.facade.example import ExampleSecondaryTierManager
+from kvoffload_async.facade.reopening import ReopeningTierManager, pauses_s
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.bridge import RuntimeHost
+from kvoffload_async.tiers.example import ExampleTier
+from kvoffload_async.types import ReqContext
+
+DEADLINE_S = 30.0
+CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "check_invariants": True}
+
+
+class Mount:
+    """What the tiers of a test stand on."""
+
+    def __init__(self):
+        self.is_there = False
+        self.tries = 0
+        self.closed = 0
+        self.heard = []
+        self.hangs = False
+        self.reached = threading.Event()
+        self.released = threading.Event()
+
+    def open(self):
+        self.tries += 1
+        if not self.is_there:
+            raise TierUnavailableError("nothing is mounted")
+
+    def hang(self):
+        self.reached.set()
+        self.released.wait(DEADLINE_S)
+
+
+@pytest.fixture(params=["async tier", "manager"])
+def mount(request, monkeypatch):
+    """Make the tier "mounted" known: as an AsyncTier, or as a third party's manager."""
+    made = Mount()
+
+    class MountedTier(ExampleTier):
+        async def open(self, env):
+            if made.hangs:
+                await env.io.run(Direction.NONE, made.hang)
+            made.open()
+            await super().open(env)
+
+        async def close(self):
+            made.closed += 1
+            await super().close()
+
+    class MountedManager(ExampleSecondaryTierManager):
+        def __init__(self, *args, **kwargs):
+            if made.hangs:
+                made.hang()
+            made.open()
+            super().__init__(*args, **kwargs)
+
+        def on_new_request(self, req_context):
+            made.heard.append(req_context.req_id)
+            if req_context.req_id == "bad":
+                raise ValueError("third-party code")
+            return super().on_new_request(req_context)
+
+        def shutdown(self, timeout=None):
+            made.closed += 1
+            return super().shutdown(timeout)
+
+    cls = MountedTier if request.param == "async tier" else MountedManager
+    made.is_manager = cls is MountedManager
+    registry = SecondaryTierFactory._registry
+    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "mounted": lambda: cls})
+    return made
+
+
+def spec(**options):
+    tier = {"type": "mounted", "required": False, "reopen_pause_s": 0.001, **options}
+    return TieringOffloadingSpec({**CONFIG, "secondary_tiers": [tier, {"type": "example"}]})
+
+
+def opened(manager):
+    """Let the tier be opened, and the manager take it over."""
+    manager.secondary_tiers[0]._thread.join(DEADLINE_S)
+    manager.on_schedule_end()
+    manager.on_schedule_end()
+    return manager.planner.tiers[0]
+
+
+def store(manager, ctx, *numbers):
+    assert manager.prepare_store(ks(*numbers), ctx) is not None
+    manager.complete_store(ks(*numbers), ctx)
+    quiet(manager)
+
+
+def quiet(manager):
+    manager.on_schedule_end()
+    for tier in manager.secondary_tiers:
+        tier.on_schedule_end()
+        assert tier.drain_jobs(DEADLINE_S)
+    manager.on_schedule_end()
+    manager.on_schedule_end()
+
+
+def threads():
+    return [t.name for t in threading.enumerate() if t.name.startswith("kvoffload-reopen")]
+
+
+def test_the_engine_works_without_it_and_uses_it_once_it_is_open(mount, caplog):
+    with spec() as engine:
+        manager = engine.get_manager()
+        ctx = ReqContext("r")
+        manager.on_new_request(ctx)
+        store(manager, ctx, 1)
+        missing, other = manager.planner.tiers
+        assert (missing.counters.stored_blocks, other.counters.stored_blocks) == (0, 1)
+        assert not missing.takes_store(0.0)
+        assert manager.lookup(k(1), ctx) is HIT
+        assert manager.lookup(k(2), ctx) is MISS
+        manager.touch(ks(1), ctx)
+        assert not list(manager.take_events())
+        mount.is_there = True
+        state = opened(manager)
+        assert state.is_available
+        store(manager, ctx, 3)
+        while manager.planner.cascades.owes_anything:  # it is tried again after a moment
+            manager.wait_for_progress(0.05)
+            quiet(manager)
+        assert state.counters.stored_blocks == 2, "and so is what was stored before"
+        manager.reset_cache()
+        manager.on_reset_flushed()
+        assert manager.lookup(k(3), ctx) is PENDING
+        quiet(manager)
+        assert manager.lookup(k(3), ctx) is HIT
+        assert state.counters.loaded_blocks == 1
+        manager.touch(ks(3), ctx)
+        manager.on_request_finished(ctx)
+        manager.has_pending_work()
+        list(manager.take_events())
+    assert mount.tries >= 2
+    assert caplog.text.count("cannot be opened") == 1
+    assert caplog.text.count("was opened after") == 1
+    assert not threads()
+
+
+def test_a_request_that_began_before_is_told_of(mount):
+    with spec() as engine:
+        manager = engine.get_manager()
+        manager.on_new_request(ReqContext("live"))
+        ended = ReqContext("ended")
+        manager.on_new_request(ended)
+        manager.on_request_finished(ended)
+        mount.is_there = True
+        opened(manager)
+        manager.on_new_request(ReqContext("later"))
+    assert mount.heard == (["live", "later"] if mount.is_manager else [])
+
+
+def test_an_error_at_one_request_that_began_before_costs_the_others_nothing(mount, caplog):
+    with spec() as engine:
+        manager = engine.get_manager()
+        for name in ("bad", "good"):
+            manager.on_new_request(ReqContext(name))
+        mount.is_there = True
+        opened(manager)
+    assert mount.heard == (["bad", "good"] if mount.is_manager else [])
+    assert ("third-party code" in caplog.text) is mount.is_manager
+
+
+def test_a_tier_that_is_required_stops_the_engine(mount):
+    with spec(required=True) as engine, pytest.raises(TierUnavailableError, match="mounted"):
+        engine.get_manager()
+    assert not threads()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"required": "no"}, "required: 'no'"),
+        ({"reopen_pause_s": 0}, "reopen_pause_s: 0"),
+        ({"colour": 1}, "unknown key 'colour'.*reopen_pause_s, required"),
+    ],
+)
+def test_a_wrong_configuration_is_an_error_at_once(mount, options, message):
+    with pytest.raises(ConfigError, match=message):
+        spec(**options)
+    assert not mount.tries
+
+
+def test_a_shutdown_ends_the_tries(mount):
+    with spec(reopen_pause_s=60.0) as engine:
+        engine.get_manager()
+        assert threads()
+    assert not threads()
+
+
+def test_a_tier_that_was_opened_and_not_yet_taken_over_is_closed(mount):
+    with spec() as engine:
+        manager = engine.get_manager()
+        mount.is_there = True
+        manager.secondary_tiers[0]._thread.join(DEADLINE_S)
+    failed = 0 if mount.is_manager else mount.tries - 1  # a tier is closed after a failed open
+    assert mount.closed == failed + 1
+
+
+def test_a_shutdown_beside_a_tier_that_hangs_while_it_opens_is_bounded(mount):
+    engine = spec(open_timeout_s=0.2)
+    manager = engine.get_manager()
+    mount.hangs = True
+    assert mount.reached.wait(DEADLINE_S)
+    with pytest.raises(OffloadError, match="still being opened"):
+        engine.shutdown(0.1)
+    mount.is_there = True
+    mount.released.set()
+    manager.secondary_tiers[0]._thread.join(DEADLINE_S)
+    assert not threads()
+    manager._primary.shutdown()  # its memory has been there until the end
+
+
+def test_while_an_opening_hangs_no_other_is_begun():
+    asked = threading.Event()
+    tries = []
+
+    def hangs():
+        asked.set()
+        return True
+
+    tier = ReopeningTierManager(
+        "t", lambda: tries.append(1), TierUnavailableError("no"), 0.001, hangs
+    )
+    assert asked.wait(DEADLINE_S)
+    assert tier.shutdown(DEADLINE_S).is_clean
+    assert not tries
+
+
+def test_a_thread_that_hangs_after_an_opening_is_known_until_it_ends(mount):
+    mount.hangs = True
+    if mount.is_manager:  # its constructor hangs, and with it the thread that tries
+        return
+    with RuntimeHost() as host:
+        view = memoryview(bytearray(64)).cast("B", (1, 64))
+        tier = SecondaryTierFactory.get_tier_class("mounted")()
+        with pytest.raises(TimeoutError):
+            SecondaryTierManager(None, view, "t", tier, runtime=host.bridge, open_timeout_s=0.1)
+        assert host.bridge.opening_hangs("t")
+        assert not host.bridge.opening_hangs("other")
+        mount.released.set()
+        for thread in host.bridge.hung_openings["t"]._threads:
+            thread.join(DEADLINE_S)
+        assert not host.bridge.opening_hangs("t")
+
+
+def test_nothing_can_be_submitted_before_it_is_open():
+    def create():
+        raise TierUnavailableError("no")
+
+    tier = ReopeningTierManager("t", create, TierUnavailableError("no"), 60.0)
+    for submit in (tier.submit_store, tier.submit_load):
+        with pytest.raises(TierUnavailableError, match="not open yet"):
+            submit(None)
+    tier.announce_anew()
+    tier.on_request_finished(ReqContext("r"))
+    assert tier.lookup(k(1), ReqContext("r")) is MISS
+    assert not tier.abandon_jobs()
+    assert tier.shutdown(DEADLINE_S).is_clean
+
+
+def test_the_pauses_grow_and_are_bounded():
+    assert list(islice(pauses_s(60.0), 8)) == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert list(islice(pauses_s(0.5), 3)) == [0.5, 0.5, 0.5]

@@ -1,0 +1,56 @@
+"""How often the policy of a bounded namespace asks about blocks that are read or written."""
+
+from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.testing.fileops import FileOps
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs.inventory import Inventory
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+
+CAPACITY = 1000
+K = [key_of(number) for number in range(50)]
+FULL = Usage(settled_bytes=CAPACITY + 1)
+
+
+class AskedPolicy(LruPolicy):
+    num_questions = 0
+
+    def make_room(self, incoming, count, is_evictable):
+        def counted(slot):
+            self.num_questions += 1
+            return is_evictable(slot)
+
+        return super().make_room(incoming, count, counted)
+
+
+def space_with(place, keys) -> tuple[Space, AskedPolicy]:
+    policy = AskedPolicy(100)
+    space = Space(
+        SpaceSettings(CAPACITY),
+        policy,
+        UsageFile(FileOps(), str(place.folder), "writer", int),
+        place.files(),
+        block_bytes=10,
+        folder_bytes=0,
+        announce=lambda _keys: None,
+    )
+    space.learn(Inventory({key: (age, 10) for age, key in enumerate(keys)}), ())
+    return space, policy
+
+
+def next_victims(space: Space) -> list:
+    return space.trim_batch(FULL, trimming=False)
+
+
+def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not(place):
+    space, policy = space_with(place, K)
+    space.pin(K[:40])
+    space.pin(K[3:6])
+    assert [next_victims(space) for _ in range(5)] == [[key] for key in K[40:45]]
+    assert policy.num_questions == 40 + 5
+    space.unpin(K[3:6])
+    assert next_victims(space) == [K[45]]
+    assert set(space._policy.skipped()) == set(K[:40])
+    space.unpin(K[5:8])
+    assert [next_victims(space) for _ in range(4)] == [[key] for key in (*K[5:8], K[46])]
+    assert policy.num_questions == 40 + 6 + 4

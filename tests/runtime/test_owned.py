@@ -1,0 +1,147 @@
+"""Owners of threads and memory: what a forked child is told, and what nobody closed."""
+
+import asyncio
+import gc
+import os
+import traceback
+import weakref
+
+import pytest
+
+from kvoffload_async import OffloadEngine, StateError, TieringOffloadingSpec
+from kvoffload_async.types import ReqContext, make_offload_key
+
+CONFIG = {
+    "cpu_bytes_to_use": 4 * 4096,
+    "block_bytes": 64,
+    "model": "test",
+    "secondary_tiers": [{"type": "example"}],
+}
+KEY = make_offload_key(b"k" * 32)
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+PASSED, FAILED = 0, 1
+
+
+class Transport:
+    def close(self, timeout_s):
+        return True
+
+
+def in_child(check):
+    """Fork, and let the child check; its traceback is on the test's output if it fails."""
+    pid = os.fork()
+    if not pid:
+        code = FAILED
+        try:
+            check()
+            code = PASSED
+        except BaseException:  # noqa: BLE001 - a child must not go on as a test run
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == PASSED
+
+
+def refuses(call, *args):
+    with pytest.raises(StateError, match=r"before this process was forked.*spawn"):
+        call(*args)
+
+
+def forget(kept):
+    kept.clear()
+    gc.collect()
+
+
+def test_in_a_forked_child_every_call_of_a_manager_and_its_spec_says_so():
+    ctx = ReqContext("r")
+    with TieringOffloadingSpec(CONFIG) as spec:
+        manager = spec.get_manager()
+        manager.on_new_request(ctx)
+        manager.lookup(KEY, ctx)
+
+        def check():
+            refuses(manager.lookup, KEY, ctx)
+            refuses(manager.prepare_store, [KEY], ctx)
+            refuses(manager.complete_store, [KEY], ctx)
+            refuses(manager.on_request_finished, ctx)
+            refuses(manager.on_schedule_end)
+            refuses(manager.invalidate, 1)
+            refuses(spec.get_manager)
+            manager.shutdown()
+            spec.shutdown()
+            with TieringOffloadingSpec(CONFIG) as own:
+                own.get_manager().on_new_request(ctx)
+
+        in_child(check)
+        assert manager.prepare_store([KEY], ctx) is not None, "the parent goes on"
+        manager.complete_store([KEY], ctx)
+        manager.on_request_finished(ctx)
+
+
+def test_in_a_forked_child_every_call_of_an_engine_says_so():
+    async def use():
+        async with (
+            OffloadEngine(CONFIG, lambda _view: Transport()) as engine,
+            engine.request("r", [b"k" * 32]) as request,
+        ):
+
+            def check():
+                refuses(engine.request, "s", [])
+                refuses(engine.lookup, request)
+                refuses(engine.store, request, [0])
+                refuses(engine.reset)
+                refuses(engine.events)
+                with pytest.raises(StopIteration):
+                    engine.close().send(None)
+
+            in_child(check)
+            assert await engine.lookup(request) == 0
+
+    asyncio.run(use())
+
+
+def test_a_spec_that_was_never_shut_down_warns_and_is_not_kept_alive():
+    spec = TieringOffloadingSpec(CONFIG)
+    manager = spec.get_manager()
+    seen = weakref.ref(spec)
+    with pytest.warns(ResourceWarning, match=r"TieringOffloadingSpec was never.*shutdown\(\)"):
+        del spec  # no cycle keeps it
+    assert seen() is None
+    loop_thread = manager._bridge.runner
+    manager.shutdown()
+    loop_thread.close()
+
+
+def test_a_manager_that_was_never_shut_down_warns():
+    with TieringOffloadingSpec(CONFIG) as spec:
+        tier = spec.get_manager().secondary_tiers[0]
+        seen = weakref.ref(spec._manager)
+        with pytest.warns(ResourceWarning, match=r"TieringOffloadingManager was never"):
+            spec._manager = None
+        assert seen() is None
+        assert tier.shutdown().is_clean
+
+
+def test_an_engine_that_was_never_closed_warns():
+    async def leave_open():
+        kept = [await OffloadEngine(CONFIG, lambda _view: Transport()).__aenter__()]
+        spec, seen = kept[0]._spec, weakref.ref(kept[0])
+        with pytest.warns(ResourceWarning, match=r"OffloadEngine was never closed.*close\(\)"):
+            forget(kept)
+        assert seen() is None
+        await asyncio.to_thread(spec.shutdown)
+
+    asyncio.run(leave_open())
+
+
+def test_what_was_closed_or_never_opened_does_not_warn(recwarn):
+    TieringOffloadingSpec(CONFIG)
+    OffloadEngine(CONFIG, lambda _view: Transport())
+    with TieringOffloadingSpec(CONFIG) as spec:
+        spec.get_manager()
+    del spec
+    with pytest.raises(Exception, match="cpu_bytes_to_use"):
+        OffloadEngine({"model": "m"}, lambda _view: Transport())
+    gc.collect()
+    assert not recwarn.list
