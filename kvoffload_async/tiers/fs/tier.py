@@ -142,7 +142,7 @@ class FsTier(AsyncTier):
                 f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
                 "give a directory that this process may write"
             ) from error
-        self._housekeeping.start(settings.rescan_interval_s)
+        self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
@@ -170,7 +170,7 @@ class FsTier(AsyncTier):
         ]
         self._space.pin(keys)
         try:
-            return await self._store_within(self._space, items, check)
+            return await self._store_on(self._space, items, check)
         except BaseException:
             # The job fails as a whole, but the files that were written stay.
             self._opened().blocks_appeared(self._space.present(keys))
@@ -224,6 +224,26 @@ class FsTier(AsyncTier):
         return f"files below {self._settings.root_dir}"
 
     # -- storing within a capacity --------------------------------------------------------------
+
+    async def _store_on(
+        self, space: Space, items: list[StoreItem], check: Callable[[], None]
+    ) -> BlockFailures:
+        """Store blocks, once more if the tier had to register again meanwhile."""
+        try:
+            failures = await self._store_within(space, items, check)
+        except OSError:
+            if not await self._recovered():
+                raise
+            return await self._store_within(space, items, check)
+        unavailable = {i for i, e in failures.items() if isinstance(e, TierUnavailableError)}
+        if unavailable and await self._recovered():
+            again = [item for item in items if item.index in unavailable]
+            rest = {index: e for index, e in failures.items() if index not in unavailable}
+            return rest | dict(await self._store_within(space, again, check))
+        return failures
+
+    async def _recovered(self) -> bool:
+        return self._housekeeping is not None and await self._housekeeping.recover()
 
     async def _store_within(
         self, space: Space, items: list[StoreItem], check: Callable[[], None]

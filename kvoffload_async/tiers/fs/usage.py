@@ -120,6 +120,10 @@ class UsageFile:
             self._is_open = False
             self._file.close()
 
+    def rename_writer(self, writer_id: str) -> None:
+        """Go on under another id; what the old one had set aside is the new one's."""
+        self._writer_id = writer_id
+
     def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
         """Set room aside for up to `count` units; return for how many there was room."""
         with self._changed() as usage:
