@@ -21,6 +21,7 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierError,
     TierFullError,
+    TierTimeoutError,
     TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
@@ -109,6 +110,7 @@ class FsTier(AsyncTier):
         Raises:
             ConfigError: The directory cannot be made or written, the filesystem lacks what
                 `verify` requires, or the capacity is below one block.
+            TierTimeoutError: A lock in it was not given back in time.
         """
         settings = self._settings
         self._env = env
@@ -137,6 +139,8 @@ class FsTier(AsyncTier):
                 self._space = await self._housekeeping.open_space(
                     settings.space, self._create_policy, self._row_bytes
                 )
+        except TimeoutError as error:  # of a lock that another does not give back
+            raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise ConfigError(
                 f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
