@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,9 @@ from fs.places import BLOCK, Place
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.inventory import sweep_temps
+from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import FILE_NAME
 
 K = [key_of(number) for number in range(16)]
@@ -242,3 +245,39 @@ def test_readers_that_do_not_verify_are_announced_again(place):
         remove_all(place)
         assert beat(harness)
         assert (place.folder / ".unverified-readers").exists()
+
+
+def test_after_registering_again_temporary_files_are_named_for_the_new_id(place):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        assert harness.store(K[:1]) == {}
+        remove_writers(place)
+        assert beat(harness)
+        before = len(ops.calls)
+        assert harness.store(K[1:2]) == {}
+        temps = {call.path for call in ops.calls[before:] if is_temp(call)}
+        assert {temp.split(".")[-3] for temp in temps} == {writer_of(harness)}
+
+
+def test_folders_that_were_all_removed_are_made_and_measured_anew(tmp_path):
+    ops = FaultyFileOps()
+    folders = LeafFolders(ops)
+    leaf = tmp_path / "a" / "b"
+    sizes = {}
+    ops.stat = lambda path: sizes.get(path) or FaultyFileOps.stat(ops, path)
+
+    def grow(number: int) -> int:
+        """Put something into the leaf that makes it grow; return by how much that is counted."""
+        change = DiskChange()
+        folders.ensure(str(leaf), DiskChange())
+        with folders.growing(str(leaf), change):
+            status = leaf.stat()
+            sizes[str(leaf)] = os.stat_result(status, {"st_blocks": status.st_blocks + number})
+        del sizes[str(leaf)]
+        return change.added_bytes
+
+    assert grow(8) == 4096
+    assert grow(8) == 0  # that was counted
+    shutil.rmtree(tmp_path / "a")
+    folders.forget_all()
+    assert grow(8) == 4096

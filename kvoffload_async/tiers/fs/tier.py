@@ -234,20 +234,11 @@ class FsTier(AsyncTier):
     ) -> BlockFailures:
         """Store blocks, once more if the tier had to register again meanwhile."""
         try:
-            failures = await self._store_within(space, items, check)
-        except OSError:
-            if not await self._recovered():
+            return await self._store_within(space, items, check)
+        except OSError:  # of the count, which nobody can keep where there is no folder
+            if self._housekeeping is None or not await self._housekeeping.recover():
                 raise
             return await self._store_within(space, items, check)
-        unavailable = {i for i, e in failures.items() if isinstance(e, TierUnavailableError)}
-        if unavailable and await self._recovered():
-            again = [item for item in items if item.index in unavailable]
-            rest = {index: e for index, e in failures.items() if index not in unavailable}
-            return rest | dict(await self._store_within(space, again, check))
-        return failures
-
-    async def _recovered(self) -> bool:
-        return self._housekeeping is not None and await self._housekeeping.recover()
 
     async def _store_within(
         self, space: Space, items: list[StoreItem], check: Callable[[], None]

@@ -12,7 +12,6 @@ import logging
 import os
 import stat as stat_module
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
@@ -113,9 +112,6 @@ class BlockWriter:
                 return self._store_by_way_of(self._temp_of(path), path, item, outcome)
             except FileNotFoundError:
                 # Swept by somebody who took this writer for dead, or removed with its folder.
-                self._folders.make_again(leaf, outcome.change)
-                if outcome.victim_taken:
-                    item = replace(item, victim=None)
                 return self._store_by_way_of(self._temp_of(path), path, item, outcome)
 
     def _temp_of(self, path: str) -> str:
