@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 
 import pytest
 from fs.places import BLOCK, Place
@@ -281,3 +282,34 @@ def test_folders_that_were_all_removed_are_made_and_measured_anew(tmp_path):
     shutil.rmtree(tmp_path / "a")
     folders.forget_all()
     assert grow(8) == 4096
+
+
+def test_registering_again_drops_the_blocks_that_are_gone(place):
+    with place.open(**ROOMY) as harness:
+        assert harness.store(K[:4]) == {}
+        remove_all(place)
+        assert beat(harness)
+        assert not harness.tier._space.known()
+        assert not harness.announced()
+        assert place.counted_bytes() == place.disk_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 256 * BLOCK}])
+def test_housekeeping_registers_again_by_itself(place, options):
+    class Noticing(FaultyFileOps):
+        """Says when an entry is made after the first."""
+
+        entries = 0
+        made = threading.Event()
+
+        def open(self, path, flags):
+            if "/.writers/" in path and flags & os.O_EXCL:
+                self.entries += 1
+            if self.entries > 1:
+                self.made.set()
+            return super().open(path, flags)
+
+    ops = Noticing()
+    with place.open(ops, rescan_interval_s=0.01, **options):
+        remove_writers(place)
+        assert ops.made.wait(10)
