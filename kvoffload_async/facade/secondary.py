@@ -120,7 +120,7 @@ class SecondaryTierManager:
         Raises:
             ConfigError: The tier cannot work with its options; nothing is left running.
             TierUnavailableError: The tier's place cannot be reached.
-            TimeoutError: It did not open in time.
+            TierTimeoutError: It did not open in time.
         """
         labels: dict[str, Any] = {
             "model": model,

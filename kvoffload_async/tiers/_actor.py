@@ -128,6 +128,14 @@ class TierActor:
         """Jobs that were accepted and have not begun. Thread: any."""
         return len(self._loads.waiting) + len(self._stores.waiting)
 
+    @property
+    def place(self) -> str:
+        """What the tier says of itself, for messages. Thread: any."""
+        try:
+            return self._tier.describe()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
+            return text_of(error)
+
     async def open(self) -> None:
         """Open the tier; on failure it is closed again, and the error goes on."""
         self._loop = asyncio.get_running_loop()

@@ -29,12 +29,18 @@ class UnpooledInlineIo(InlineIo):
     def close(self, timeout_s):
         return 0
 
+    def abandon(self):
+        raise AssertionError("nothing hangs")
+
 
 class PooledScriptedIo(ScriptedIo):
     """A scripted pool: closing it leaves what is parked, like threads that hang in a call."""
 
     def close(self, timeout_s):
         return len(self.parked)
+
+    def abandon(self):
+        self.parked.clear()
 
 
 class FakeHost:

@@ -4,11 +4,17 @@ import asyncio
 import gc
 import threading
 import weakref
+from concurrent.futures import CancelledError
 
 import pytest
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
+from kvoffload_async.errors import (
+    BusyError,
+    TierClosedError,
+    TierTimeoutError,
+    TierUnavailableError,
+)
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopThread
 
@@ -325,6 +331,38 @@ def test_a_hung_call_is_left_behind_and_may_end_after_its_loop(pools):
         assert pool.close(0.0) == 1
     gate.opened.set()  # its loop is gone; nothing breaks
     assert pool.close(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_an_abandoned_call_ends_for_its_coroutine_and_keeps_its_thread(loop, pools, cancels):
+    pool = pools(0, 0, 1)
+    gate = Gate("late")
+    tasks = []
+
+    async def call():
+        tasks.append(asyncio.current_task())
+        return await pool.run(NONE, gate)
+
+    running = start(loop, call())
+    assert gate.entered.wait(DEADLINE_S)
+    assert pool.close(0.0) == 1
+    if cancels:
+        loop.call_soon(tasks[0].cancel)
+    pool.abandon()
+    with pytest.raises(CancelledError if cancels else TierTimeoutError):
+        running.result(DEADLINE_S)
+    assert pool.close(0.0) == 1
+    gate.opened.set()
+    assert pool.close(DEADLINE_S) == 0
+    loop.run(asyncio.sleep(0), DEADLINE_S)  # what it came to is delivered to nobody
+
+
+def test_what_was_never_used_and_what_lost_its_loop_can_be_abandoned(pools):
+    pool = pools(0, 0, 1)
+    pool.abandon()
+    with LoopThread() as loop:
+        loop.run(pool.run(NONE, int), DEADLINE_S)
+    pool.abandon()
 
 
 def test_many_calls_all_end(loop, pools):

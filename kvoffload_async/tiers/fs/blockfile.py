@@ -84,6 +84,11 @@ class BlockFiles:
             counts_bytes=counts_bytes,
         )
 
+    def rename_writer(self, writer_id: str) -> None:
+        """Name new temporary files for another writer; nothing is known of the folders any more."""
+        self.writer.writer_id = writer_id
+        self._folders.forget_all()
+
     # -- loading --------------------------------------------------------------------------------
 
     def load(

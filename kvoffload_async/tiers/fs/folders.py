@@ -49,6 +49,12 @@ class LeafFolders:
         self._ops.make_folders(_parent_of(parent))
         self.ensure(leaf, change)
 
+    def forget_all(self) -> None:
+        """Know of none again: somebody has removed them all."""
+        with self._mutex:
+            self._made.clear()
+            self._grown.clear()
+
     def growing(self, folder: str, change: DiskChange) -> contextlib.AbstractContextManager[None]:
         """Count by how much a folder grows meanwhile: none of its entries pays for that.
 

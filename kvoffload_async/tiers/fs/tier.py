@@ -21,6 +21,7 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierError,
     TierFullError,
+    TierTimeoutError,
     TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
@@ -109,6 +110,7 @@ class FsTier(AsyncTier):
         Raises:
             ConfigError: The directory cannot be made or written, the filesystem lacks what
                 `verify` requires, or the capacity is below one block.
+            TierTimeoutError: A lock in it was not given back in time.
         """
         settings = self._settings
         self._env = env
@@ -137,12 +139,14 @@ class FsTier(AsyncTier):
                 self._space = await self._housekeeping.open_space(
                     settings.space, self._create_policy, self._row_bytes
                 )
+        except TimeoutError as error:  # of a lock that another does not give back
+            raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise ConfigError(
                 f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
                 "give a directory that this process may write"
             ) from error
-        self._housekeeping.start(settings.rescan_interval_s)
+        self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
@@ -170,7 +174,7 @@ class FsTier(AsyncTier):
         ]
         self._space.pin(keys)
         try:
-            return await self._store_within(self._space, items, check)
+            return await self._store_on(self._space, items, check)
         except BaseException:
             # The job fails as a whole, but the files that were written stay.
             self._opened().blocks_appeared(self._space.present(keys))
@@ -224,6 +228,17 @@ class FsTier(AsyncTier):
         return f"files below {self._settings.root_dir}"
 
     # -- storing within a capacity --------------------------------------------------------------
+
+    async def _store_on(
+        self, space: Space, items: list[StoreItem], check: Callable[[], None]
+    ) -> BlockFailures:
+        """Store blocks, once more if the tier had to register again meanwhile."""
+        try:
+            return await self._store_within(space, items, check)
+        except OSError:  # of the count, which nobody can keep where there is no folder
+            if self._housekeeping is None or not await self._housekeeping.recover():
+                raise
+            return await self._store_within(space, items, check)
 
     async def _store_within(
         self, space: Space, items: list[StoreItem], check: Callable[[], None]

@@ -38,6 +38,7 @@ class BlockWriter:
     """Writes the block files of one namespace.
 
     Attributes:
+        writer_id: Part of every temporary file's name.
         litter: Temporary files that could not be removed; `sweep_litter` tries again.
     """
 
@@ -62,7 +63,7 @@ class BlockWriter:
         self._folders = folders
         self._direct = direct
         self._digest_cache = digest_cache
-        self._writer_id = writer_id
+        self.writer_id = writer_id
         self._block_bytes = block_bytes
         self._verify = verify
         self._fsync = fsync
@@ -104,11 +105,17 @@ class BlockWriter:
             return StoreStatus.PRESENT
         if not item.may_write:
             return StoreStatus.ABSENT
-        temp = f"{path}.{self._writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
         leaf = path.rpartition("/")[0]
         self._folders.ensure(leaf, outcome.change)
         with self._folders.growing(leaf, outcome.change):
-            return self._store_by_way_of(temp, path, item, outcome)
+            try:
+                return self._store_by_way_of(self._temp_of(path), path, item, outcome)
+            except FileNotFoundError:
+                # Swept by somebody who took this writer for dead, or removed with its folder.
+                return self._store_by_way_of(self._temp_of(path), path, item, outcome)
+
+    def _temp_of(self, path: str) -> str:
+        return f"{path}.{self.writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
 
     def _store_by_way_of(
         self, temp: str, path: str, item: StoreItem, outcome: StoreOutcome
