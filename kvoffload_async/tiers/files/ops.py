@@ -237,6 +237,21 @@ class FileOps:
         """Make one folder."""
         self._tree.make_folder(path)
 
+    def mkdir_own(self, path: str) -> None:
+        """Make one folder; a link, pipe, socket or device in its place is removed before.
+
+        Raises:
+            FileExistsError: There is a folder, or a file.
+        """
+        try:
+            self.mkdir(path)
+        except FileExistsError:
+            try:
+                self.clear(path)
+            except NotRegularFileError:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+            self.mkdir(path)
+
     def make_folders(self, path: str) -> None:
         """Make a folder and those above it; those that are there already are fine.
 

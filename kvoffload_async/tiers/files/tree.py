@@ -73,12 +73,12 @@ class Tree:
         """See `FileOps.locate`."""
         for root in self._roots:
             if path.startswith(root.prefix):
-                return root, path[len(root.prefix) :] or "."
+                return root, path[len(root.prefix) :].lstrip("/") or "."
             if path == root.path:
                 return root, "."
         if not path.startswith("/"):
             raise OSError(errno.EINVAL, "no absolute path", path)
-        return Root("/", Modes(), self._opener), path[1:] or "."
+        return Root("/", Modes(), self._opener), path.lstrip("/") or "."
 
     # -- files ----------------------------------------------------------------------------------
 

@@ -61,7 +61,9 @@ def take_inventory(ops: FileOps, namespace: Namespace) -> Inventory:
             found.folders[path] = disk_bytes(status)
             continue
         key = namespace.key_of(path)
-        if key is not None:
+        if not stat_module.S_ISREG(status.st_mode):
+            found.unknown_files.append(path)
+        elif key is not None:
             found.blocks[key] = (status.st_mtime, disk_bytes(status))
         elif path.endswith(TEMP_SUFFIX):
             found.temps[path] = disk_bytes(status)

@@ -72,7 +72,7 @@ class UsageFile:
 
     def open(self) -> None:
         """Open or make the file; a new one takes its place on disk before that is counted."""
-        self._fd = self._ops.open(self._path, os.O_RDWR | os.O_CREAT)
+        self._fd = self._ops.open_own(self._path, os.O_RDWR)
         self._ops.lock(self._fd, wait=True)
         try:
             if not self._ops.fstat(self._fd).st_size:

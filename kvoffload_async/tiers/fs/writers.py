@@ -18,7 +18,9 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
+import stat as stat_module
 import uuid
 from pathlib import Path
 
@@ -28,6 +30,8 @@ HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0
 FOLDER = ".writers"
 
+_WRITER_ID = re.compile(r"[0-9]{1,10}-[0-9a-z]{1,64}")
+_ENTRY_START = b'{"boot_id": "'
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -52,7 +56,7 @@ class WriterRegistry:
     def register(self) -> None:
         """Make and lock this tier's entry."""
         with contextlib.suppress(FileExistsError):
-            self._ops.mkdir(self._folder)
+            self._ops.mkdir_own(self._folder)
         path = self._path(self.writer_id)
         self._fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
@@ -82,7 +86,7 @@ class WriterRegistry:
         dead: set[str] = set()
         for path, status in self._ops.walk(self._folder):
             writer_id = path.rpartition("/")[2]
-            if writer_id == self.writer_id:
+            if writer_id == self.writer_id or not _is_entry(path, status, self._folder):
                 continue
             silent_s = now_s - status.st_mtime
             (dead if self._is_dead(path, silent_s) else living).add(writer_id)
@@ -94,8 +98,7 @@ class WriterRegistry:
 
     def forget(self, writer_id: str) -> None:
         """Remove a dead writer's entry, once nothing of it is left."""
-        with contextlib.suppress(FileNotFoundError):
-            self._ops.unlink(self._path(writer_id))
+        remove_entry(self._ops, self._path(writer_id))
 
     def unregister(self) -> None:
         """Remove this tier's entry; idempotent."""
@@ -144,3 +147,22 @@ class WriterRegistry:
         except ValueError:
             return False  # it is just being written
         return isinstance(entry, dict) and entry.get("boot_id") == self._boot_id
+
+
+def _is_entry(path: str, status: os.stat_result, folder: str) -> bool:
+    """Tell whether something in the folder of writers is called, and is a file, like an entry."""
+    is_file = stat_module.S_ISREG(status.st_mode)
+    return is_file and bool(_WRITER_ID.fullmatch(path.removeprefix(f"{folder}/")))
+
+
+def remove_entry(ops: FileOps, path: str) -> None:
+    """Remove a writer's entry, and nothing whose content is no entry's, not even a torn one's."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = ops.open(path, os.O_RDONLY)
+        try:
+            buffer = bytearray(len(_ENTRY_START))
+            count = ops.pread_into(fd, memoryview(buffer), 0)
+        finally:
+            ops.close(fd)
+        if _ENTRY_START.startswith(buffer[:count]):
+            ops.unlink(path)

@@ -118,12 +118,7 @@ def _list(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
     entries: _Entries = []
     try:
         entries.append((folder, ops.stat(folder)))
-        with os.scandir(folder) as found:
-            for entry in found:
-                try:
-                    entries.append((entry.path, entry.stat(follow_symlinks=False)))
-                except FileNotFoundError:
-                    continue
+        entries.extend(ops.entries(folder))
     except FileNotFoundError:
         return entries, None
     except OSError as error:
