@@ -248,7 +248,7 @@ class FaultyFileOps(FileOps):
         return super().stat(path)
 
     def leads_to(self, path: str) -> os.stat_result:
-        self._before("leads_to", path)
+        self._before("stat", f"{path}/.")
         return super().leads_to(path)
 
     def truncate(self, fd: int, size_bytes: int) -> None:

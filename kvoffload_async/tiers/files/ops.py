@@ -63,7 +63,7 @@ class FileOps:
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
         """Keep descriptors of the last few folders during several calls of this thread."""
-        return self._tree.folders.batch()
+        return self._tree.batch()
 
     def leads_to(self, path: str) -> os.stat_result:
         """Return what a directory's path leads to, links followed: only to be compared."""
@@ -203,11 +203,11 @@ class FileOps:
 
     def unlink(self, path: str) -> None:
         """Remove a file."""
-        self._tree.folders.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
+        self._tree.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
 
     def utime(self, path: str) -> None:
         """Set a file's times to now, by the filesystem's own clock."""
-        self._tree.folders.at(
+        self._tree.at(
             path, lambda folder_fd, name: os.utime(name, dir_fd=folder_fd, follow_symlinks=False)
         )
 
@@ -262,7 +262,7 @@ class FileOps:
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        self._tree.folders.at(path, lambda folder_fd, name: os.rmdir(name, dir_fd=folder_fd))
+        self._tree.at(path, lambda folder_fd, name: os.rmdir(name, dir_fd=folder_fd))
 
     def entries(self, folder: str) -> list[tuple[str, os.stat_result]]:
         """Return what is directly in a folder, by paths; what vanishes meanwhile is left out."""

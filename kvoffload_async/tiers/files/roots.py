@@ -72,11 +72,7 @@ class FolderDescriptors(threading.local):
 
     _kept: dict[str, int] | None = None
 
-    def __init__(self, open_folder: Callable[[str], int]) -> None:
-        """Begin in a thread; `open_folder` opens one by its path."""
-        self._open = open_folder
-
-    def at(self, path: str, call: Callable[[int, str], T]) -> T:
+    def at(self, path: str, call: Callable[[int, str], T], open_folder: Callable[[str], int]) -> T:
         """Return what a call returns that is given the folder of a path, and the name in it.
 
         A folder that was kept may have been removed meanwhile, and made again: if the call does
@@ -88,7 +84,7 @@ class FolderDescriptors(threading.local):
             raise OSError(errno.EINVAL, "no name of a file", path)
         kept = self._kept
         if kept is None:
-            fd = self._open(folder)
+            fd = open_folder(folder)
             try:
                 return call(fd, name)
             finally:
@@ -99,7 +95,7 @@ class FolderDescriptors(threading.local):
                 return call(fd, name)
             except FileNotFoundError:
                 os.close(kept.pop(folder))
-        fd = self._open(folder)
+        fd = open_folder(folder)
         if len(kept) == _KEPT_FOLDERS:
             os.close(kept.pop(next(iter(kept))))
         kept[folder] = fd

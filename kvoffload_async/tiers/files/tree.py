@@ -12,7 +12,7 @@ import os
 import stat as stat_module
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, TypeVar
 
 from kvoffload_async.tiers.files.beneath import FOLDER_FLAGS, Opener
 from kvoffload_async.tiers.files.modes import OTHERS_BITS, Modes, give_mode
@@ -22,6 +22,8 @@ from kvoffload_async.tiers.files.roots import (
     Root,
     make_root,
 )
+
+T = TypeVar("T")
 
 Entry = tuple[str, os.stat_result]
 """A path, and what it is; a link is not followed."""
@@ -39,15 +41,11 @@ _TRIES: Final = 8
 
 
 class Tree:
-    """What lies beneath the roots that were entered; before that, and elsewhere, the root is `/`.
-
-    Attributes:
-        folders: Descriptors of the folders that are worked in.
-    """
+    """What lies beneath the roots that were entered; elsewhere, and before, the root is `/`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
         """Start at `/`; `opener` is used in place of the best that works."""
-        self.folders = FolderDescriptors(self.open_folder)
+        self._folders = FolderDescriptors()
         self._opener = opener
         self._mutex = threading.Lock()
         self._roots: tuple[Root, ...] = ()
@@ -80,6 +78,14 @@ class Tree:
             raise OSError(errno.EINVAL, "no absolute path", path)
         return Root("/", Modes(), self._opener), path.lstrip("/") or "."
 
+    def at(self, path: str, call: Callable[[int, str], T]) -> T:
+        """Return what a call returns that is given the folder of a path, and the name in it."""
+        return self._folders.at(path, call, self.open_folder)
+
+    def batch(self) -> contextlib.AbstractContextManager[None]:
+        """See `FileOps.batch`."""
+        return self._folders.batch()
+
     # -- files ----------------------------------------------------------------------------------
 
     def open(self, path: str, flags: int) -> int:
@@ -100,13 +106,13 @@ class Tree:
         root, name = self.locate(path)
         if name == ".":
             return os.fstat(root.fd)
-        return self.folders.at(path, _stat)
+        return self.at(path, _stat)
 
     def move(self, source: str, target: str, call: Callable[[int, str, int, str], None]) -> None:
         """Make a call about a name in one folder and a name in another."""
-        self.folders.at(
+        self.at(
             source,
-            lambda source_fd, old: self.folders.at(
+            lambda source_fd, old: self.at(
                 target, lambda target_fd, new: call(source_fd, old, target_fd, new)
             ),
         )
@@ -148,7 +154,7 @@ class Tree:
                 raise
             return fd
 
-        return self.folders.at(path, create)
+        return self.at(path, create)
 
     # -- folders --------------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class Tree:
                 finally:
                     os.close(fd)
 
-        self.folders.at(path, make)
+        self.at(path, make)
 
     def make_folders(self, path: str) -> None:
         """See `FileOps.make_folders`."""
@@ -187,9 +193,9 @@ class Tree:
         try:
             return root.open(root.fd, name, flags)
         except OSError as error:
-            if error.errno == errno.ELOOP:
+            if error.errno in {errno.ELOOP, errno.ENOTDIR}:
                 raise NotADirectoryError(
-                    errno.ENOTDIR, "a symbolic link is in a folder's place", path
+                    errno.ENOTDIR, "a link or file is in a folder's place", path
                 ) from error
             error.filename = path
             raise

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.layout import BLOCK_FOLDER, TEMP_SUFFIX, Namespace
 from kvoffload_async.types import OffloadKey
 
 _TEMP_PARTS = 5
@@ -58,7 +58,8 @@ def take_inventory(ops: FileOps, namespace: Namespace) -> Inventory:
         if name.startswith("."):
             continue
         if stat_module.S_ISDIR(status.st_mode):
-            found.folders[path] = disk_bytes(status)
+            if BLOCK_FOLDER.fullmatch(name):
+                found.folders[path] = disk_bytes(status)
             continue
         key = namespace.key_of(path)
         if not stat_module.S_ISREG(status.st_mode):

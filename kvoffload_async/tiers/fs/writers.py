@@ -25,6 +25,7 @@ import uuid
 from pathlib import Path
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 
 HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0
@@ -97,14 +98,16 @@ class WriterRegistry:
         return self.others()[0]
 
     def forget(self, writer_id: str) -> None:
-        """Remove a dead writer's entry, once nothing of it is left."""
-        remove_entry(self._ops, self._path(writer_id))
+        """Remove a dead writer's entry, once nothing of it is left; what may not be, stays."""
+        with contextlib.suppress(FileNotFoundError, PermissionError, NotRegularFileError):
+            remove_entry(self._ops, self._path(writer_id))
 
     def unregister(self) -> None:
         """Remove this tier's entry; idempotent."""
         if self._fd is not None:
             try:
-                self.forget(self.writer_id)
+                with contextlib.suppress(FileNotFoundError):
+                    self._ops.unlink(self._path(self.writer_id))
             finally:
                 self.die()
 
@@ -156,13 +159,18 @@ def _is_entry(path: str, status: os.stat_result, folder: str) -> bool:
 
 
 def remove_entry(ops: FileOps, path: str) -> None:
-    """Remove a writer's entry, and nothing whose content is no entry's, not even a torn one's."""
-    with contextlib.suppress(FileNotFoundError):
-        fd = ops.open(path, os.O_RDONLY)
-        try:
-            buffer = bytearray(len(_ENTRY_START))
-            count = ops.pread_into(fd, memoryview(buffer), 0)
-        finally:
-            ops.close(fd)
-        if _ENTRY_START.startswith(buffer[:count]):
-            ops.unlink(path)
+    """Remove a writer's entry.
+
+    Raises:
+        PermissionError: Its content is no entry's, not even a torn one's, or may not be read.
+        OSError: It cannot be removed.
+    """
+    fd = ops.open(path, os.O_RDONLY)
+    try:
+        buffer = bytearray(len(_ENTRY_START))
+        count = ops.pread_into(fd, memoryview(buffer), 0)
+    finally:
+        ops.close(fd)
+    if not _ENTRY_START.startswith(buffer[:count]):
+        raise PermissionError(errno.EPERM, "this is no entry of a writer", path)
+    ops.unlink(path)

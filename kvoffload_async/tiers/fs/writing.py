@@ -160,8 +160,8 @@ class BlockWriter:
             status = self._ops.stat(old)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        if not stat_module.S_ISREG(status.st_mode):
-            return False  # no block of ours
+        if stat_module.S_ISDIR(status.st_mode):
+            return False  # no block of ours; a link or pipe goes by its own name
         for _ in range(_TRIES):
             try:
                 self._ops.rename(old, temp)
