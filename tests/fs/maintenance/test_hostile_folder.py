@@ -79,8 +79,9 @@ def test_a_temporary_file_of_a_dead_writer_that_is_no_file_is_an_unknown_one(sto
 
 
 def test_a_namespace_that_is_a_link_is_not_looked_after(store, outside):
-    store.folder.rename(outside.path / "away")
-    store.folder.symlink_to(outside.path / "away")
+    folder = store.folder
+    folder.rename(outside.path / "away")
+    folder.symlink_to(outside.path / "away")
     assert "no fs store" in store.command.refusal("store", "gc", store.root)
 
 
