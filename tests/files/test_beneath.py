@@ -294,13 +294,16 @@ def test_where_the_kernel_has_no_such_call_components_are_opened_one_by_one(root
 
 
 @pytest.mark.parametrize("opener", [open_by_kernel, open_by_components])
-def test_no_name_is_cut_off_at_a_null_byte(root, opener):
+def test_an_opener_takes_no_null_byte_no_absolute_name_and_no_link(root, opener):
     fd = os.open(root, os.O_PATH)
     try:
         with pytest.raises(ValueError, match="null"):
             opener(fd, "folder/file\0x", os.O_RDONLY)
         with pytest.raises(OSError, match="cross-device"):
             opener(fd, "/etc/hostname", os.O_RDONLY)
+        (root / "link").symlink_to("folder/file")
+        with pytest.raises(OSError, match="symbolic links"):
+            opener(fd, "link", os.O_RDONLY)
     finally:
         os.close(fd)
 
