@@ -17,6 +17,7 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.permissions import parse_modes
 from kvoffload_async.facade.places import examine
 from kvoffload_async.facade.secondary import SecondaryTierManager, read_threads
 from kvoffload_async.facade.storage import (
@@ -59,6 +60,8 @@ class FileSystemTierManager(SecondaryTierManager):
         fsync: bool = False,
         reuse_inodes: bool = True,
         rescan_interval_s: float = 60.0,
+        file_mode: int | str | None = None,
+        dir_mode: int | str | None = None,
         locality: str = "LOCAL",
         ops: FileOps | None = None,
         **options: Unpack[TierOptions],
@@ -79,6 +82,9 @@ class FileSystemTierManager(SecondaryTierManager):
             fsync: Wait for the device before a block is published.
             reuse_inodes: Overwrite evicted files instead of making new ones, where that is safe.
             rescan_interval_s: Seconds between two walks that correct the count.
+            file_mode: Permissions of new files, as octal text such as "0640"; by default 0600 and
+                what the directory they lie in allows its group.
+            dir_mode: The same of new directories; by default 0700 and the same.
             locality: "LOCAL" or "REMOTE".
             ops: The system calls; tests put a fault layer here.
             **options: The options that every tier takes.
@@ -97,6 +103,8 @@ class FileSystemTierManager(SecondaryTierManager):
             "fsync": fsync,
             "reuse_inodes": reuse_inodes,
             "rescan_interval_s": rescan_interval_s,
+            "file_mode": file_mode,
+            "dir_mode": dir_mode,
             "locality": locality,
             **options,
         }
@@ -153,5 +161,6 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> FsSettings:
         reuse_inodes=reuses_inodes and options.get("run_config") is None,
         rescan_interval_s=parse_seconds(options["rescan_interval_s"], "rescan_interval_s"),
         io_threads=read_threads(options.get("n_read_threads")) + options.get("n_write_threads", 1),
+        modes=parse_modes(options),
         locality=Locality(parse_choice(options["locality"], Locality, "locality")),
     )

@@ -17,6 +17,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.permissions import parse_modes
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import (
     config_of,
@@ -62,6 +63,8 @@ class SlabTierManager(SecondaryTierManager):
         fdatasync: bool = False,
         io_threads: int | None = None,
         piece_bytes: int | str = "4MiB",
+        file_mode: int | str | None = None,
+        dir_mode: int | str | None = None,
         locality: str = "LOCAL",
         ops: FileOps | None = None,
         **options: Unpack[TierOptions],
@@ -90,6 +93,9 @@ class SlabTierManager(SecondaryTierManager):
             piece_bytes: About what one system call moves, but a quarter of it at least where one
                 job has all threads to itself; with `io_threads`, how much of one job the device
                 works on at a time.
+            file_mode: Permissions of new files, as octal text such as "0640"; by default 0600 and
+                what the directory they lie in allows its group.
+            dir_mode: The same of new directories; by default 0700 and the same.
             locality: "LOCAL" or "REMOTE".
             ops: The system calls; tests put a fault layer here.
             **options: The options that every tier takes.
@@ -109,6 +115,8 @@ class SlabTierManager(SecondaryTierManager):
             "fdatasync": fdatasync,
             "io_threads": io_threads,
             "piece_bytes": piece_bytes,
+            "file_mode": file_mode,
+            "dir_mode": dir_mode,
             "locality": locality,
             **options,
         }
@@ -162,5 +170,6 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> SlabSettings:
         io_threads=threads,
         stripes=threads,
         piece_bytes=parse_size_bytes(options["piece_bytes"], "piece_bytes"),
+        modes=parse_modes(options),
         locality=Locality(parse_choice(options["locality"], Locality, "locality")),
     )

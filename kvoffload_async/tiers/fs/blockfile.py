@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat as stat_module
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import Namespace
@@ -120,8 +122,10 @@ class BlockFiles:
         """Load a block; return why it must not be served, and what deleting it has freed."""
         try:
             fd = self._ops.open(path, os.O_RDONLY | direct)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
             return BlockMissingError(f"block {key.hex()} is not stored"), 0
+        except PermissionError:  # of another user, who keeps it to himself
+            return BlockMissingError(f"block {key.hex()} may not be read"), None
         try:
             if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
                 return None
@@ -204,7 +208,7 @@ class BlockFiles:
         found = set()
         for key in keys:
             with contextlib.suppress(OSError):
-                if self._ops.exists(self._namespace.get_file_name(key)):
+                if self._ops.has_file(self._namespace.get_file_name(key)):
                     found.add(key)
         return frozenset(found)
 
@@ -214,13 +218,15 @@ class BlockFiles:
         for key in keys:
             path = self._namespace.get_file_name(key)
             try:
-                freed_bytes = disk_bytes(self._ops.stat(path))
+                status = self._ops.stat(path)
+                if not stat_module.S_ISREG(status.st_mode):
+                    continue  # no block of ours
                 self._ops.unlink(path)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
                 logger.warning("an evicted block stays behind: %s", str(error))
                 continue
-            change.removed_bytes += freed_bytes
+            change.removed_bytes += disk_bytes(status)
             self._folders.remove_empty(self._namespace.leaf_of(key), change)
         return change

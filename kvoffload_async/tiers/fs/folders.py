@@ -89,7 +89,7 @@ class LeafFolders:
 
     def _make(self, folder: str, change: DiskChange) -> None:
         with self.growing(_parent_of(folder), change), contextlib.suppress(FileExistsError):
-            self._ops.mkdir(folder)
+            self._ops.mkdir_own(folder)
             # Also if it was removed and taken off the count at once: then as much as the last.
             self._new_bytes = self._size_of(folder) or self._new_bytes
             change.added_bytes += self._new_bytes

@@ -86,7 +86,7 @@ class Housekeeping:
         self._write_config()
         if verify is Verify.OFF:
             marker = f"{self._namespace.folder}/{UNVERIFIED_MARKER}"
-            self._ops.close(self._ops.open(marker, _CREATE))
+            self._ops.close(self._ops.open_own(marker, os.O_WRONLY))
         if verify is Verify.REQUIRED:
             self._require_attributes()
         self._sweep_stale()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from kvoffload_async.abc.tier import (
     TierEnvironment,
 )
 from kvoffload_async.errors import (
-    ConfigError,
     TierClosedError,
     TierError,
     TierFullError,
@@ -25,6 +24,8 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.failure import unusable
+from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
@@ -65,6 +66,7 @@ class FsSettings:
     rescan_interval_s: float = 60.0
     io_threads: int = 3
     locality: Locality = Locality.LOCAL
+    modes: Modes = field(default_factory=Modes)
 
 
 class FsTier(AsyncTier):
@@ -103,6 +105,7 @@ class FsTier(AsyncTier):
         self._row_bytes = 0
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
+        self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
         """Make the folders, sweep what dead writers left, and take stock if there is a capacity.
@@ -131,6 +134,7 @@ class FsTier(AsyncTier):
         )
         self._housekeeping = Housekeeping(self._ops, namespace, writers, self._files, env)
         try:
+            await env.io.run(Direction.NONE, self._enter)
             await env.io.run(Direction.NONE, partial(self._housekeeping.enter, settings.verify))
             self._root = await env.io.run(
                 Direction.NONE, partial(Anchor, self._ops, settings.root_dir)
@@ -142,10 +146,7 @@ class FsTier(AsyncTier):
         except TimeoutError as error:  # of a lock that another does not give back
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
-            raise ConfigError(
-                f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
-                "give a directory that this process may write"
-            ) from error
+            raise unusable(settings.root_dir, error) from error
         self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -218,6 +219,9 @@ class FsTier(AsyncTier):
             if housekeeping is not None:
                 await housekeeping.leave()
         finally:
+            if self._has_entered:
+                self._has_entered = False
+                self._ops.leave(self._settings.root_dir)
             self._env = None
             rows, self._rows = self._rows, None
             if rows is not None:
@@ -297,6 +301,13 @@ class FsTier(AsyncTier):
         return await self._opened().io.run(Direction.STORE, call)
 
     # -- the rest -------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Open the root, which is made if it is not there. Thread: an I/O thread."""
+        root_dir = self._settings.root_dir
+        self._ops.enter(root_dir, self._settings.modes)
+        self._has_entered = True
+        warn_of_others(root_dir, self._ops.stat(root_dir))
 
     def _write(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome], turn: range) -> None:
         self._files.writer.store(items[turn.start : turn.stop], outcomes)

@@ -24,6 +24,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import stat as stat_module
 import time
@@ -33,12 +34,15 @@ from pathlib import Path
 
 from kvoffload_async.tiers.files.locks import held
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 
 HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0
 FOLDER = ".writers"
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+_WRITER_ID = re.compile(r"[0-9]{1,10}-[0-9a-z]{1,64}")
+_ENTRY_START = b'{"boot_id": "'
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _MAX_ENTRY_BYTES = 4096
@@ -80,7 +84,7 @@ class WriterRegistry:
     def register(self) -> None:
         """Make and lock this tier's entry."""
         with contextlib.suppress(FileExistsError):
-            self._ops.mkdir(self._folder)
+            self._ops.mkdir_own(self._folder)
         path = self._path(self.writer_id)
         with contextlib.ExitStack() as entry:
             # Waits for those who look whether it is locked: unlocked it would be taken for dead.
@@ -126,7 +130,7 @@ class WriterRegistry:
         ahead, self._ahead = self._ahead, {}
         for path, status in self._ops.walk(self._folder):
             writer_id = path.rpartition("/")[2]
-            if writer_id == self.writer_id or not self._is_entry(path, status):
+            if writer_id == self.writer_id or not _is_entry(path, status, self._folder):
                 continue
             is_silent = self._is_silent(writer_id, status.st_mtime, now_s, ahead)
             (dead if self._is_dead(path, is_silent=is_silent) else living).add(writer_id)
@@ -137,15 +141,16 @@ class WriterRegistry:
         return self.others()[0]
 
     def forget(self, writer_id: str) -> None:
-        """Remove a dead writer's entry, once nothing of it is left."""
-        with contextlib.suppress(FileNotFoundError):
-            self._ops.unlink(self._path(writer_id))
+        """Remove a dead writer's entry, once nothing of it is left; what may not be, stays."""
+        with contextlib.suppress(FileNotFoundError, PermissionError, NotRegularFileError):
+            remove_entry(self._ops, self._path(writer_id))
 
     def unregister(self) -> None:
         """Remove this tier's entry; idempotent."""
         if self._fd is not None:
             try:
-                self.forget(self.writer_id)
+                with contextlib.suppress(FileNotFoundError):
+                    self._ops.unlink(self._path(self.writer_id))
             finally:
                 self.die()
 
@@ -174,10 +179,6 @@ class WriterRegistry:
             with contextlib.suppress(OSError):  # nobody sweeps it before it is old
                 self._ops.unlink(path)
             raise
-
-    def _is_entry(self, path: str, status: os.stat_result) -> bool:
-        """Tell whether that is a writer's file, and nothing that somebody else has put there."""
-        return path.rpartition("/")[0] == self._folder and stat_module.S_ISREG(status.st_mode)
 
     def _is_silent(
         self, writer_id: str, touched_s: float, now_s: float, ahead: Mapping[_Ahead, float]
@@ -227,3 +228,27 @@ class WriterRegistry:
 
 def _new_id() -> str:
     return f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def _is_entry(path: str, status: os.stat_result, folder: str) -> bool:
+    """Tell whether something in the folder of writers is called, and is a file, like an entry."""
+    is_file = stat_module.S_ISREG(status.st_mode)
+    return is_file and bool(_WRITER_ID.fullmatch(path.removeprefix(f"{folder}/")))
+
+
+def remove_entry(ops: FileOps, path: str) -> None:
+    """Remove a writer's entry.
+
+    Raises:
+        PermissionError: Its content is no entry's, not even a torn one's, or may not be read.
+        OSError: It cannot be removed.
+    """
+    fd = ops.open(path, os.O_RDONLY)
+    try:
+        buffer = bytearray(len(_ENTRY_START))
+        count = ops.pread_into(fd, memoryview(buffer), 0)
+    finally:
+        ops.close(fd)
+    if not _ENTRY_START.startswith(buffer[:count]):
+        raise PermissionError(errno.EPERM, "this is no entry of a writer", path)
+    ops.unlink(path)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
@@ -83,7 +84,8 @@ class BlockWriter:
         for item in items:
             outcome = StoreOutcome(item)
             try:
-                outcome.status = self._store_one(item, outcome)
+                with self._ops.batch():
+                    outcome.status = self._store_one(item, outcome)
             except OSError as error:
                 outcome.error = mapped(error)
             outcomes.append(outcome)
@@ -101,7 +103,7 @@ class BlockWriter:
 
     def _store_one(self, item: StoreItem, outcome: StoreOutcome) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
-        if self._ops.exists(path):
+        if self._ops.has_file(path):
             return StoreStatus.PRESENT
         if not item.may_write:
             return StoreStatus.ABSENT
@@ -141,11 +143,17 @@ class BlockWriter:
         return StoreStatus.WRITTEN
 
     def _publish(self, temp: str, path: str) -> bool:
-        try:
-            self._ops.publish(temp, path)
-        except FileExistsError:
-            return False  # somebody else was faster: the same bytes, by definition
-        return True
+        for _ in range(_TRIES):
+            try:
+                self._ops.publish(temp, path)
+            except FileExistsError:
+                if self._ops.has_file(path):
+                    return False  # somebody else was faster: the same bytes, by definition
+                with contextlib.suppress(FileNotFoundError):
+                    self._ops.clear(path)
+            else:
+                return True
+        raise NotRegularFileError(path)
 
     # -- the victim -----------------------------------------------------------------------------
 
@@ -156,9 +164,11 @@ class BlockWriter:
         old = self._namespace.get_file_name(victim)
         leaf = self._namespace.leaf_of(key)
         try:
-            freed_bytes = disk_bytes(self._ops.stat(old))
-        except FileNotFoundError:
+            status = self._ops.stat(old)
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        if stat_module.S_ISDIR(status.st_mode):
+            return False  # no block of ours; a link or pipe goes by its own name
         for _ in range(_TRIES):
             try:
                 self._ops.rename(old, temp)
@@ -170,7 +180,7 @@ class BlockWriter:
         else:
             return False
         outcome.victim_taken = True
-        outcome.change.removed_bytes += freed_bytes
+        outcome.change.removed_bytes += disk_bytes(status)
         self._folders.remove_empty(self._namespace.leaf_of(victim), outcome.change)
         return True
 
@@ -224,7 +234,7 @@ class BlockWriter:
         for _ in range(_TRIES):
             try:
                 return self._ops.open(temp, flags)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 self._folders.make_again(temp.rpartition("/")[0], outcome.change)
         return self._ops.open(temp, flags)
 

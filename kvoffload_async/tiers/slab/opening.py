@@ -293,7 +293,7 @@ def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
 
 def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
     temp = f"{folder}/{MANIFEST}{TEMP_SUFFIX}"
-    fd = ops.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    fd = ops.create_anew(temp)
     try:
         write_all(ops, fd, manifest.encode(), 0)
         ops.fdatasync(fd)

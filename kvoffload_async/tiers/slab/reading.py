@@ -10,6 +10,7 @@ import stat as stat_module
 from dataclasses import dataclass, field
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
     LOCK,
@@ -88,10 +89,10 @@ def read_manifest(ops: FileOps, folder: str) -> Manifest | None:
 
 
 def read_journal(ops: FileOps, folder: str, layout: str) -> Scan:
-    """Return what the journal of a store with this layout says; one that is not there: nothing."""
+    """Return what the journal of a store with this layout says; one that is no file: nothing."""
     try:
         content: bytes | memoryview = read_file(ops, f"{folder}/{JOURNAL}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotRegularFileError):
         content = b""
     return scan(content, seed_of(layout))
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import ClassVar, Self
 
+import anyio.to_thread
+
 from kvoffload_async.abc.maintenance import (
     Findings,
     GcOptions,
@@ -32,14 +34,17 @@ class FsMaintenance(StoreMaintenance):
     appearance: ClassVar[str] = "a folder called <model>_<digest>_r<rank>"
     has_generic_name: ClassVar[bool] = True
 
-    def __init__(self, namespace: FoundNamespace) -> None:
+    def __init__(self, namespace: FoundNamespace, ops: FileOps) -> None:
+        """Look after a namespace; `ops` has entered the directory in which it was found."""
         self.folder = namespace.folder
         self._namespace = namespace
-        self._ops = FileOps()
+        self._ops = ops
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
-        return [cls(namespace) for namespace in await find_namespaces(directory)]
+        ops = FileOps()
+        namespaces = await anyio.to_thread.run_sync(find_namespaces, ops, directory)
+        return [cls(namespace, ops) for namespace in namespaces]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         found, _ = await inspect_namespace(MaintenanceIo(self._ops, control), self._namespace)

@@ -19,8 +19,6 @@ from kvoffload_async.tiers.fs.maintenance.scan import FoundBlock
 BATCH_BYTES = 4 << 20
 """What a thread reads before it looks whether to go on."""
 
-_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # it was a plain file a moment ago
-
 
 @dataclass(frozen=True, slots=True)
 class BadFile:
@@ -110,7 +108,7 @@ class BlockChecker:
 
     def _check(self, block: FoundBlock) -> Outcome:
         try:
-            fd = self._ops.open(block.path, _OPEN_FLAGS)
+            fd = self._ops.open(block.path, os.O_RDONLY)
         except FileNotFoundError:
             return Outcome(block, Verdict.GONE)
         except OSError as error:

@@ -6,7 +6,6 @@ leaves what it found. Thread: an I/O thread, one at a time; calls block.
 
 from __future__ import annotations
 
-import os
 import stat as stat_module
 import time
 from collections.abc import Iterable
@@ -193,7 +192,7 @@ class Changes:
     def _replace(self, name: str, parts: Iterable[bytes]) -> None:
         """Write a file beside the old one, and rename it over that once it is on the device."""
         ops, path = self._ops, f"{self._store.folder}/{name}"
-        fd = ops.open(path + TEMP_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = ops.create_anew(path + TEMP_SUFFIX)
         try:
             offset = 0
             for part in parts:

@@ -7,9 +7,9 @@ names a layout is tried, and right is under what name the journal verifies.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from kvoffload_async.errors import ConfigError
@@ -68,11 +68,20 @@ def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Itera
     if given is not None:
         yield given
         yield from _of_ranks(given, ranks)
-    for path in sorted(Path(store.folder).parent.glob(f"*/{MANIFEST}")):
+    for path, _ in sorted(_beside(ops, store)):
         try:
-            yield from _of_ranks(Manifest.decode(path.read_bytes()), ranks)
+            content = bytes(read_file(ops, f"{path}/{MANIFEST}"))
+            yield from _of_ranks(Manifest.decode(content), ranks)
         except (OSError, UnreadableManifestError):
             continue
+
+
+def _beside(ops: FileOps, store: SlabStore) -> list[tuple[str, os.stat_result]]:
+    """Return what lies beside a store, where that may be read."""
+    try:
+        return ops.entries(store.folder.rpartition("/")[0] or "/")
+    except OSError:
+        return []
 
 
 def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:

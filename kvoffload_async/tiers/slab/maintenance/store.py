@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
 from typing import ClassVar, Self
 
 import anyio.to_thread
@@ -42,15 +41,17 @@ class SlabMaintenance(StoreMaintenance):
     report_key: ClassVar[str] = "slab_stores"
     appearance: ClassVar[str] = f"a folder with {MANIFEST}, a journal or segments"
 
-    def __init__(self, store: SlabStore) -> None:
+    def __init__(self, store: SlabStore, ops: FileOps) -> None:
+        """Look after a store; `ops` has entered the directory in which it was found."""
         self.folder = store.folder
         self._store = store
-        self._ops = FileOps()
+        self._ops = ops
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
-        stores = await anyio.to_thread.run_sync(find_slab_stores, Path(directory))
-        return [cls(store) for store in stores]
+        ops = FileOps()
+        stores = await anyio.to_thread.run_sync(find_slab_stores, ops, directory)
+        return [cls(store, ops) for store in stores]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         found, _ = await inspect_slab(MaintenanceIo(self._ops, control), self._store)
