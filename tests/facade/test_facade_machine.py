@@ -213,6 +213,7 @@ class Facade(RuleBasedStateMachine):
                 tier.blocks.pop(parked.keys[index], None)
                 self.world.gone.add((tier, parked.keys[index]))
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
+            self.runner.run_ready()  # nothing comes between its dropping a block and its saying so
         else:
             tier.settle(parked, error=error)
 
