@@ -115,6 +115,13 @@ class FullWorld(World):
         self.gone.add((tier, key))
         tier.evict([key])
 
+    def drop(self, tier, parked, index):
+        """Have a tier drop a block that its load finds corrupt; a cancelled one announces it."""
+        key = parked.keys[index]
+        self.gone.add((tier, key))
+        if tier.blocks.pop(key, None) is not None and parked.task.cancelling():
+            tier.env.blocks_evicted([key])
+
     # -- what is under way ------------------------------------------------------------------
 
     def operations(self):

@@ -209,9 +209,8 @@ class Facade(RuleBasedStateMachine):
             if not parked.job.is_promotion:
                 tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
                 return
-            for index in failed:  # as a tier does that finds a block corrupt
-                tier.blocks.pop(parked.keys[index], None)
-                self.world.gone.add((tier, parked.keys[index]))
+            for index in failed:
+                self.world.drop(tier, parked, index)
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
             self.runner.run_ready()  # nothing comes between its dropping a block and its saying so
         else:

@@ -183,10 +183,11 @@ class World:
             self.runner.run_ready()
 
     def owes(self, index):
-        """Tell whether a tier has jobs, or is owed blocks."""
+        """Tell whether a tier has jobs, or copies of late ones, or is owed blocks."""
         planner = self.manager.planner
-        is_owed = planner.cascades.backlogs[index].count
-        return bool(is_owed or any(True for _ in planner.tiers[index].jobs.unreported()))
+        jobs = planner.tiers[index].jobs
+        is_owed = bool(planner.cascades.backlogs[index].count)
+        return is_owed or any(True for _ in (*jobs.unreported(), *jobs.disowned()))
 
     def check_what_the_hung_tier_leaves(self):
         """With nothing else under way: all but one share of the primary is there for stores."""
