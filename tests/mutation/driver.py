@@ -46,21 +46,23 @@ def collect(root: Path, folders: list[str], equivalents: Path) -> list[Mutant]:
         for path in sorted((root / folder).rglob("*.py")):
             relative = str(path.relative_to(root))
             source = path.read_text(encoding="utf-8")
-            found += [m for m in mutants_of(source, relative) if _identity(m) not in known]
-    return list(dict.fromkeys(found))
+            seen: Counter[tuple[str, ...]] = Counter()
+            for mutant in mutants_of(source, relative):
+                identity = (relative, mutant.kind, mutant.original, mutant.replacement)
+                seen[identity] += 1
+                if (*identity, seen[identity]) not in known:
+                    found.append(mutant)
+    return found
 
 
-def _known(equivalents: Path) -> set[tuple[str, ...]]:
+def _known(equivalents: Path) -> set[tuple[str | int, ...]]:
+    """Return what is listed, by what stays when lines move: the text, and which one of those."""
     listed = tomllib.loads(equivalents.read_text(encoding="utf-8")).get("equivalent", [])
     for entry in listed:
         if not entry.get("reason"):
             raise ValueError(f"{equivalents}: {entry} has no reason")
-    return {(e["path"], e["kind"], e["original"], e["replacement"]) for e in listed}
-
-
-def _identity(mutant: Mutant) -> tuple[str, ...]:
-    """Return what stays when lines move."""
-    return mutant.path, mutant.kind, mutant.original, mutant.replacement
+    keys = ("path", "kind", "original", "replacement")
+    return {(*(entry[key] for key in keys), entry.get("which", 1)) for entry in listed}
 
 
 class Copy:
