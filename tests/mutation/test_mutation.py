@@ -135,7 +135,7 @@ def test_what_is_listed_as_equivalent_is_not_tried_but_must_have_a_reason(projec
         run(project, capsys)
 
 
-def test_a_seed_names_a_sample():
+def test_a_folder_has_hundreds_of_places_to_change():
     found = driver.collect(driver.ROOT, ["kvoffload_async/core"], driver.EQUIVALENTS)
     assert len(found) > 300
     assert len({mutant.start for mutant in found}) > 1
