@@ -65,7 +65,7 @@ def test_an_unknown_incompatible_feature_is_refused_before_the_checksum(has_chec
     if not has_checksum:
         content = content.replace(b'"xxh3": "', b'"xxh3": "0')
     for for_writing in (True, False):
-        with pytest.raises(NewerFormatError, match="a release that knows feature 'x'$"):
+        with pytest.raises(NewerFormatError, match=r"a release that knows feature 'x'$"):
             Manifest.decode(content, for_writing=for_writing)
 
 

@@ -200,15 +200,18 @@ class SlotChecker:
                 done += count
         except OSError as error:
             return _unreadable(error)
-        if not self._flags[row] & HAS_DIGEST:
-            if self._flags[row] & SUSPECT:
+        return self._compare(row, buffer)
+
+    def _compare(self, row: int, data: memoryview) -> Judgement:
+        flags, is_keyed = self._flags[row], self._digester.is_keyed
+        if not flags & HAS_DIGEST:
+            if flags & SUSPECT:
                 return Verdict.CORRUPT, "recorded before damage, and without a checksum"
-            if self._digester.is_keyed:
-                return Verdict.CORRUPT, "without a checksum, in a store with an integrity key"
-            return Verdict.WITHOUT_DIGEST, ""
-        if bool(self._flags[row] & KEYED) is not self._digester.is_keyed:
+            if not is_keyed:
+                return Verdict.WITHOUT_DIGEST, ""
+        if bool(flags & KEYED) is not is_keyed:
             return Verdict.CORRUPT, "its checksum is made without the integrity key"
-        if self._digester.digest(self._keys[row], buffer) != self._digests[row].tobytes():
+        if self._digester.digest(self._keys[row], data) != self._digests[row].tobytes():
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
 
