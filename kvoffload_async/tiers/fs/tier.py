@@ -24,6 +24,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
@@ -57,6 +58,7 @@ class FsSettings:
     run_config: Mapping[str, Any]
     rank: int = 0
     verify: Verify = Verify.WHEN_PRESENT
+    integrity_key: IntegrityKey | None = None
     space: SpaceSettings | None = None
     direct_io: bool = False
     fsync: bool = False
@@ -122,6 +124,7 @@ class FsTier(AsyncTier):
             writers.writer_id,
             block_bytes=self._row_bytes,
             verify=settings.verify,
+            integrity_key=settings.integrity_key,
             direct_io=settings.direct_io,
             fsync=settings.fsync,
             reuses_inodes=settings.reuse_inodes,
