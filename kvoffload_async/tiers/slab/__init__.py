@@ -27,8 +27,8 @@ leaves an empty store of the old layout.
 (block_bytes rounded up to 4096), `rank`, `run_config` (everything that the layout of a block's
 bytes depends on), `layout` (text `<digest>:<rank>:<block_bytes>`, the digest being the first 12
 hex digits of the SHA-256 of `run_config` as JSON with sorted keys and no blanks), and `xxh3`: 16
-hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no blanks. Version
-2 has `features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
+hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no blanks.
+Version 2 has `features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
 
 **Segment.** Slots of `slot_bytes` one behind the other, no header. A slot holds a block's bytes;
 what is behind them means nothing. How many slots there are follows from the file's size. A number
