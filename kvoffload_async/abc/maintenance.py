@@ -151,6 +151,14 @@ class StoreMaintenance(ABC):
     folder: str
     """Where the store is."""
 
+    def use_integrity_key_file(self, path: str) -> None:
+        """Verify with the integrity key in a file from now on; kinds that have none ignore it.
+
+        Raises:
+            ConfigError: The file is unusable.
+        """
+        del path
+
     @classmethod
     @abstractmethod
     async def find(cls, directory: str) -> Sequence[Self]:

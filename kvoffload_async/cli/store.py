@@ -52,6 +52,15 @@ OlderThan = Annotated[
         help="Age from which temporary files of unknown writers, and unknown files, may go.",
     ),
 ]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--integrity-key-file",
+        metavar="FILE",
+        help="The integrity_key_file of the tiers that keep the blocks, to verify them with.",
+        show_default=False,
+    ),
+]
 Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
 Summaries: TypeAlias = Sequence[tuple[StoreMaintenance, Summary]]
 Problems: TypeAlias = Sequence[tuple[StoreMaintenance, Problem]]
@@ -72,9 +81,15 @@ def inspect(directory: Directory, *, as_json: AsJson = False) -> None:
 
 
 @store_app.command()
-def verify(directory: Directory, *, as_json: AsJson = False) -> None:
+def verify(directory: Directory, *, key_file: KeyFile = None, as_json: AsJson = False) -> None:
     """Read every block, and check its length and checksum; changes nothing."""
-    _command(directory, "verify", lambda store, control: store.verify(control), as_json=as_json)
+    _command(
+        directory,
+        "verify",
+        lambda store, control: store.verify(control),
+        key_file=key_file,
+        as_json=as_json,
+    )
 
 
 @store_app.command()
@@ -92,6 +107,7 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing; tell what would be removed.")
     ] = False,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove what nobody will use; what living writers own stays.
@@ -112,6 +128,7 @@ def gc(
         directory,
         "gc",
         lambda store, control: store.gc(options, control),
+        key_file=key_file,
         as_json=as_json,
         shows_part=True,
     )
@@ -129,6 +146,7 @@ def repair(
             "for one that has lost its own.",
         ),
     ] = None,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Keep all blocks that verify, and drop the rest.
@@ -146,7 +164,7 @@ def repair(
         except ConfigError as error:
             raise InputError(f"--manifest {manifest}: {error}") from error
 
-    _command(directory, "repair", call, as_json=as_json, shows_part=True)
+    _command(directory, "repair", call, key_file=key_file, as_json=as_json, shows_part=True)
 
 
 def _read(path: Path) -> bytes:
@@ -157,12 +175,18 @@ def _read(path: Path) -> bytes:
 
 
 def _command(
-    directory: Path, title: str, call: Call, *, as_json: bool, shows_part: bool = False
+    directory: Path,
+    title: str,
+    call: Call,
+    *,
+    key_file: Path | None = None,
+    as_json: bool,
+    shows_part: bool = False,
 ) -> None:
     """Look after every store in a directory, tell what was found, and end with a status."""
     with errors_as_one_line(), Interrupt() as interrupt:
         with _followed(title, interrupt) as control:
-            summaries, problems = _run(directory, call, control)
+            summaries, problems = _run(directory, call, key_file, control)
         if interrupt.is_requested and not shows_part:
             raise typer.Exit(EXIT_INTERRUPTED)
         _publish(directory, summaries, as_json=as_json)
@@ -186,26 +210,32 @@ def _followed(title: str, interrupt: Interrupt) -> Iterator[MaintenanceControl]:
         )
 
 
-def _run(directory: Path, call: Call, control: MaintenanceControl) -> tuple[Summaries, Problems]:
+def _run(
+    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
+) -> tuple[Summaries, Problems]:
     """Return what every store has come to, and what is wrong with it.
 
     Raises:
         InputError: There is no store, or it cannot be read.
     """
     try:
-        return asyncio.run(_find_and_call(directory, call, control))
+        return asyncio.run(_find_and_call(directory, call, key_file, control))
     except OSError as error:
         where = error.filename or directory.absolute()
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from error
 
 
 async def _find_and_call(
-    directory: Path, call: Call, control: MaintenanceControl
+    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
 ) -> tuple[Summaries, Problems]:
     summaries: list[tuple[StoreMaintenance, Summary]] = []
     problems: list[tuple[StoreMaintenance, Problem]] = []
     # All are called before the first one starts: that checks the options.
-    calls = [(store, call(store, control)) for store in await find_stores(directory)]
+    stores = await find_stores(directory)
+    if key_file is not None:
+        for store in stores:
+            store.use_integrity_key_file(str(key_file))
+    calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
         if control.should_stop():
             break

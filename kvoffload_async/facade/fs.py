@@ -17,6 +17,7 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.integrity_key import check_verifies, parse_key_file
 from kvoffload_async.facade.permissions import parse_modes
 from kvoffload_async.facade.places import examine
 from kvoffload_async.facade.secondary import SecondaryTierManager, read_threads
@@ -52,6 +53,7 @@ class FileSystemTierManager(SecondaryTierManager):
         *,
         root_dir: str,
         verify: str = "when_present",
+        integrity_key_file: str | None = None,
         capacity_bytes: int | str | None = None,
         eviction_policy: str = "lru",
         high_watermark: float = 1.0,
@@ -74,6 +76,8 @@ class FileSystemTierManager(SecondaryTierManager):
             tier_type: See `SecondaryTierManager`.
             root_dir: Absolute path of the directory; made if it is not there.
             verify: "required", "when_present" or "off": which blocks are served.
+            integrity_key_file: Absolute path of a file with a key that checksums are made with;
+                then only blocks with such a checksum are served.
             capacity_bytes: Disk bytes, as allocated, that are never exceeded; None: unbounded.
             eviction_policy: Eviction policy at capacity.
             high_watermark: Share of the capacity above which room is made in the background.
@@ -95,6 +99,7 @@ class FileSystemTierManager(SecondaryTierManager):
         given = {
             "root_dir": root_dir,
             "verify": verify,
+            "integrity_key_file": integrity_key_file,
             "capacity_bytes": capacity_bytes,
             "eviction_policy": eviction_policy,
             "high_watermark": high_watermark,
@@ -149,11 +154,17 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> FsSettings:
         capacity_bytes = parse_size_bytes(options["capacity_bytes"], "capacity_bytes")
         space = SpaceSettings(capacity_bytes, high, low)
     reuses_inodes = parse_bool(options["reuse_inodes"], "reuse_inodes")
+    verify = Verify(parse_choice(options["verify"], Verify, "verify"))
+    key = parse_key_file(options["integrity_key_file"])
+    if key is not None:
+        check_verifies(options["verify"], does=verify is not Verify.OFF)
+        verify = Verify.REQUIRED
     return FsSettings(
         root_dir=parse_directory(options["root_dir"]),
         run_config=named_layout(identity),
         rank=identity.rank,
-        verify=Verify(parse_choice(options["verify"], Verify, "verify")),
+        verify=verify,
+        integrity_key=key,
         space=space,
         direct_io=parse_bool(options["direct_io"], "direct_io"),
         fsync=parse_bool(options["fsync"], "fsync"),

@@ -17,6 +17,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.integrity_key import check_verifies, parse_key_file
 from kvoffload_async.facade.permissions import parse_modes
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import (
@@ -59,6 +60,7 @@ class SlabTierManager(SecondaryTierManager):
         segment_bytes: int | str = "1GiB",
         eviction_policy: str = "lru",
         verify: bool = True,
+        integrity_key_file: str | None = None,
         direct_io: bool = False,
         fdatasync: bool = False,
         io_threads: int | None = None,
@@ -85,6 +87,8 @@ class SlabTierManager(SecondaryTierManager):
                 threads, up to the capacity.
             eviction_policy: Eviction policy at capacity.
             verify: Compute a checksum of every block, and serve none whose bytes do not match.
+            integrity_key_file: Absolute path of a file with a key that checksums are made with. A
+                store with another key, or without one, is one of another layout.
             direct_io: Bypass the page cache where the filesystem can.
             fdatasync: Wait for the device before blocks count as stored.
             io_threads: Threads that move blocks; all but one prefer loads. By default one per CPU
@@ -111,6 +115,7 @@ class SlabTierManager(SecondaryTierManager):
             "segment_bytes": segment_bytes,
             "eviction_policy": eviction_policy,
             "verify": verify,
+            "integrity_key_file": integrity_key_file,
             "direct_io": direct_io,
             "fdatasync": fdatasync,
             "io_threads": io_threads,
@@ -157,13 +162,18 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> SlabSettings:
     check_policy(parse_name(options["eviction_policy"], "eviction_policy"))
     parse_threads = or_none(at_least(2, MAX_THREADS))
     threads = parse_threads(options["io_threads"], "io_threads") or suitable_threads()
+    verify = parse_bool(options["verify"], "verify")
+    key = parse_key_file(options["integrity_key_file"])
+    if key is not None:
+        check_verifies(verify, does=verify)
     return SlabSettings(
         root_dir=parse_directory(options["root_dir"]),
         run_config=named_layout(identity),
         capacity_bytes=parse_size_bytes(options["capacity_bytes"], "capacity_bytes"),
         rank=identity.rank,
         segment_bytes=parse_size_bytes(options["segment_bytes"], "segment_bytes"),
-        verify=parse_bool(options["verify"], "verify"),
+        verify=verify,
+        integrity_key=key,
         on_mismatch=OnMismatch(parse_choice(options["on_mismatch"], OnMismatch, "on_mismatch")),
         direct_io=parse_bool(options["direct_io"], "direct_io"),
         fdatasync=parse_bool(options["fdatasync"], "fdatasync"),

@@ -4,61 +4,15 @@ import asyncio
 import gc
 import threading
 import weakref
-from concurrent.futures import CancelledError
 
 import pytest
+from runtime.gates import DEADLINE_S, Gate, start
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.errors import (
-    BusyError,
-    TierClosedError,
-    TierTimeoutError,
-    TierUnavailableError,
-)
-from kvoffload_async.runtime.io_pool import IoPool
+from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
 from kvoffload_async.runtime.loop import LoopThread
 
 LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.NONE
-DEADLINE_S = 10.0
-
-
-class Gate:
-    """A call that waits until it is opened."""
-
-    def __init__(self, result=None):
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-        self.result = result
-
-    def __call__(self):
-        self.entered.set()
-        if not self.opened.wait(DEADLINE_S):
-            raise TimeoutError
-        return self.result
-
-
-@pytest.fixture
-def loop():
-    with LoopThread() as thread:
-        yield thread
-
-
-@pytest.fixture
-def pools():
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(IoPool(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for pool in made:
-        assert pool.close(DEADLINE_S) == 0
-
-
-def start(loop, coroutine):
-    """Start a coroutine; return a future of its end, for another thread."""
-    return asyncio.run_coroutine_threadsafe(coroutine, loop._loop)
 
 
 def queued(loop, pool, direction, call, *, helpers=0):
@@ -331,38 +285,6 @@ def test_a_hung_call_is_left_behind_and_may_end_after_its_loop(pools):
         assert pool.close(0.0) == 1
     gate.opened.set()  # its loop is gone; nothing breaks
     assert pool.close(DEADLINE_S) == 0
-
-
-@pytest.mark.parametrize("cancels", [True, False])
-def test_an_abandoned_call_ends_for_its_coroutine_and_keeps_its_thread(loop, pools, cancels):
-    pool = pools(0, 0, 1)
-    gate = Gate("late")
-    tasks = []
-
-    async def call():
-        tasks.append(asyncio.current_task())
-        return await pool.run(NONE, gate)
-
-    running = start(loop, call())
-    assert gate.entered.wait(DEADLINE_S)
-    assert pool.close(0.0) == 1
-    if cancels:
-        loop.call_soon(tasks[0].cancel)
-    pool.abandon()
-    with pytest.raises(CancelledError if cancels else TierTimeoutError):
-        running.result(DEADLINE_S)
-    assert pool.close(0.0) == 1
-    gate.opened.set()
-    assert pool.close(DEADLINE_S) == 0
-    loop.run(asyncio.sleep(0), DEADLINE_S)  # what it came to is delivered to nobody
-
-
-def test_what_was_never_used_and_what_lost_its_loop_can_be_abandoned(pools):
-    pool = pools(0, 0, 1)
-    pool.abandon()
-    with LoopThread() as loop:
-        loop.run(pool.run(NONE, int), DEADLINE_S)
-    pool.abandon()
 
 
 def test_many_calls_all_end(loop, pools):

@@ -30,6 +30,10 @@ class Verdict(Enum):
     """It is all there, and has no digest."""
     CORRUPT = auto()
     UNREADABLE = auto()
+    NEWER = auto()
+    """It is all there, and its digest is of a newer release."""
+    OTHER_KEY = auto()
+    """Nobody can tell without its integrity key, or it was not made with the one that is given."""
     GONE = auto()
     """It was removed or replaced meanwhile."""
 
@@ -42,6 +46,8 @@ class Verification(Generic[Bad]):
         checked: Blocks that were read.
         verified: Those whose digest is right.
         without_digest: Those of the right length that have none.
+        newer: Those whose digest is of a newer release.
+        other_key: Those whose digest cannot be compared with the integrity key that was given.
         corrupt: Those of a wrong length or with a wrong digest.
         unreadable: Those that could not be read.
     """
@@ -49,6 +55,8 @@ class Verification(Generic[Bad]):
     checked: int = 0
     verified: int = 0
     without_digest: int = 0
+    newer: int = 0
+    other_key: int = 0
     corrupt: list[Bad] = field(default_factory=list)
     unreadable: list[Bad] = field(default_factory=list)
 
@@ -59,6 +67,8 @@ class Verification(Generic[Bad]):
             ("blocks read", f"{self.checked:,}"),
             ("verified", f"{self.verified:,}"),
             ("without a digest", f"{self.without_digest:,}"),
+            ("of a newer release", f"{self.newer:,}"),
+            ("of another integrity key", f"{self.other_key:,}"),
             ("corrupt", f"{len(self.corrupt):,}"),
             ("unreadable", f"{len(self.unreadable):,}"),
         ]
@@ -74,6 +84,10 @@ class Verification(Generic[Bad]):
             return Problem(f"corrupt: {bad}", bad.what)
         if verdict is Verdict.VERIFIED:
             self.verified += 1
+        elif verdict is Verdict.NEWER:
+            self.newer += 1
+        elif verdict is Verdict.OTHER_KEY:
+            self.other_key += 1
         else:
             self.without_digest += 1
         return None

@@ -17,6 +17,7 @@ from kvoffload_async.errors import ConfigError, OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.format import require_known_format
 from kvoffload_async.tiers.fs.inventory import (
     Inventory,
     sweep_folders,
@@ -76,11 +77,13 @@ class Housekeeping:
 
         Raises:
             OSError: The directory cannot be made or written.
-            ConfigError: The filesystem lacks what `verify` requires.
+            ConfigError: The filesystem lacks what `verify` requires, or a newer release has changed
+                what is in the directory.
 
         Thread: an I/O thread.
         """
         self._verify = verify
+        require_known_format(self._ops, self._namespace.folder)
         self._ops.make_folders(self._namespace.folder)
         self._writers.register()  # before any other file: temporary ones name their writer
         self._write_config()

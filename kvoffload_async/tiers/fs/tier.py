@@ -25,6 +25,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.failure import unusable
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
@@ -59,6 +60,7 @@ class FsSettings:
     run_config: Mapping[str, Any]
     rank: int = 0
     verify: Verify = Verify.WHEN_PRESENT
+    integrity_key: IntegrityKey | None = None
     space: SpaceSettings | None = None
     direct_io: bool = False
     fsync: bool = False
@@ -127,6 +129,7 @@ class FsTier(AsyncTier):
             writers.writer_id,
             block_bytes=self._row_bytes,
             verify=settings.verify,
+            integrity_key=settings.integrity_key,
             direct_io=settings.direct_io,
             fsync=settings.fsync,
             reuses_inodes=settings.reuse_inodes,

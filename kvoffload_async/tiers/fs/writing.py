@@ -17,7 +17,12 @@ from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.files.roots import NotRegularFileError
-from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
+from kvoffload_async.tiers.fs.digest_attribute import (
+    ATTRIBUTE,
+    AttributeDigester,
+    DigestCache,
+    Origin,
+)
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
@@ -30,6 +35,10 @@ UNVERIFIED_MARKER = ".unverified-readers"
 
 _TRIES = 8
 """How often a folder may vanish before something is put there: others remove empty ones."""
+
+_WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
+_VERIFIED_BY_ALL = {Origin.OWN, Origin.OTHER_KEY, Origin.NOBODY}
+"""Whose blocks no reader serves without comparing; what a newer release does nobody knows here."""
 
 # A full disk is not among them: a block without its checksum is no way out of that.
 _NO_XATTR = {errno.EOPNOTSUPP, errno.E2BIG, errno.EPERM}
@@ -51,6 +60,7 @@ class BlockWriter:
         direct: DirectIo,
         writer_id: str,
         *,
+        digester: AttributeDigester,
         digest_cache: DigestCache,
         block_bytes: int,
         verify: Verify,
@@ -71,7 +81,7 @@ class BlockWriter:
         self._reuses_inodes = reuses_inodes
         self._counts_bytes = counts_bytes
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
-        self._digester = AttributeDigester(namespace.layout_of(block_bytes))
+        self._digester = digester
         self._serial = itertools.count()
         self._warned = False
         self.litter: list[str] = []
@@ -103,10 +113,13 @@ class BlockWriter:
 
     def _store_one(self, item: StoreItem, outcome: StoreOutcome) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
-        if self._ops.has_file(path):
+        is_there = self._ops.has_file(path)
+        if is_there and not self._is_worthless(path):
             return StoreStatus.PRESENT
         if not item.may_write:
             return StoreStatus.ABSENT
+        if is_there:
+            self._discard_worthless(path, outcome)
         leaf = path.rpartition("/")[0]
         self._folders.ensure(leaf, outcome.change)
         with self._folders.growing(leaf, outcome.change):
@@ -154,6 +167,31 @@ class BlockWriter:
             else:
                 return True
         raise NotRegularFileError(path)
+
+    # -- a block in its place that nobody here may serve -----------------------------------------
+
+    def _is_worthless(self, path: str) -> bool:
+        """Tell whether a block's file is to be replaced, as no tier with this key ever serves it.
+
+        Without a key none is: the file may be of use to those who have it. A newer release's stays.
+        """
+        if not self._digester.is_keyed:
+            return False
+        try:
+            fd = self._ops.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return True
+        try:
+            value = self._ops.get_xattr(fd, ATTRIBUTE)
+        finally:
+            self._ops.close(fd)
+        return value is None or self._digester.origin_of(value) in _WORTHLESS
+
+    def _discard_worthless(self, path: str, outcome: StoreOutcome) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            freed_bytes = disk_bytes(self._ops.stat(path))
+            self._ops.unlink(path)
+            outcome.change.removed_bytes += freed_bytes
 
     # -- the victim -----------------------------------------------------------------------------
 
@@ -206,7 +244,8 @@ class BlockWriter:
                 return False
             fd = self._ops.open(temp, os.O_RDWR)
             try:
-                return self._ops.get_xattr(fd, ATTRIBUTE) is not None
+                value = self._ops.get_xattr(fd, ATTRIBUTE)
+                return value is not None and self._digester.origin_of(value) in _VERIFIED_BY_ALL
             finally:
                 self._ops.close(fd)
         except PermissionError:

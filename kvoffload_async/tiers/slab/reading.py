@@ -74,18 +74,19 @@ def list_folder(ops: FileOps, folder: str) -> Folder:
     return found
 
 
-def read_manifest(ops: FileOps, folder: str) -> Manifest | None:
+def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Manifest | None:
     """Return the manifest; None if there is none.
 
     Raises:
-        UnreadableManifestError: It is damaged, or of another version.
+        NewerFormatError: It is of a newer release; see `Manifest.decode`.
+        UnreadableManifestError: It is damaged.
         OSError: It cannot be read.
     """
     try:
         content = read_file(ops, f"{folder}/{MANIFEST}")
     except FileNotFoundError:
         return None
-    return Manifest.decode(bytes(content))
+    return Manifest.decode(bytes(content), for_writing=for_writing)
 
 
 def read_journal(ops: FileOps, folder: str, layout: str) -> Scan:

@@ -27,6 +27,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.failure import unusable
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.allocator import Allocator
@@ -62,6 +63,7 @@ class SlabSettings:
     rank: int = 0
     segment_bytes: int = 1 << 30
     verify: bool = True
+    integrity_key: IntegrityKey | None = None
     on_mismatch: OnMismatch = OnMismatch.FAIL
     direct_io: bool = False
     fdatasync: bool = False
@@ -146,10 +148,14 @@ class SlabTier(AsyncTier):
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
         budget = settings.budget(block_bytes)
         self._rows = Rows(env.kv_view, budget.slot_bytes)
-        layout = StoreLayout(settings.root_dir, settings.run_config, settings.rank, block_bytes)
+        key = settings.integrity_key
+        key_id = None if key is None else key.id.hex()
+        identity = settings.run_config, settings.rank, block_bytes, key_id
+        layout = StoreLayout(settings.root_dir, *identity)
         store_settings = StoreSettings(
             budget=budget,
             verify=settings.verify,
+            integrity_key=key,
             on_mismatch=settings.on_mismatch,
             direct_io=settings.direct_io,
             fdatasync=settings.fdatasync,

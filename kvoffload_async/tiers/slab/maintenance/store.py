@@ -17,16 +17,22 @@ from kvoffload_async.abc.maintenance import (
     StoreMaintenance,
     Summary,
 )
+from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo, figures_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import MANIFEST
 from kvoffload_async.tiers.slab.maintenance.changes import Changes
 from kvoffload_async.tiers.slab.maintenance.inspection import inspect_slab
-from kvoffload_async.tiers.slab.maintenance.manifests import decode_given, recover_manifest
+from kvoffload_async.tiers.slab.maintenance.manifests import (
+    decode_given,
+    newer_format,
+    recover_manifest,
+)
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
     SlabStore,
     find_slab_stores,
+    key_problem,
     locked,
     read_contents,
 )
@@ -46,6 +52,10 @@ class SlabMaintenance(StoreMaintenance):
         self.folder = store.folder
         self._store = store
         self._ops = ops
+        self._key: IntegrityKey | None = None
+
+    def use_integrity_key_file(self, path: str) -> None:
+        self._key = read_key_file(path)
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
@@ -68,9 +78,11 @@ class SlabMaintenance(StoreMaintenance):
         found, contents = await inspect_slab(io, self._store)
         for text in found.problems:
             yield Problem(text)
-        judged = await verify_slab(io, self._store, contents)
-        for problem in judged.problems:
-            yield problem
+        if problem := key_problem(contents, self._key):
+            yield Problem(problem)
+        judged = await verify_slab(io, self._store, contents, self._key)
+        for bad in judged.problems:
+            yield bad
         rows = [*judged.found.rows, ("changed meanwhile", f"{judged.found.changed:,}")]
         figures = figures_of(found) | {"verification": figures_of(judged.found)}
         yield Summary("Blocks", rows, figures)
@@ -78,10 +90,13 @@ class SlabMaintenance(StoreMaintenance):
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
         changes = Changes(self._ops, self._store, dry_run=options.dry_run)
-        async with nullcontext() if options.dry_run else self._locked(io):
-            await self._clean_up(io, changes, options)
-            for finding in changes.take_findings():
-                yield finding
+        if problem := await io.run(newer_format, self._ops, self._store):
+            changes.fail(problem)
+        else:
+            async with nullcontext() if options.dry_run else self._locked(io):
+                await self._clean_up(io, changes, options)
+        for finding in changes.take_findings():
+            yield finding
         title = "Would be removed" if options.dry_run else "Removed"
         yield Summary(title, changes.changed.rows, figures_of(changes.changed))
 
@@ -96,10 +111,13 @@ class SlabMaintenance(StoreMaintenance):
     async def _repair(self, given: Manifest | None, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
         changes = Changes(self._ops, self._store)
-        async with self._locked(io):
-            await self._rebuild(io, changes, given)
-            for finding in changes.take_findings():
-                yield finding
+        if problem := await io.run(newer_format, self._ops, self._store):
+            changes.fail(problem)
+        else:
+            async with self._locked(io):
+                await self._rebuild(io, changes, given)
+        for finding in changes.take_findings():
+            yield finding
         yield Summary("Repaired", changes.changed.rows, figures_of(changes.changed))
 
     @asynccontextmanager
@@ -117,8 +135,10 @@ class SlabMaintenance(StoreMaintenance):
         if contents.manifest_problem:
             changes.fail(f"{contents.manifest_problem}; see repair")
         changes.changed.blocks = len(contents.live)
-        if options.corrupt and contents.manifest is not None:
-            judged = await verify_slab(io, self._store, contents)
+        if options.corrupt and (problem := key_problem(contents, self._key)):
+            changes.fail(problem)
+        elif options.corrupt and contents.manifest is not None:
+            judged = await verify_slab(io, self._store, contents, self._key)
             if io.control.should_stop():
                 return
             await io.run(changes.drop_corrupt, contents, judged)
@@ -128,7 +148,7 @@ class SlabMaintenance(StoreMaintenance):
         contents: Contents = await io.run(read_contents, self._ops, self._store)
         is_recovered = contents.manifest is None
         if is_recovered:
-            manifest = await io.run(recover_manifest, self._ops, self._store, given)
+            manifest = await io.run(recover_manifest, self._ops, self._store, given, self._key)
             if manifest is None:
                 changes.fail(
                     f"{contents.manifest_problem}, and nothing says what its blocks are; give "
@@ -136,6 +156,12 @@ class SlabMaintenance(StoreMaintenance):
                 )
                 return
             contents = await io.run(read_contents, self._ops, self._store, manifest)
-        judged = await verify_slab(io, self._store, contents)
+        if problem := key_problem(contents, self._key):
+            changes.fail(problem)
+            return
+        judged = await verify_slab(io, self._store, contents, self._key)
+        if is_recovered and self._key is not None and not judged.is_good.any():
+            changes.fail("no block verifies with the integrity key: it may be another one")
+            return
         if not io.control.should_stop():
             await io.run(lambda: changes.rebuild(contents, judged, is_recovered=is_recovered))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.features import NewerFormatError
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_number
@@ -26,9 +28,18 @@ from kvoffload_async.tiers.slab.reading import (
     read_file,
     read_manifest,
 )
-from kvoffload_async.tiers.slab.records import SUSPECT, Records, Scan, keys_of, scan, seed_of
+from kvoffload_async.tiers.slab.records import (
+    KEYED,
+    SUSPECT,
+    Records,
+    Scan,
+    keys_of,
+    scan,
+    seed_of,
+)
 
 _HOLDER_BYTES = 32
+_KEY_MISSING = "its checksums are made with an integrity key; give --integrity-key-file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +134,7 @@ class Contents:
     Attributes:
         manifest: What the store is; None if it does not say.
         manifest_problem: Why not.
+        is_newer: Whether that is because the store is of a newer release.
         found: The files.
         scanned: The journal, as far as it can be believed.
         journal_bytes: Its length.
@@ -132,6 +144,7 @@ class Contents:
 
     manifest: Manifest | None
     manifest_problem: str | None
+    is_newer: bool
     found: Folder
     scanned: Scan
     journal_bytes: int
@@ -147,16 +160,18 @@ class Contents:
 
 
 def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = None) -> Contents:
-    """Read a store; `manifest` is believed instead of its own one.
+    """Read a store, not in order to write; `manifest` is believed instead of its own one.
 
     Raises:
         OSError: A file cannot be read.
     """
-    problem = None
+    problem, is_newer = None, False
     if manifest is None:
         try:
-            manifest = read_manifest(ops, store.folder)
+            manifest = read_manifest(ops, store.folder, for_writing=False)
             problem = None if manifest else "the manifest is missing"
+        except NewerFormatError as error:
+            problem, is_newer = f"the store is of a newer release: {error}", True
         except UnreadableManifestError as error:
             problem = f"the manifest is unreadable: {error}"
         except NotRegularFileError:
@@ -170,7 +185,22 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
         live = scanned.records[rows]
         live["flags"][rows < scanned.num_before_damage] |= SUSPECT
         live = _last_of_each_key(live)
-    return Contents(manifest, problem, found, scanned, len(journal), live)
+    return Contents(manifest, problem, is_newer, found, scanned, len(journal), live)
+
+
+def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
+    """Return why no checksum of a store can be compared with this key, or None if they can be."""
+    if contents.manifest is None:
+        return None
+    key_id = contents.manifest.key_id
+    has_keyed = key_id is not None or bool((contents.scanned.records["flags"] & KEYED).any())
+    if key is None:
+        return _KEY_MISSING if has_keyed else None
+    if key_id is None:
+        return "its checksums are made without an integrity key, and one is given"
+    if key_id != key.id.hex():
+        return f"its integrity key is another one, with the id {key_id}"
+    return None
 
 
 def read_journal_bytes(ops: FileOps, store: SlabStore) -> bytes | memoryview:

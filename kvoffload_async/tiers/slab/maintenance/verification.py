@@ -16,15 +16,28 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.abc.maintenance import Problem
-from kvoffload_async.tiers.files.digests import BlockDigester
+from kvoffload_async.tiers.files.digests import create_digester
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.files.verdicts import Verdict, Verification
 from kvoffload_async.tiers.slab.layout import segment_name
-from kvoffload_async.tiers.slab.maintenance.stores import Contents, SlabStore, read_contents
+from kvoffload_async.tiers.slab.maintenance.stores import (
+    Contents,
+    SlabStore,
+    key_problem,
+    read_contents,
+)
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
-from kvoffload_async.tiers.slab.records import HAS_DIGEST, SUSPECT, Records, keys_of, places_of
+from kvoffload_async.tiers.slab.records import (
+    HAS_DIGEST,
+    KEYED,
+    SUSPECT,
+    Records,
+    keys_of,
+    places_of,
+)
 from kvoffload_async.types import OffloadKey
 
 BATCH_BYTES: Final = 4 << 20
@@ -83,8 +96,12 @@ class Judged:
     problems: list[Problem] = field(default_factory=list)
 
 
-async def verify_slab(io: MaintenanceIo, store: SlabStore, contents: Contents) -> Judged:
+async def verify_slab(
+    io: MaintenanceIo, store: SlabStore, contents: Contents, key: IntegrityKey | None
+) -> Judged:
     """Read and judge every block; incomplete once stopped.
+
+    Where `key_problem` finds one, nothing is read: nobody can tell then.
 
     Raises:
         OSError: The journal cannot be read again.
@@ -94,7 +111,10 @@ async def verify_slab(io: MaintenanceIo, store: SlabStore, contents: Contents) -
     judged = Judged(found, np.zeros(len(live), dtype=np.bool_), np.zeros(len(live), dtype=np.bool_))
     if contents.manifest is None:
         return judged
-    checker = SlotChecker(io.ops, store, contents.manifest, live)
+    if key_problem(contents, key):
+        found.other_key = len(live)
+        return judged
+    checker = SlotChecker(io.ops, store, contents.manifest, live, key)
     io.control.expect(len(live))
     judgements = await _check(io, checker, np.argsort(live["place"], kind="stable"))
     for _ in range(_LOOKS - 1):
@@ -121,11 +141,18 @@ async def verify_slab(io: MaintenanceIo, store: SlabStore, contents: Contents) -
 class SlotChecker:
     """Judges single blocks. Thread: any."""
 
-    def __init__(self, ops: FileOps, store: SlabStore, manifest: Manifest, live: Records) -> None:
+    def __init__(
+        self,
+        ops: FileOps,
+        store: SlabStore,
+        manifest: Manifest,
+        live: Records,
+        key: IntegrityKey | None,
+    ) -> None:
         self._ops = ops
         self._folder = store.folder
         self._manifest = manifest
-        self._digester = BlockDigester(manifest.layout)
+        self._digester = create_digester(manifest.layout, key)
         self._keys: Sequence[OffloadKey] = keys_of(live)
         self._places: Sequence[Place] = places_of(live)
         self._flags: Sequence[int] = live["flags"].tolist()
@@ -173,11 +200,18 @@ class SlotChecker:
                 done += count
         except OSError as error:
             return _unreadable(error)
-        if not self._flags[row] & HAS_DIGEST:
-            if self._flags[row] & SUSPECT:
+        return self._compare(row, buffer)
+
+    def _compare(self, row: int, data: memoryview) -> Judgement:
+        flags, is_keyed = self._flags[row], self._digester.is_keyed
+        if not flags & HAS_DIGEST:
+            if flags & SUSPECT:
                 return Verdict.CORRUPT, "recorded before damage, and without a checksum"
-            return Verdict.WITHOUT_DIGEST, ""
-        if self._digester.digest(self._keys[row], buffer) != self._digests[row].tobytes():
+            if not is_keyed:
+                return Verdict.WITHOUT_DIGEST, ""
+        if bool(flags & KEYED) is not is_keyed:
+            return Verdict.CORRUPT, "its checksum is made without the integrity key"
+        if self._digester.digest(self._keys[row], data) != self._digests[row].tobytes():
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
 
