@@ -141,6 +141,6 @@ class WriterRegistry:
         count = self._ops.pread_into(fd, memoryview(buffer), 0)
         try:
             entry = json.loads(bytes(buffer[:count]))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False  # it is just being written
         return isinstance(entry, dict) and entry.get("boot_id") == self._boot_id

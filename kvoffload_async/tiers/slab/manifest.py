@@ -12,6 +12,8 @@ import xxhash
 FORMAT = "kvoffload-slab"
 VERSION = 1
 
+_MAX_NUMBER = 1 << 53
+
 
 class UnreadableManifestError(Exception):
     """The bytes are no manifest, or no longer what was written."""
@@ -64,19 +66,33 @@ class Manifest:
             raise UnreadableManifestError(f"it is no JSON ({error})") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise UnreadableManifestError("it is no manifest of a slab store")
-        if body.pop("xxh3", None) != _check(body):
+        if not _is_sound(body, body.pop("xxh3", None)):
             raise UnreadableManifestError("its checksum is wrong")
         if body.get("version") != VERSION:
             raise UnreadableManifestError(
                 f"it has version {body.get('version')!r}, and this release reads {VERSION}"
             )
-        return cls(
-            body["block_bytes"],
-            body["slot_bytes"],
-            body["rank"],
-            body["layout"],
-            body["run_config"],
-        )
+        return _manifest_of(body)
+
+
+def _is_sound(body: Mapping[str, Any], checksum: object) -> bool:
+    try:
+        return checksum == _check(body)
+    except RecursionError:
+        return False
+
+
+def _manifest_of(body: Mapping[str, Any]) -> Manifest:
+    """Return the manifest that fields are, whoever has computed their checksum."""
+    numbers: list[Any] = [body.get(key) for key in ("block_bytes", "slot_bytes", "rank")]
+    layout: Any = body.get("layout")
+    fields: Any = body.get("run_config")
+    if all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in numbers):
+        block_bytes, slot_bytes, rank = numbers
+        is_possible = 0 < block_bytes <= slot_bytes and isinstance(fields, dict)
+        if is_possible and isinstance(layout, str) and layout.endswith(f":{rank}:{block_bytes}"):
+            return Manifest(block_bytes, slot_bytes, rank, layout, fields)
+    raise UnreadableManifestError("its fields are missing, or contradict each other")
 
 
 def _check(body: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.records import RecordRows, Scan, live_rows, scan, seed_of
 
 _READ_BYTES = 1 << 24
+MAX_MANIFEST_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ def read_manifest(ops: FileOps, folder: str) -> Manifest | None:
         OSError: It cannot be read.
     """
     try:
-        content = read_file(ops, f"{folder}/{MANIFEST}")
+        content = read_file(ops, f"{folder}/{MANIFEST}", MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     return Manifest.decode(bytes(content))
@@ -102,11 +103,12 @@ def live_in(found: Folder, scanned: Scan, slot_bytes: int) -> RecordRows:
     return live_rows(scanned.records, slots)
 
 
-def read_file(ops: FileOps, path: str) -> memoryview:
-    """Return a file's content; raises OSError."""
+def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
+    """Return a file's content, or its first `max_bytes`; raises OSError."""
     fd = ops.open(path, os.O_RDONLY)
     try:
-        buffer = memoryview(bytearray(ops.fstat(fd).st_size))
+        length = ops.fstat(fd).st_size
+        buffer = memoryview(bytearray(length if max_bytes is None else min(length, max_bytes)))
         done = 0
         while done < len(buffer):
             count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], done)

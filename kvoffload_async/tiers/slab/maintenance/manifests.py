@@ -23,7 +23,7 @@ from kvoffload_async.tiers.slab.manifest import (
     Manifest,
     UnreadableManifestError,
 )
-from kvoffload_async.tiers.slab.reading import read_file
+from kvoffload_async.tiers.slab.reading import MAX_MANIFEST_BYTES, read_file
 from kvoffload_async.tiers.slab.records import scan, seed_of
 
 _LAYOUT: Final = re.compile(r"([0-9a-f]{12}):([0-9]{1,9}):([1-9][0-9]{0,14})")
@@ -70,7 +70,8 @@ def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Itera
         yield from _of_ranks(given, ranks)
     for path in sorted(Path(store.folder).parent.glob(f"*/{MANIFEST}")):
         try:
-            yield from _of_ranks(Manifest.decode(path.read_bytes()), ranks)
+            content = bytes(read_file(ops, str(path), MAX_MANIFEST_BYTES))
+            yield from _of_ranks(Manifest.decode(content), ranks)
         except (OSError, UnreadableManifestError):
             continue
 
@@ -78,7 +79,7 @@ def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Itera
 def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
     """Yield what a damaged manifest may have said."""
     try:
-        content = bytes(read_file(ops, path))
+        content = bytes(read_file(ops, path, MAX_MANIFEST_BYTES))
     except OSError:
         return
     try:
