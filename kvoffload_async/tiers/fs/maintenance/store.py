@@ -52,7 +52,7 @@ class FsMaintenance(StoreMaintenance):
         found, scan = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
-        verified = FileVerification()
+        verified = FileVerification(max_listed=control.max_listed)
         async with aclosing(verify_blocks(io, self._namespace, scan.blocks)) as outcomes:
             async for outcome in outcomes:
                 problem = verified.take_in(outcome)

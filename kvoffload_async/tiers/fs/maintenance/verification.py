@@ -39,7 +39,7 @@ class BadFile:
         return self.path
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class FileVerification(Verification[BadFile]):
     """What reading the blocks has shown; `gone` have vanished meanwhile."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
 import anyio.to_thread
 
@@ -33,6 +34,8 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
 )
 from kvoffload_async.tiers.slab.maintenance.verification import verify_slab
 from kvoffload_async.tiers.slab.manifest import Manifest
+
+_PROBLEMS_AT_ONCE: Final = 1000
 
 
 class SlabMaintenance(StoreMaintenance):
@@ -68,10 +71,13 @@ class SlabMaintenance(StoreMaintenance):
         for text in found.problems:
             yield Problem(text)
         judged = await verify_slab(io, self._store, contents)
-        for problem in judged.problems:
-            yield problem
-        rows = [*judged.found.rows, ("changed meanwhile", f"{judged.found.changed:,}")]
-        figures = figures_of(found) | {"verification": figures_of(judged.found)}
+        problems = judged.problems()
+        while some := await io.run(_next_of, problems):
+            for problem in some:
+                yield problem
+        verified = await io.run(judged.verification, control.max_listed)
+        rows = [*verified.rows, ("changed meanwhile", f"{verified.changed:,}")]
+        figures = figures_of(found) | {"verification": figures_of(verified)}
         yield Summary("Blocks", rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
@@ -138,3 +144,7 @@ class SlabMaintenance(StoreMaintenance):
         judged = await verify_slab(io, self._store, contents)
         if not io.control.should_stop():
             await io.run(lambda: changes.rebuild(contents, judged, is_recovered=is_recovered))
+
+
+def _next_of(problems: Iterator[Problem]) -> list[Problem]:
+    return list(islice(problems, _PROBLEMS_AT_ONCE))
