@@ -65,7 +65,7 @@ Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
 
 
 @dataclass(slots=True)
-class Told:
+class StoreReport:
     """What one store has come to.
 
     Attributes:
@@ -226,18 +226,18 @@ def _command(
     """Look after every store in a directory, tell what was found, and end with a status."""
     with errors_as_one_line(), Interrupt() as interrupt:
         with _followed(title, interrupt, None if lists_all else MAX_LISTED) as control:
-            told = _run(directory, call, control)
+            reports = _run(directory, call, control)
         if interrupt.is_requested and not shows_part:
             raise typer.Exit(EXIT_INTERRUPTED)
-        _publish(directory, told, as_json=as_json)
+        _publish(directory, reports, as_json=as_json)
     if interrupt.is_requested:
         raise typer.Exit(EXIT_INTERRUPTED)
-    for of_store in told:
-        for problem in of_store.problems:
-            complain(shown(f"{of_store.store.name}: {problem.text}"))
-        if of_store.num_unlisted:
-            complain(shown(f"{of_store.store.name}: and {of_store.num_unlisted:,} more; see --all"))
-    if any(of_store.problems for of_store in told):
+    for report in reports:
+        for problem in report.problems:
+            complain(shown(f"{report.store.name}: {problem.text}"))
+        if report.num_unlisted:
+            complain(shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all"))
+    if any(report.problems for report in reports):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -256,7 +256,7 @@ def _followed(
         )
 
 
-def _run(directory: Path, call: Call, control: MaintenanceControl) -> list[Told]:
+def _run(directory: Path, call: Call, control: MaintenanceControl) -> list[StoreReport]:
     """Return what every store has come to, and what is wrong with it.
 
     Raises:
@@ -269,22 +269,24 @@ def _run(directory: Path, call: Call, control: MaintenanceControl) -> list[Told]
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from error
 
 
-async def _find_and_call(directory: Path, call: Call, control: MaintenanceControl) -> list[Told]:
-    told: list[Told] = []
+async def _find_and_call(
+    directory: Path, call: Call, control: MaintenanceControl
+) -> list[StoreReport]:
+    reports: list[StoreReport] = []
     # All are called before the first one starts: that checks the options.
     calls = [(store, call(store, control)) for store in await find_stores(directory)]
     for store, iterator in calls:
         if control.should_stop():
             break
-        told.append(Told(store))
+        reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
             async for finding in findings:
-                told[-1].take_in(finding, control.max_listed)
-    return told
+                reports[-1].take_in(finding, control.max_listed)
+    return reports
 
 
-def _publish(directory: Path, told: Sequence[Told], *, as_json: bool) -> None:
-    summaries = [(found.store, found.summary) for found in told if found.summary is not None]
+def _publish(directory: Path, reports: Sequence[StoreReport], *, as_json: bool) -> None:
+    summaries = [(found.store, found.summary) for found in reports if found.summary is not None]
     if not as_json:
         for table in summary_tables(summaries):
             Console().print(table)
