@@ -123,12 +123,19 @@ def test_what_is_no_small_file_of_a_store_is_a_line_or_is_ignored(opened_as, kin
     survives(kind, opened_as(kind, name, CORPUS[content]))
 
 
-@pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] != "journal"])
-def test_a_small_file_that_claims_gigabytes_is_not_read_whole(opened_as, kind, name):
+@every_small_file
+def test_a_small_file_that_claims_terabytes_is_a_line_or_is_ignored(opened_as, kind, name):
     root = opened_as(kind, name, b"{")
     for path in places_of(root, name):
         os.truncate(path, SPARSE_BYTES)
     survives(kind, root)
+
+
+def test_a_block_that_claims_terabytes_is_a_line(opened_as):
+    """Without a manifest, nothing says how long it should be."""
+    root = opened_as("fs", "config.json", b"")
+    os.truncate(min(root.rglob("*.bin")), SPARSE_BYTES)
+    survives("fs", root)
 
 
 @settings(

@@ -5,6 +5,7 @@ Thread: an I/O thread; a call blocks for as long as the filesystem does.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from dataclasses import dataclass, field
@@ -116,5 +117,7 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
                 break
             done += count
         return buffer[:done]
+    except MemoryError as error:  # whoever makes a file with holes can claim any length
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
     finally:
         ops.close(fd)

@@ -11,7 +11,6 @@ import stat as stat_module
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from kvoffload_async.tiers.slab.maintenance.inspection import inspection_of
 from kvoffload_async.tiers.slab.maintenance.stores import Contents, SlabStore, read_contents
 from kvoffload_async.tiers.slab.maintenance.verification import BadSlot, Judged
 from kvoffload_async.tiers.slab.records import SUSPECT, Records, checkpoint, seed_of
-
-_GOOD: Final = (Verdict.VERIFIED, Verdict.WITHOUT_DIGEST)
 
 
 @dataclass(slots=True)
@@ -105,7 +102,7 @@ class Changes:
             return
         self._drop(judged, Verdict.CORRUPT)
         self._drop(judged, Verdict.UNREADABLE)
-        kept = contents.live[judged.are(*_GOOD)]
+        kept = contents.live[judged.is_good]
         kept["flags"] &= np.uint16(0xFFFF ^ SUSPECT)  # they have verified
         is_damaged = (
             changed.dropped
@@ -142,7 +139,7 @@ class Changes:
         self._drop(judged, Verdict.CORRUPT)
         if not self.changed.dropped:
             return
-        kept = contents.live[judged.are(*_GOOD, Verdict.UNREADABLE)]
+        kept = contents.live[judged.is_good | judged.is_unreadable]
         self.changed.blocks = len(kept)
         if not self.changed.dry_run:
             self._write_journal(contents, kept)

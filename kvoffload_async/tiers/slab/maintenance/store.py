@@ -71,7 +71,7 @@ class SlabMaintenance(StoreMaintenance):
         for text in found.problems:
             yield Problem(text)
         judged = await verify_slab(io, self._store, contents)
-        problems = judged.problems()
+        problems = judged.problems
         while some := await io.run(_next_of, problems):
             for problem in some:
                 yield problem

@@ -105,6 +105,17 @@ class Judged:
                 bad = self._checker.named(row, texts[self._reasons[row]])
                 yield Verdict(self._verdicts[row]), bad
 
+    @property
+    def is_good(self) -> npt.NDArray[np.bool_]:
+        """Which blocks may be kept."""
+        return self.are(Verdict.VERIFIED, Verdict.WITHOUT_DIGEST)
+
+    @property
+    def is_unreadable(self) -> npt.NDArray[np.bool_]:
+        """Of which blocks nobody knows."""
+        return self.are(Verdict.UNREADABLE)
+
+    @property
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong, in the order of the records."""
         for verdict, bad in self.bad(*DOUBTFUL):
