@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import typer
 from rich.console import Console
 
 from kvoffload_async.abc.maintenance import (
+    MAX_LISTED,
+    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
@@ -44,6 +47,12 @@ Directory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+ListsAll = Annotated[
+    bool,
+    typer.Option(
+        "--all", help=f"Name everything that is wrong, not the first {MAX_LISTED} of each store."
+    ),
+]
 OlderThan = Annotated[
     float,
     typer.Option(
@@ -62,8 +71,36 @@ KeyFile = Annotated[
     ),
 ]
 Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
-Summaries: TypeAlias = Sequence[tuple[StoreMaintenance, Summary]]
-Problems: TypeAlias = Sequence[tuple[StoreMaintenance, Problem]]
+
+
+@dataclass(slots=True)
+class StoreReport:
+    """What one store has come to.
+
+    Attributes:
+        store: The store.
+        summary: Its figures; None if it was stopped before.
+        problems: The first of what is wrong with it.
+        num_unlisted: How much more is.
+    """
+
+    store: StoreMaintenance
+    summary: Summary | None = None
+    problems: list[Problem] = field(default_factory=list)
+    num_unlisted: int = 0
+
+    def take_in(self, finding: Finding, max_listed: int | None) -> None:
+        """Note a finding; problems up to a number."""
+        if isinstance(finding, Summary):
+            self.summary = finding
+        elif isinstance(finding, Problem):
+            if max_listed is None or len(self.problems) < max_listed:
+                self.problems.append(finding)
+            else:
+                self.num_unlisted += 1
+
+
+_MAX_MANIFEST_BYTES: Final = 1 << 20
 
 store_app = typer.Typer(
     name="store",
@@ -75,13 +112,25 @@ store_app = typer.Typer(
 
 
 @store_app.command()
-def inspect(directory: Directory, *, as_json: AsJson = False) -> None:
+def inspect(directory: Directory, *, as_json: AsJson = False, lists_all: ListsAll = False) -> None:
     """Count what is there, by namespace and slab store; changes nothing."""
-    _command(directory, "inspect", lambda store, control: store.inspect(control), as_json=as_json)
+    _command(
+        directory,
+        "inspect",
+        lambda store, control: store.inspect(control),
+        as_json=as_json,
+        lists_all=lists_all,
+    )
 
 
 @store_app.command()
-def verify(directory: Directory, *, key_file: KeyFile = None, as_json: AsJson = False) -> None:
+def verify(
+    directory: Directory,
+    *,
+    key_file: KeyFile = None,
+    as_json: AsJson = False,
+    lists_all: ListsAll = False,
+) -> None:
     """Read every block, and check its length and checksum; changes nothing."""
     _command(
         directory,
@@ -89,6 +138,7 @@ def verify(directory: Directory, *, key_file: KeyFile = None, as_json: AsJson = 
         lambda store, control: store.verify(control),
         key_file=key_file,
         as_json=as_json,
+        lists_all=lists_all,
     )
 
 
@@ -109,6 +159,7 @@ def gc(
     ] = False,
     key_file: KeyFile = None,
     as_json: AsJson = False,
+    lists_all: ListsAll = False,
 ) -> None:
     """Remove what nobody will use; what living writers own stays.
 
@@ -130,6 +181,7 @@ def gc(
         lambda store, control: store.gc(options, control),
         key_file=key_file,
         as_json=as_json,
+        lists_all=lists_all,
         shows_part=True,
     )
 
@@ -148,6 +200,7 @@ def repair(
     ] = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
+    lists_all: ListsAll = False,
 ) -> None:
     """Keep all blocks that verify, and drop the rest.
 
@@ -164,14 +217,28 @@ def repair(
         except ConfigError as error:
             raise InputError(f"--manifest {manifest}: {error}") from error
 
-    _command(directory, "repair", call, key_file=key_file, as_json=as_json, shows_part=True)
+    _command(
+        directory,
+        "repair",
+        call,
+        key_file=key_file,
+        as_json=as_json,
+        lists_all=lists_all,
+        shows_part=True,
+    )
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(_MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         raise InputError(f"--manifest {path}: cannot be read: {error.strerror or error}") from error
+    if len(content) > _MAX_MANIFEST_BYTES:
+        raise InputError(
+            f"--manifest {path}: more than {_MAX_MANIFEST_BYTES} bytes; give a manifest.json"
+        )
+    return content
 
 
 def _command(
@@ -181,25 +248,31 @@ def _command(
     *,
     key_file: Path | None = None,
     as_json: bool,
+    lists_all: bool,
     shows_part: bool = False,
 ) -> None:
     """Look after every store in a directory, tell what was found, and end with a status."""
     with errors_as_one_line(), Interrupt() as interrupt:
-        with _followed(title, interrupt) as control:
-            summaries, problems = _run(directory, call, key_file, control)
+        with _followed(title, interrupt, None if lists_all else MAX_LISTED) as control:
+            reports = _run(directory, call, key_file, control)
         if interrupt.is_requested and not shows_part:
             raise typer.Exit(EXIT_INTERRUPTED)
-        _publish(directory, summaries, as_json=as_json)
+        _publish(directory, reports, as_json=as_json)
     if interrupt.is_requested:
         raise typer.Exit(EXIT_INTERRUPTED)
-    for store, problem in problems:
-        complain(shown(f"{store.name}: {problem.text}"))
-    if problems:
+    for report in reports:
+        for problem in report.problems:
+            complain(shown(f"{report.store.name}: {problem.text}"))
+        if report.num_unlisted:
+            complain(shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all"))
+    if any(report.problems for report in reports):
         raise typer.Exit(EXIT_FAILED)
 
 
 @contextmanager
-def _followed(title: str, interrupt: Interrupt) -> Iterator[MaintenanceControl]:
+def _followed(
+    title: str, interrupt: Interrupt, max_listed: int | None
+) -> Iterator[MaintenanceControl]:
     gauge = Gauge()
     with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, title) as on_change:
         gauge.on_change = on_change
@@ -207,12 +280,13 @@ def _followed(title: str, interrupt: Interrupt) -> Iterator[MaintenanceControl]:
             expect=gauge.expect,
             advance=gauge.advance,
             should_stop=lambda: interrupt.is_requested,
+            max_listed=max_listed,
         )
 
 
 def _run(
     directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
-) -> tuple[Summaries, Problems]:
+) -> list[StoreReport]:
     """Return what every store has come to, and what is wrong with it.
 
     Raises:
@@ -227,9 +301,8 @@ def _run(
 
 async def _find_and_call(
     directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
-) -> tuple[Summaries, Problems]:
-    summaries: list[tuple[StoreMaintenance, Summary]] = []
-    problems: list[tuple[StoreMaintenance, Problem]] = []
+) -> list[StoreReport]:
+    reports: list[StoreReport] = []
     # All are called before the first one starts: that checks the options.
     stores = await find_stores(directory)
     if key_file is not None:
@@ -239,16 +312,15 @@ async def _find_and_call(
     for store, iterator in calls:
         if control.should_stop():
             break
+        reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
             async for finding in findings:
-                if isinstance(finding, Summary):
-                    summaries.append((store, finding))
-                elif isinstance(finding, Problem):
-                    problems.append((store, finding))
-    return summaries, problems
+                reports[-1].take_in(finding, control.max_listed)
+    return reports
 
 
-def _publish(directory: Path, summaries: Summaries, *, as_json: bool) -> None:
+def _publish(directory: Path, reports: Sequence[StoreReport], *, as_json: bool) -> None:
+    summaries = [(found.store, found.summary) for found in reports if found.summary is not None]
     if not as_json:
         for table in summary_tables(summaries):
             Console().print(table)

@@ -27,12 +27,7 @@ from kvoffload_async.facade.storage import (
     parse_choice,
     parse_directory,
 )
-from kvoffload_async.facade.tier_options import (
-    MAX_THREADS,
-    TierOptions,
-    check_tier_options,
-    defaults_of,
-)
+from kvoffload_async.facade.tier_options import MAX_THREADS, TierOptions, defaults_of
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.tiers.files.ops import FileOps
@@ -158,7 +153,6 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> SlabSettings:
             raise ConfigError(
                 f"{name}: {shown(options[name])} does not go with this tier; give io_threads"
             )
-    check_tier_options(options)
     check_policy(parse_name(options["eviction_policy"], "eviction_policy"))
     parse_threads = or_none(at_least(2, MAX_THREADS))
     threads = parse_threads(options["io_threads"], "io_threads") or suitable_threads()

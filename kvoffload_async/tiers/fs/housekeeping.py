@@ -66,6 +66,7 @@ class Housekeeping:
         self._space: Space | None = None
         self._verify = Verify.OFF
         self._check_root: Callable[[], None] = _unchecked
+        self._capacity_bytes = 0
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
         self._recovery = Recovery(writers, self._run, self._enter_again, self._recount)
@@ -118,6 +119,7 @@ class Housekeeping:
         )
         await self._run(usage.open)
         self._usage = usage
+        self._capacity_bytes = settings.capacity_bytes
         inventory = await self._run(self._take_stock)
         await self._run(partial(self._join_count, usage, inventory))
         self._space = Space(
@@ -307,7 +309,19 @@ class Housekeeping:
 
     async def _trim(self, usage: UsageFile, space: Space) -> None:
         """Remove blocks while the count is above the watermark."""
-        trimming = False
-        while victims := space.trim_batch(await self._run(usage.read), trimming=trimming):
-            trimming = True
+        before = now = await self._run(usage.read)
+        num_blocks = 0
+        while victims := space.trim_batch(now, trimming=num_blocks > 0):
             await space.remove(victims, self._run)
+            num_blocks += len(victims)
+            now = await self._run(usage.read)
+        if num_blocks and before.total_bytes > self._capacity_bytes:
+            logger.warning(
+                "%s: %d bytes were there, and capacity_bytes is %d: %d blocks were removed, the "
+                "least valuable first, and %d bytes are there now",
+                self._namespace.folder,
+                before.total_bytes,
+                self._capacity_bytes,
+                num_blocks,
+                now.total_bytes,
+            )

@@ -244,5 +244,5 @@ def _parsed(text: bytes) -> Usage | None:
     try:
         settled, reserved, changed = json.loads(text)
         return Usage(int(settled), {str(k): int(v) for k, v in reserved.items()}, int(changed))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

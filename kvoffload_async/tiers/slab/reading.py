@@ -5,6 +5,7 @@ Thread: an I/O thread; a call blocks for as long as the filesystem does.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.records import RecordRows, Scan, live_rows, scan, seed_of
 
 _READ_BYTES = 1 << 24
+MAX_MANIFEST_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Man
         OSError: It cannot be read.
     """
     try:
-        content = read_file(ops, f"{folder}/{MANIFEST}")
+        content = read_file(ops, f"{folder}/{MANIFEST}", MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     return Manifest.decode(bytes(content), for_writing=for_writing)
@@ -104,11 +106,12 @@ def live_in(found: Folder, scanned: Scan, slot_bytes: int) -> RecordRows:
     return live_rows(scanned.records, slots)
 
 
-def read_file(ops: FileOps, path: str) -> memoryview:
-    """Return a file's content; raises OSError."""
+def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
+    """Return a file's content, or its first `max_bytes`; raises OSError."""
     fd = ops.open(path, os.O_RDONLY)
     try:
-        buffer = memoryview(bytearray(ops.fstat(fd).st_size))
+        length = ops.fstat(fd).st_size
+        buffer = memoryview(bytearray(length if max_bytes is None else min(length, max_bytes)))
         done = 0
         while done < len(buffer):
             count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], done)
@@ -116,5 +119,7 @@ def read_file(ops: FileOps, path: str) -> memoryview:
                 break
             done += count
         return buffer[:done]
+    except MemoryError as error:  # whoever makes a file with holes can claim any length
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
     finally:
         ops.close(fd)

@@ -68,7 +68,7 @@ class FsMaintenance(StoreMaintenance):
         found, scan = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
-        verified = FileVerification()
+        verified = FileVerification(max_listed=control.max_listed)
         blocks = scan.blocks
         if refusal := await self._refusal(io, for_writing=False):
             yield Problem(refusal)

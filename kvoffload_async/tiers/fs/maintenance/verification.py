@@ -41,7 +41,7 @@ class BadFile:
         return self.path
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class FileVerification(Verification[BadFile]):
     """What reading the blocks has shown; `gone` have vanished meanwhile."""
 
@@ -135,8 +135,8 @@ class BlockChecker:
             return self._corrupt(fd, block, reason)
         except FileNotFoundError:
             return Outcome(block, Verdict.GONE)
-        except OSError as error:
-            return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
+        except (OSError, MemoryError) as error:
+            return Outcome(block, Verdict.UNREADABLE, _why(error))
         finally:
             self._ops.close(fd)
 
@@ -187,6 +187,12 @@ class BlockChecker:
             reason = f"{reason}, and cannot be removed: {error.strerror or error}"
             return Outcome(block, Verdict.CORRUPT, reason)
         return Outcome(block, Verdict.CORRUPT, reason, is_removed=True)
+
+
+def _why(error: OSError | MemoryError) -> str:
+    if isinstance(error, MemoryError):  # whoever makes a file with holes can claim any length
+        return "more bytes than fit into memory"
+    return error.strerror or str(error)
 
 
 def _batches(blocks: Sequence[FoundBlock]) -> Iterator[Sequence[FoundBlock]]:

@@ -32,7 +32,7 @@ from kvoffload_async.tiers.slab.manifest import (
     Manifest,
     UnreadableManifestError,
 )
-from kvoffload_async.tiers.slab.reading import read_file
+from kvoffload_async.tiers.slab.reading import MAX_MANIFEST_BYTES, read_file
 from kvoffload_async.tiers.slab.records import KEYED, scan, seed_of
 
 _LAYOUT: Final = re.compile(r"([0-9a-f]{12}):([0-9]{1,9}):([1-9][0-9]{0,14})")
@@ -114,7 +114,7 @@ def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Itera
         yield from _of_ranks(given, ranks)
     for path, _ in sorted(_beside(ops, store)):
         try:
-            content = bytes(read_file(ops, f"{path}/{MANIFEST}"))
+            content = bytes(read_file(ops, f"{path}/{MANIFEST}", MAX_MANIFEST_BYTES))
             yield from _of_ranks(Manifest.decode(content, for_writing=False), ranks)
         except (OSError, UnreadableManifestError, NewerFormatError):
             continue
@@ -131,7 +131,7 @@ def _beside(ops: FileOps, store: SlabStore) -> list[tuple[str, os.stat_result]]:
 def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
     """Yield what a damaged manifest may have said."""
     try:
-        content = bytes(read_file(ops, path))
+        content = bytes(read_file(ops, path, MAX_MANIFEST_BYTES))
     except OSError:
         return
     try:

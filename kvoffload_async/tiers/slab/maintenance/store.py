@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from typing import ClassVar, Self
+from itertools import islice
+from typing import ClassVar, Final, Self
 
 import anyio.to_thread
 
@@ -38,6 +39,8 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
 )
 from kvoffload_async.tiers.slab.maintenance.verification import verify_slab
 from kvoffload_async.tiers.slab.manifest import Manifest
+
+_PROBLEMS_AT_ONCE: Final = 1000
 
 
 class SlabMaintenance(StoreMaintenance):
@@ -81,10 +84,13 @@ class SlabMaintenance(StoreMaintenance):
         if problem := key_problem(contents, self._key):
             yield Problem(problem)
         judged = await verify_slab(io, self._store, contents, self._key)
-        for bad in judged.problems:
-            yield bad
-        rows = [*judged.found.rows, ("changed meanwhile", f"{judged.found.changed:,}")]
-        figures = figures_of(found) | {"verification": figures_of(judged.found)}
+        problems = judged.problems
+        while some := await io.run(_next_of, problems):
+            for bad in some:
+                yield bad
+        verified = await io.run(judged.verification, control.max_listed)
+        rows = [*verified.rows, ("changed meanwhile", f"{verified.changed:,}")]
+        figures = figures_of(found) | {"verification": figures_of(verified)}
         yield Summary("Blocks", rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
@@ -165,3 +171,7 @@ class SlabMaintenance(StoreMaintenance):
             return
         if not io.control.should_stop():
             await io.run(lambda: changes.rebuild(contents, judged, is_recovered=is_recovered))
+
+
+def _next_of(problems: Iterator[Problem]) -> list[Problem]:
+    return list(islice(problems, _PROBLEMS_AT_ONCE))
