@@ -17,7 +17,7 @@ from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
-from kvoffload_async.tiers.fs.folders import LeafFolders
+from kvoffload_async.tiers.fs.folders import LeafFolders, sync_folder
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
@@ -29,6 +29,8 @@ UNVERIFIED_MARKER = ".unverified-readers"
 
 _TRIES = 8
 """How often a folder may vanish before something is put there: others remove empty ones."""
+
+_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
 # A full disk is not among them: a block without its checksum is no way out of that.
 _NO_XATTR = {errno.EOPNOTSUPP, errno.E2BIG, errno.EPERM}
@@ -79,6 +81,7 @@ class BlockWriter:
 
         The outcomes are appended one by one, so that none is lost if the caller is.
         """
+        leaves: dict[str, list[StoreOutcome]] = {}
         for item in items:
             outcome = StoreOutcome(item)
             try:
@@ -86,6 +89,37 @@ class BlockWriter:
             except OSError as error:
                 outcome.error = mapped(error)
             outcomes.append(outcome)
+            if outcome.status in _STORED:
+                leaves.setdefault(self._namespace.leaf_of(item.key), []).append(outcome)
+        if self._fsync:
+            for leaf, stored in leaves.items():
+                self._sync_names(leaf, stored)
+
+    def _sync_names(self, leaf: str, stored: Sequence[StoreOutcome]) -> None:
+        """Wait until blocks in a leaf folder will be found again; those that may not be, fail."""
+        try:
+            self._folders.sync(leaf)
+        except OSError as error:
+            for outcome in stored:
+                self._take_back(outcome)
+                outcome.status, outcome.error = StoreStatus.FAILED, mapped(error)
+
+    def _take_back(self, outcome: StoreOutcome) -> None:
+        """Remove a block that was written, as nothing later proves that its name is durable."""
+        if outcome.status is StoreStatus.WRITTEN:
+            path = self._namespace.get_file_name(outcome.item.key)
+            try:
+                freed_bytes = disk_bytes(self._ops.stat(path))
+                self._ops.unlink(path)
+            except OSError as error:
+                logger.warning("a block that may not be durable stays behind: %s", str(error))
+            else:
+                outcome.change.removed_bytes += freed_bytes
+
+    def sync_root(self) -> None:
+        """Wait until the namespace's own folder is on the device; raises OSError."""
+        if self._fsync:
+            sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_litter(self) -> None:
         """Try again to remove what could not be removed.
@@ -233,7 +267,7 @@ class BlockWriter:
             if digest is not None:
                 self._set_digest(fd, digest, is_vital=recycled)
             if self._fsync:
-                self._ops.fdatasync(fd)
+                self._ops.fsync(fd)  # the digest as well: `fdatasync` does not wait for attributes
             return digest
         finally:
             self._ops.close(fd)
