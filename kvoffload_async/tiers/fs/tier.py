@@ -24,6 +24,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
@@ -233,7 +234,10 @@ class FsTier(AsyncTier):
         async def run_checked(call: Callable[[], T], /) -> T:
             def checked() -> T:
                 check()
-                return call()
+                try:
+                    return call()
+                except OSError as error:  # of the count; a full disk is no fault
+                    raise mapped(error) from None
 
             return await self._run_store(checked)
 
