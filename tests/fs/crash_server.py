@@ -17,6 +17,7 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 K = [key_of(number) for number in range(60)]
 BAD = K[5]
 CAPACITY = 16 * 1024 + 5 * 12 * 1024
+SHARED_CAPACITY = 32 * 1024 + 30 * 12 * 1024
 
 
 def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
@@ -75,7 +76,7 @@ def several(root: str, kills: int, seed: int, verify: str) -> dict:
     """Three processes at work on one directory, killed one after the other."""
 
     def start(number: int) -> dict:
-        return traffic(root, number, 10**6, CAPACITY, verify)
+        return traffic(root, number, 10**6, SHARED_CAPACITY, verify)
 
     return crew(3, kills, seed, 0.08, start)
 

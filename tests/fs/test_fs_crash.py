@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from crashes import DEADLINE_S, RANDOM_KILLS, Process
-from fs.crash_server import BAD, CAPACITY, K
+from fs.crash_server import BAD, CAPACITY, SHARED_CAPACITY, K
 from fs.places import KIB, Place
 from powercuts import problems
 
@@ -25,16 +25,16 @@ def server():
         yield process
 
 
-def check_after_crash(place: Place) -> None:
+def check_after_crash(place: Place, capacity_bytes: int = CAPACITY) -> None:
     assert place.every_block_is_whole(), "a partial or wrong block was published"
-    with place.open(capacity_bytes=CAPACITY, rescan_interval_s=3600.0) as harness:
+    with place.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
         assert not place.temps(), "a temporary file of a dead writer is left"
-        assert place.counted_bytes() == place.disk_bytes() <= CAPACITY
+        assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
         assert not any(place.usage().reserved_bytes.values())
         assert harness.store(K[20:23]) == {}
         assert harness.load(K[20:23], [30, 31, 32]) == {}
         assert all(harness.holds(K[20 + i], 30 + i) for i in range(3))
-        assert place.counted_bytes() == place.disk_bytes() <= CAPACITY
+        assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
         known = sorted(place.blocks())
         failures = harness.load(known)
         assert {known[slot] for slot in failures} <= {BAD}
@@ -99,9 +99,8 @@ def test_kills_of_three_processes_leave_no_partial_block_and_a_right_count(
         done, number = done + said[0]["kills"], number + 1
         assert said[-1] == {"killed": False, "status": 0}
         # A walk may meet a block twice while it moves.
-        assert largest.stop() <= CAPACITY + 6 * UNIT
-        assert place.disk_bytes() <= CAPACITY + 6 * UNIT
-        check_after_crash(place)
+        assert largest.stop() <= SHARED_CAPACITY + 6 * UNIT
+        check_after_crash(place, SHARED_CAPACITY)
         assert not problems(FsMaintenance, tmp_path)
 
 
