@@ -67,7 +67,7 @@ class RecordingFileOps(FaultyFileOps):
 
     def open(self, path: str, flags: int, mode: int = 0o644) -> int:
         with self._order:
-            fd = super().open(path, flags, mode)
+            fd = super().open(path, flags)
             parent, name = self._place(path)
             file = self._find(path)
             if file is None and parent is not None and flags & os.O_CREAT:

@@ -1,6 +1,7 @@
 """What other users do with a directory, each in a child that has become that user. A script."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from crashes import load, serve
@@ -14,11 +15,16 @@ OPEN = {"fs": Place, "slab": SlabStore}
 
 
 def work(tier: str, root: str, user: int, group: int, *, numbers: list, wanted: list, **options):
-    """Store some blocks and load others, as a user; return which failed, and how."""
+    """Become a user, and do what `use` does."""
     os.setgroups([group])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     os.umask(0o077)  # as some services have it
+    return use(tier, root, numbers, wanted, **options)
+
+
+def use(tier: str, root: str, numbers: list, wanted: list, **options) -> dict:
+    """Store some blocks and load others; return which failed, and how."""
     try:
         with OPEN[tier](Path(root)).open(**options) as harness:
             stored = harness.store([key_of(number) for number in numbers])
@@ -32,4 +38,7 @@ def work(tier: str, root: str, user: int, group: int, *, numbers: list, wanted: 
 
 
 if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:  # what is imported late another user cannot read
+        for tier in OPEN:
+            use(tier, f"{folder}/{tier}", [1], [1, 2], verify="required" if tier == "fs" else True)
     serve(work=work)
