@@ -19,10 +19,10 @@ from kvoffload_async.abc.maintenance import (
 from kvoffload_async.testing.changes import Recording
 from kvoffload_async.testing.powercut import MetadataOrder, PowerCuts, State
 
-PER_STEP = int(os.environ.get("KVOFFLOAD_POWER_CUTS", "6"))
+PER_STEP = int(os.environ.get("KVOFFLOAD_POWER_CUTS", "16"))
 """How many states are tried at most after each step of a small workload."""
 
-SAMPLED = 5 * PER_STEP
+SAMPLED = 2 * PER_STEP
 """How many states of a large workload are tried."""
 
 
