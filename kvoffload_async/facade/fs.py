@@ -83,7 +83,7 @@ class FileSystemTierManager(SecondaryTierManager):
             high_watermark: Share of the capacity above which room is made in the background.
             low_watermark: Share of the capacity down to which that goes.
             direct_io: Bypass the page cache where the filesystem can.
-            fsync: Wait for the device before a block is published.
+            fsync: A block counts as stored once its bytes, checksum and name are on the device.
             reuse_inodes: Overwrite evicted files instead of making new ones, where that is safe.
             rescan_interval_s: Seconds between two walks that correct the count.
             file_mode: Permissions of new files, as octal text such as "0640"; by default 0600 and

@@ -259,6 +259,10 @@ class FaultyFileOps(FileOps):
         self._before_fd("fdatasync", fd)
         super().fdatasync(fd)
 
+    def fsync(self, fd: int) -> None:
+        self._before_fd("fsync", fd)
+        super().fsync(fd)
+
     def set_xattr(self, fd: int, name: str, value: bytes) -> None:
         self._before_fd("set_xattr", fd)
         super().set_xattr(fd, name, value)

@@ -166,6 +166,10 @@ class FileOps:
         """Wait until a file's bytes are on the device."""
         os.fdatasync(fd)
 
+    def fsync(self, fd: int) -> None:
+        """Wait until a file's bytes and attributes, or the names in a folder, are on the device."""
+        os.fsync(fd)
+
     def set_xattr(self, fd: int, name: str, value: bytes) -> None:
         """Set an extended attribute."""
         os.setxattr(fd, name, value)

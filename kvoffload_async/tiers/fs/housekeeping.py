@@ -93,6 +93,7 @@ class Housekeeping:
             self._ops.close(self._ops.open_own(marker, os.O_WRONLY))
         if verify is Verify.REQUIRED:
             self._require_attributes()
+        self._files.writer.sync_root()
         self._sweep_stale()
 
     async def open_space(

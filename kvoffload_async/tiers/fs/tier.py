@@ -24,7 +24,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.failure import unusable
+from kvoffload_async.tiers.files.failure import mapped, unusable
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
@@ -255,7 +255,10 @@ class FsTier(AsyncTier):
         async def run_checked(call: Callable[[], T], /) -> T:
             def checked() -> T:
                 check()
-                return call()
+                try:
+                    return call()
+                except OSError as error:  # of the count; a full disk is no fault
+                    raise mapped(error) from None
 
             return await self._run_store(checked)
 

@@ -23,7 +23,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     DigestCache,
     Origin,
 )
-from kvoffload_async.tiers.fs.folders import LeafFolders
+from kvoffload_async.tiers.fs.folders import LeafFolders, sync_folder
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
@@ -39,6 +39,7 @@ _TRIES = 8
 _WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
 _VERIFIED_BY_ALL = {Origin.OWN, Origin.OTHER_KEY, Origin.NOBODY}
 """Whose blocks no reader serves without comparing; what a newer release does nobody knows here."""
+_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
 # A full disk is not among them: a block without its checksum is no way out of that.
 _NO_XATTR = {errno.EOPNOTSUPP, errno.E2BIG, errno.EPERM}
@@ -91,6 +92,7 @@ class BlockWriter:
 
         The outcomes are appended one by one, so that none is lost if the caller is.
         """
+        leaves: dict[str, list[StoreOutcome]] = {}
         for item in items:
             outcome = StoreOutcome(item)
             try:
@@ -99,6 +101,37 @@ class BlockWriter:
             except OSError as error:
                 outcome.error = mapped(error)
             outcomes.append(outcome)
+            if outcome.status in _STORED:
+                leaves.setdefault(self._namespace.leaf_of(item.key), []).append(outcome)
+        if self._fsync:
+            for leaf, stored in leaves.items():
+                self._sync_names(leaf, stored)
+
+    def _sync_names(self, leaf: str, stored: Sequence[StoreOutcome]) -> None:
+        """Wait until blocks in a leaf folder will be found again; those that may not be, fail."""
+        try:
+            self._folders.sync(leaf)
+        except OSError as error:
+            for outcome in stored:
+                self._take_back(outcome)
+                outcome.status, outcome.error = StoreStatus.FAILED, mapped(error)
+
+    def _take_back(self, outcome: StoreOutcome) -> None:
+        """Remove a block that was written, as nothing later proves that its name is durable."""
+        if outcome.status is StoreStatus.WRITTEN:
+            path = self._namespace.get_file_name(outcome.item.key)
+            try:
+                freed_bytes = disk_bytes(self._ops.stat(path))
+                self._ops.unlink(path)
+            except OSError as error:
+                logger.warning("a block that may not be durable stays behind: %s", str(error))
+            else:
+                outcome.change.removed_bytes += freed_bytes
+
+    def sync_root(self) -> None:
+        """Wait until the namespace's own folder is on the device; raises OSError."""
+        if self._fsync:
+            sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_litter(self) -> None:
         """Try again to remove what could not be removed.
@@ -289,7 +322,7 @@ class BlockWriter:
             if digest is not None:
                 self._set_digest(fd, digest, is_vital=recycled)
             if self._fsync:
-                self._ops.fdatasync(fd)
+                self._ops.fsync(fd)  # the digest as well: `fdatasync` does not wait for attributes
             return digest
         finally:
             self._ops.close(fd)

@@ -64,7 +64,7 @@ def newer_format(ops: FileOps, store: SlabStore) -> str | None:
         OSError: The manifest cannot be read.
     """
     try:
-        content = bytes(read_file(ops, f"{store.folder}/{MANIFEST}"))
+        content = bytes(read_file(ops, f"{store.folder}/{MANIFEST}", MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         return None
     try:
