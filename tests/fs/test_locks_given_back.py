@@ -8,6 +8,7 @@ from fs.places import BLOCK, KIB, Place
 
 from kvoffload_async.errors import (
     ConfigError,
+    TierError,
     TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
@@ -33,7 +34,7 @@ def store(harness: TierHarness, keys) -> None:
     """Store in trouble: it may fail."""
     try:
         harness.store(keys)
-    except (OSError, TierUnavailableError) as error:
+    except (OSError, TierError) as error:
         drop_tracebacks(error)
 
 
@@ -127,7 +128,7 @@ def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(pl
         if times == 1:
             assert harness.store(K[:2]) == {}
         else:
-            with pytest.raises(OSError, match="cannot be locked"):
+            with pytest.raises(TierUnavailableError, match="cannot be locked"):
                 harness.store(K[:2])
             ops.heal()
             assert harness.store(K[:2]) == {}
