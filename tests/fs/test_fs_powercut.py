@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,10 @@ def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, verify)
 
 @pytest.mark.parametrize("order", MetadataOrder)
 def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fsync(tmp_path, order):
-    ops = recorded(tmp_path / "work", stores, fsync=True)
+    options = {"verify": "required"}  # the checksum counts, too
+    ops = recorded(tmp_path / "work", stores, fsync=True, **options)
     found = states(ops.recording, order)
-    assert check_each(found, tmp_path, check) > 20
+    assert check_each(found, tmp_path, partial(check, **options)) > 20
 
 
 @pytest.mark.parametrize("fsync", [False, True])
