@@ -305,6 +305,10 @@ class FaultyFileOps(FileOps):
         self._before("utime", path)
         super().utime(path)
 
+    def names(self, folder: str) -> list[str]:
+        self._before("names", folder)
+        return super().names(folder)
+
     def walk(self, root: str) -> Iterator[tuple[str, os.stat_result]]:
         self._before("walk", root)
         yield from super().walk(root)

@@ -87,7 +87,7 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
     """Capacity at a fifth of the working set, so that each evicts the others' blocks."""
     place = Place(tmp_path)
     unit = 12 * KIB
-    capacity_bytes = 4 * KIB * (3 + processes) + len(K) // 5 * unit
+    capacity_bytes = 4 * KIB * (6 + processes) + len(K) // 5 * unit
     children = [
         Process(
             SERVER,

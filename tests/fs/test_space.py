@@ -11,7 +11,7 @@ from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, start, trim
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.usage import _parsed
+from kvoffload_async.tiers.fs.counts import parsed
 from kvoffload_async.types import make_offload_key
 
 
@@ -43,7 +43,7 @@ class Watching(FaultyFileOps):
 
     def _before(self, name, path, flags=0):
         if self.is_watching:
-            usage = _parsed((self._place.folder / ".usage").read_bytes())
+            usage = parsed((self._place.folder / ".usage").read_bytes())
             on_disk = self._place.disk_bytes()
             self.largest_bytes = max(self.largest_bytes, on_disk)
             if usage is not None and on_disk > usage.total_bytes:
@@ -176,10 +176,10 @@ def test_it_does_not_look_again_at_once(place, caplog):
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
         assert harness.run(housekeeping.look_for_blocks())
-        housekeeping._next_walk_s = float("inf")
+        housekeeping._next_step_s = float("inf")
         assert not harness.run(housekeeping.look_for_blocks())
-        housekeeping._next_walk_s = 0.0
-        ops.fail(errno.EIO, on="walk", times=1)
+        housekeeping._next_step_s = 0.0
+        ops.fail(errno.EIO, on="names", times=1)
         assert not harness.run(housekeeping.look_for_blocks())
         assert "looking for room failed" in caplog.text
 

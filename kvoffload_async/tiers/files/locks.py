@@ -38,6 +38,21 @@ def _pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
+@contextlib.contextmanager
+def acquired(mutex: threading.Lock, path: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold the mutex that parts this process's threads over a file.
+
+    Raises:
+        TimeoutError: Another thread did not release it in time (ETIMEDOUT).
+    """
+    if not mutex.acquire(timeout=timeout_s):
+        raise _overdue(path, timeout_s)
+    try:
+        yield
+    finally:
+        mutex.release()
+
+
 class LockedFile:
     """A file that threads, processes and hosts use one at a time.
 
@@ -85,9 +100,7 @@ class LockedFile:
             OSError: The file cannot be opened or locked.
         """
         deadline_s = self._clock() + self._timeout_s
-        if not self._mutex.acquire(timeout=self._timeout_s):
-            raise self._overdue()
-        try:
+        with acquired(self._mutex, self._path, self._timeout_s):
             fd = self._lock(deadline_s)
             try:
                 yield fd
@@ -96,8 +109,6 @@ class LockedFile:
                 raise
             finally:
                 self._unlock()
-        finally:
-            self._mutex.release()
 
     def close(self) -> None:
         """Close the descriptor; idempotent. The next use opens it again.
@@ -105,12 +116,8 @@ class LockedFile:
         Raises:
             TimeoutError: A use has not ended in time (ETIMEDOUT).
         """
-        if not self._mutex.acquire(timeout=self._timeout_s):
-            raise self._overdue()
-        try:
+        with acquired(self._mutex, self._path, self._timeout_s):
             self._drop()
-        finally:
-            self._mutex.release()
 
     def _lock(self, deadline_s: float) -> int:
         pause_s = _FIRST_PAUSE_S
@@ -128,7 +135,7 @@ class LockedFile:
                     raise OSError(error.errno, f"cannot be locked: {why}", self._path) from error
                 continue  # a kept descriptor may have gone stale
             if self._clock() >= deadline_s:
-                raise self._overdue()
+                raise _overdue(self._path, self._timeout_s)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -157,11 +164,6 @@ class LockedFile:
             # It is closed all the same, and what was done under the lock was done.
             logger.warning("%s: closing it reported %s", self._path, str(error))
 
-    def _overdue(self) -> OSError:
-        return OSError(
-            errno.ETIMEDOUT, f"its lock was held by another for {self._timeout_s:g} s", self._path
-        )
-
 
 @contextlib.contextmanager
 def held(
@@ -174,3 +176,7 @@ def held(
             yield fd
     finally:
         file.close()
+
+
+def _overdue(path: str, timeout_s: float) -> OSError:
+    return OSError(errno.ETIMEDOUT, f"its lock was held by another for {timeout_s:g} s", path)

@@ -146,6 +146,10 @@ class FileOps:
         """Set a file's times to now, by the filesystem's own clock."""
         os.utime(path)
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names of what is directly in a folder."""
+        return os.listdir(folder)
+
     def walk(self, root: str) -> Iterator[tuple[str, os.stat_result]]:
         """Yield every folder and file below a folder; what vanishes meanwhile is left out."""
         try:

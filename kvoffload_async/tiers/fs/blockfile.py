@@ -16,7 +16,7 @@ from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.folders import LeafFolders
-from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey
@@ -66,7 +66,7 @@ class BlockFiles:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._verify = verify
-        self._folders = LeafFolders(ops, counts_bytes=counts_bytes)
+        self._folders = LeafFolders(ops, namespace.bucket_of_folder, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
         self._digester = AttributeDigester(namespace.layout_of(block_bytes))
         self._digest_cache = DigestCache()
@@ -216,6 +216,6 @@ class BlockFiles:
             except OSError as error:
                 logger.warning("an evicted block stays behind: %s", str(error))
                 continue
-            change.removed_bytes += freed_bytes
+            change.remove(bucket_of(key), freed_bytes)
             self._folders.remove_empty(self._namespace.leaf_of(key), change)
         return change

@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -17,16 +19,11 @@ from kvoffload_async.errors import ConfigError, OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.inventory import (
-    Inventory,
-    sweep_folders,
-    sweep_temps,
-    take_inventory,
-)
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.space import Footprint, Space, SpaceSettings
-from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 
@@ -36,8 +33,20 @@ T = TypeVar("T")
 
 _CREATE = os.O_WRONLY | os.O_CREAT
 _LEAVE_TIMEOUT_S = 1.0
+
+_SHARE = 0.02
+"""Of a processor's time, what walks may take on average."""
+_SHARE_UNKNOWN = 0.25
+"""The same as long as the count is not known, and so nothing can be stored."""
 _REST = 5.0
-"""How many times as long as a walk took, none is made on demand."""
+"""How many times as long as a walk took, none is made, however little processor time it took."""
+_LEAST_REST_S = 0.1
+_STEP_S = 0.02
+"""Of processor time, what a step may take before it begins another bucket."""
+_OPENING_S = 0.2
+"""How long opening, or a job that finds no room, looks around."""
+_PORTION = 1024
+"""Blocks that are learned at a time, so that the loop is kept busy for milliseconds."""
 
 
 class Housekeeping:
@@ -58,13 +67,16 @@ class Housekeeping:
         self._env = env
         self._usage: UsageFile | None = None
         self._space: Space | None = None
+        self._walk = NamespaceWalk(ops, namespace, writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
+        self._is_leaving = threading.Event()
         self._walks = 0
-        self._next_walk_s = 0.0
+        self._cycle_begun_s = 0.0
+        self._next_step_s = 0.0
 
     def enter(self, verify: Verify) -> None:
-        """Make the folders, register, and sweep the stale files of dead writers.
+        """Make the folders, and register.
 
         Raises:
             OSError: The directory cannot be made or written.
@@ -80,7 +92,6 @@ class Housekeeping:
             self._ops.close(self._ops.open(marker, _CREATE))
         if verify is Verify.REQUIRED:
             self._require_attributes()
-        self._sweep_stale()
 
     async def open_space(
         self,
@@ -88,10 +99,10 @@ class Housekeeping:
         create_policy: Callable[[int], CachePolicy],
         row_bytes: int,
     ) -> Space:
-        """Take stock, and make room if there is too little already.
+        """Join the count.
 
         Raises:
-            ConfigError: The capacity is below one block.
+            ConfigError: The capacity is below one block, or the count's format is newer.
             OSError: The count cannot be kept here.
         """
         status = await self._run(partial(self._ops.stat, self._namespace.folder))
@@ -99,15 +110,11 @@ class Housekeeping:
         footprint.check(settings.capacity_bytes)
         block_bytes, folder_bytes = footprint.block_bytes, footprint.folder_bytes
         usage = UsageFile(
-            self._ops,
-            self._namespace.folder,
-            self._writers.writer_id,
-            lambda: self._settled_bytes(self._take_stock()),
+            self._ops, self._namespace.folder, self._writers.writer_id, self._writers.living
         )
-        await self._run(usage.open)
+        await self._run(lambda: usage.open(self._writers.entry_bytes()))
         self._usage = usage
-        inventory = await self._run(self._take_stock)
-        await self._run(partial(self._join_count, usage, inventory))
+        self._walk = NamespaceWalk(self._ops, self._namespace, self._writers, usage)
         self._space = Space(
             settings,
             create_policy(min(settings.capacity_bytes // block_bytes, MAX_NUMBERS)),
@@ -117,9 +124,18 @@ class Housekeeping:
             folder_bytes=folder_bytes,
             announce=self._env.blocks_evicted,
         )
-        await self._space.remove(self._space.learn(inventory, ()), self._run)
-        await self._trim(usage, self._space)
         return self._space
+
+    async def look_around(self) -> None:
+        """Walk for a moment, which is a whole cycle where there is little; make room if need be.
+
+        Raises:
+            OSError: The namespace or its count cannot be used.
+        """
+        async with self._walking:
+            await self._walk_for(_OPENING_S, lambda step: step.ends_cycle or step.is_waiting)
+        if self._usage is not None and self._space is not None:
+            await self._trim(self._usage, self._space)
 
     def start(self, rescan_interval_s: float) -> None:
         """Start housekeeping in the background."""
@@ -128,21 +144,24 @@ class Housekeeping:
         )
 
     async def look_for_blocks(self) -> bool:
-        """Walk, unless that was done a moment ago, for blocks of others that could be evicted.
+        """Walk for a moment, unless that was just done, for blocks that could be evicted.
 
         Returns:
-            Whether a walk has ended since the call.
+            Whether a walk has been made since the call.
         """
-        if self._usage is None or self._space is None:
+        space = self._space
+        if space is None:
             return False
         walks = self._walks
         async with self._walking:
             if self._walks != walks:
                 return True
-            if asyncio.get_running_loop().time() < self._next_walk_s:
+            if asyncio.get_running_loop().time() < self._next_step_s:
                 return False
             try:
-                await self._rescan(self._usage, self._space)
+                await self._walk_for(
+                    _OPENING_S, lambda step: space.can_evict or step.ends_cycle or step.is_waiting
+                )
             except (OSError, OffloadError) as error:
                 logger.warning(
                     "%s: looking for room failed: %s", self._namespace.folder, str(error)
@@ -150,8 +169,19 @@ class Housekeeping:
                 return False
             return True
 
+    async def begin_anew(self) -> None:
+        """Begin another cycle: the namespace, or its count, was taken away and made again.
+
+        Raises:
+            OSError: The namespace or its count cannot be used.
+        """
+        async with self._walking:
+            self._walk.begin_anew()
+        await self.look_around()
+
     async def leave(self) -> None:
         """Stop, give back what was reserved, and unregister."""
+        self._is_leaving.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=_LEAVE_TIMEOUT_S)
@@ -198,26 +228,6 @@ class Housekeeping:
             self._ops.close(fd)
             self._files.writer.discard(probe)
 
-    def _sweep_stale(self) -> None:
-        """Sweep the stale files of dead writers. Thread: an I/O thread."""
-        _, dead = self._writers.others()
-        if dead:
-            inventory = self._take_stock()
-            swept = sweep_temps(self._ops, inventory.temps, dead)
-            sweep_folders(self._ops, inventory, swept)
-            for writer_id in dead:
-                self._writers.forget(writer_id)
-
-    def _take_stock(self) -> Inventory:
-        return take_inventory(self._ops, self._namespace)
-
-    def _settled_bytes(self, inventory: Inventory) -> int:
-        return inventory.settled_bytes({*self._writers.living(), self._writers.writer_id})
-
-    def _join_count(self, usage: UsageFile, inventory: Inventory) -> None:
-        settled_bytes = self._settled_bytes(inventory)
-        usage.start(self._writers.living, settled_bytes, self._writers.entry_bytes())
-
     def _close(self) -> None:
         """Each step has its chance. Thread: an I/O thread."""
         with contextlib.ExitStack() as steps:
@@ -234,40 +244,94 @@ class Housekeeping:
         self._writers.unregister()
 
     async def _run_periodically(self, rescan_interval_s: float) -> None:
-        """Show that this tier lives, and keep the count true to the disk."""
+        """Show that this tier lives, and walk, a little at a time."""
         loop = asyncio.get_running_loop()
-        rescan_at_s = loop.time() + rescan_interval_s
+        tick_s = min(HEARTBEAT_S, rescan_interval_s)
+        tick_at_s = loop.time() + tick_s
         while True:
-            await asyncio.sleep(min(HEARTBEAT_S, rescan_interval_s))
+            walk_at_s = self._next_step_s
+            is_known = self._usage is None or self._usage.is_complete
+            if is_known and not self._walk.is_in_cycle:
+                walk_at_s = max(walk_at_s, self._cycle_begun_s + rescan_interval_s)
+            await asyncio.sleep(max(0.0, min(walk_at_s, tick_at_s) - loop.time()))
             try:
-                await self._run(self._writers.heartbeat)
-                if self._space is None or self._usage is None:
-                    continue
-                if loop.time() >= rescan_at_s:
-                    rescan_at_s = loop.time() + rescan_interval_s
+                if loop.time() >= tick_at_s:
+                    tick_at_s = loop.time() + tick_s
+                    await self._run(self._writers.heartbeat)
+                    if self._space is not None and self._usage is not None:
+                        await self._trim(self._usage, self._space)
+                elif loop.time() >= walk_at_s:
                     async with self._walking:
-                        await self._rescan(self._usage, self._space)
-                await self._trim(self._usage, self._space)
+                        await self._take_step(self._is_leaving.is_set)
             except (OSError, OffloadError) as error:
+                self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
 
-    async def _rescan(self, usage: UsageFile, space: Space) -> None:
-        """Learn what others have added and removed, and correct the count by it."""
+    async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
+        """Walk until it is enough, or for so long. Under the lock of walks."""
+        loop = asyncio.get_running_loop()
+        begun_s, cpu_s = loop.time(), 0.0
+        until_s = time.monotonic() + seconds
+
+        def should_stop() -> bool:
+            return self._is_leaving.is_set() or time.monotonic() > until_s
+
+        while not should_stop():
+            step = await self._take_step(should_stop)
+            cpu_s += step.cpu_s
+            if is_enough(step):
+                break
+        self._rest(begun_s, cpu_s)
+        self._walks += 1
+
+    async def _take_step(self, should_stop: Callable[[], bool]) -> Step:
+        """Walk over a few buckets, and learn what is in them. Under the lock of walks."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        await self._run(self._sweep_stale)
-        known = space.known()
-        before = await self._run(usage.read)
-        inventory = await self._run(self._take_stock)
-        await self._run(partial(sweep_folders, self._ops, inventory, ()))
-        surplus = space.learn(inventory, known)
-        await self._run(partial(self._correct, usage, before, inventory))
-        await space.remove(surplus, self._run)
-        self._walks += 1
-        self._next_walk_s = loop.time() + _REST * (loop.time() - begun_s)
+        space = self._space
+        if not self._walk.is_in_cycle:
+            self._cycle_begun_s = begun_s
+            if space is not None:
+                space.blocks.begin_cycle()
+        if space is None:
+            step = await self._run(partial(self._walk.step, _STEP_S, should_stop))
+        else:
+            space.blocks.begin_walk()
+            try:
+                step = await self._run(partial(self._walk.step, _STEP_S, should_stop))
+                step.cpu_s += await self._learn(space, step)
+            finally:
+                space.blocks.end_walk()
+        self._rest(begun_s, step.cpu_s)
+        if step.error is not None:
+            logger.warning("%s: not all can be read: %s", self._namespace.folder, str(step.error))
+        return step
 
-    def _correct(self, usage: UsageFile, before: Usage, inventory: Inventory) -> None:
-        usage.correct(before, self._settled_bytes(inventory), self._writers.living)
+    async def _learn(self, space: Space, step: Step) -> float:
+        """Take in what a step has found, in portions; return the processor time it took."""
+        cpu_s = 0.0
+        for first in range(0, len(step.found), _PORTION):
+            begun_s = time.thread_time()
+            surplus = space.blocks.learn(step.found[first : first + _PORTION])
+            cpu_s += time.thread_time() - begun_s
+            await asyncio.sleep(0)
+            await space.remove(surplus, self._run)
+        more: int | None = 0 if step.ends_cycle else None
+        while more is not None:
+            begun_s = time.thread_time()
+            more = space.drop_vanished(more, step.unwalked)
+            cpu_s += time.thread_time() - begun_s
+            await asyncio.sleep(0)
+        return cpu_s
+
+    def _rest(self, begun_s: float, cpu_s: float) -> None:
+        """Say when the next step is to be."""
+        now_s = asyncio.get_running_loop().time()
+        is_known = self._usage is None or self._usage.is_complete
+        rest_s = cpu_s / (_SHARE if is_known else _SHARE_UNKNOWN)
+        if is_known:
+            rest_s = max(rest_s, _REST * (now_s - begun_s))
+        self._next_step_s = now_s + max(rest_s, _LEAST_REST_S)
 
     async def _trim(self, usage: UsageFile, space: Space) -> None:
         """Remove blocks while the count is above the watermark."""

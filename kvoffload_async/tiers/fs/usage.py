@@ -1,9 +1,15 @@
 """How many bytes a namespace takes on disk, counted together by all the tiers that are open on it.
 
-A small file, changed under an advisory lock: what is settled (files and folders that are there),
-what each writer has set aside for blocks that it is writing, and how much was changed in all. Room
-is set aside before a byte is written and given back after, so that the sum never exceeds the
-capacity. One locked change before a job and one after it, whatever its size.
+A small file, changed under an advisory lock; see `counts` for what is in it. Room is set aside
+before a byte is written and given back after, so that the sum never exceeds the capacity. One
+locked change before a job and one after it, whatever its size.
+
+What a writer had set aside when it died is presumed used, until walks that began later have seen
+every bucket. A count that is lost, or was never there, is not known until walks have seen every
+bucket: until then nothing new is granted.
+
+Every writer says which of its operations on the disk have ended. So a walk over a bucket is exact
+if those that ran beside it have ended and the bucket's count has not changed since before the walk.
 
 What this writer has set aside and has changed is kept here too, so that a change of the file that
 fails is made up for by the next one.
@@ -16,146 +22,179 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import deque
+import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile, held
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile, acquired
+from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.fs.counts import (
+    FILE_BYTES,
+    FILE_NAME,
+    MAX_WRITERS,
+    SLOT_BYTES,
+    Usage,
+    WriterCount,
+    changed_since,
+    parsed,
+)
+from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
-FILE_NAME = ".usage"
-_MAX_BYTES = 1 << 16
+
+class OlderReleaseError(OSError):
+    """The count is kept in an older format by a release that is still running."""
 
 
 @dataclass(slots=True)
-class Usage:
-    """The shared count.
+class Sighting:
+    """What a walk has found in a bucket, until the count is corrected by it.
 
     Attributes:
-        settled_bytes: Files and folders that are there.
-        reserved_bytes: What each writer has set aside; every writer that counts is in it.
-        changed_bytes: What was added and removed since the beginning, both taken positive.
+        bucket: Which.
+        disk_bytes: What was there, less what was swept.
+        swept_bytes: Folders that the walk has removed.
+        changed: The bucket's counter of changes before the walk.
+        waits_for: Writers whose operations ran beside the walk, and how many they had begun; None
+            before that was looked at.
+        is_exact: Whether the count was set to it.
     """
 
-    settled_bytes: int = 0
-    reserved_bytes: dict[str, int] = field(default_factory=dict)
-    changed_bytes: int = 0
+    bucket: int
+    disk_bytes: int
+    swept_bytes: int
+    changed: int
+    waits_for: dict[str, int] | None = None
+    is_exact: bool = False
 
-    @property
-    def total_bytes(self) -> int:
-        """What counts against the capacity."""
-        return self.settled_bytes + self.all_reserved_bytes
 
-    @property
-    def all_reserved_bytes(self) -> int:
-        """What is set aside by all writers together."""
-        return sum(self.reserved_bytes.values())
+@dataclass(slots=True)
+class _Own:
+    """What this writer has in the count, or is to have after its next change."""
+
+    reserved_bytes: int = 0
+    begun: int = 0
+    running: set[int] = field(default_factory=set)
+    untold: DiskChange = field(default_factory=DiskChange)
 
 
 class UsageFile:
-    """The shared count's file."""
+    """The shared count's file.
+
+    Attributes:
+        is_complete: Whether the count was known, and this writer in it, at the last change.
+    """
 
     def __init__(
         self,
         ops: FileOps,
         namespace_folder: str,
         writer_id: str,
-        count_disk: Callable[[], int],
+        living: Callable[[], Collection[str]],
         *,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
-        """Describe where; `count_disk` counts anew if the file is unreadable."""
+        """Describe where.
+
+        Args:
+            ops: The system calls.
+            namespace_folder: Where the file is.
+            writer_id: Who counts.
+            living: Returns the other writers that live. Asked under the lock: who is in the count
+                by then has registered before.
+            lock_timeout_s: Seconds for taking its lock.
+        """
+        self.is_complete = False
         self._ops = ops
         self._path = f"{namespace_folder}/{FILE_NAME}"
         self._writer_id = writer_id
-        self._count_disk = count_disk
+        self._living = living
         self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
+        self._lock_timeout_s = lock_timeout_s
+        self._mutex = threading.Lock()  # of what is kept here
         self._is_open = False
         self._entry_bytes = 0
-        self._reserved_bytes = 0
-        self._untold = DiskChange()
-        self._ended: deque[tuple[int, DiskChange]] = deque()
-        """What jobs have given back and done: noted at once, also where the lock cannot be had."""
+        self._own = _Own()
 
-    def open(self) -> None:
-        """Make the file if it is not there: it takes its place on disk before that is counted."""
-        with self._file.held() as fd:
-            if not self._ops.fstat(fd).st_size:
-                self._write(fd, Usage(), 0)
-        self._is_open = True
-
-    def start(
-        self, living: Callable[[], Collection[str]], disk_bytes: int, entry_bytes: int = 0
-    ) -> Usage:
-        """Join the count.
-
-        The first tier to count sets it to what is on disk; beside others their count goes on, and
-        only what dead writers had set aside is given back.
+    def open(self, entry_bytes: int = 0) -> Usage:
+        """Join the count, which is made if it is not there.
 
         Args:
-            living: Returns the other writers that live. Asked under the lock: who is in the count
-                by then has registered before.
-            disk_bytes: What was on disk a moment ago.
-            entry_bytes: What of that is this writer's own, and goes with it.
+            entry_bytes: Disk bytes that are this writer's own, and go with it.
+
+        Raises:
+            OSError: The file cannot be used.
+            NewerCountError: Its format is newer.
+            OlderReleaseError: An older release is counting in it.
         """
-        with self._changed() as usage:
-            self._drop_dead(usage, living)
-            if len(usage.reserved_bytes) == 1:
-                usage.settled_bytes = disk_bytes
-            else:
-                usage.settled_bytes += entry_bytes
+        self._is_open = True
+        try:
+            with self._changed() as usage:
+                self._reap(usage)
+                usage.change(REST, entry_bytes, 0)
+        except BaseException:
+            self._is_open = False
+            self._file.close()
+            raise
         self._entry_bytes = entry_bytes
         return usage
 
     def close(self) -> None:
-        """Give back what this writer had set aside, and close; idempotent."""
+        """Give back what this writer had set aside, and leave the count; idempotent."""
         if not self._is_open:
             return
         try:
             with self._changed() as usage:
-                del usage.reserved_bytes[self._writer_id]
-                usage.settled_bytes = max(0, usage.settled_bytes - self._entry_bytes)
+                usage.writers.pop(self._writer_id, None)
+                usage.change(REST, 0, self._entry_bytes)
         finally:
             self._is_open = False
             self._file.close()
+
+    # -- what a job changes ---------------------------------------------------------------------
+
+    def begin(self) -> int:
+        """Begin an operation on the disk; return its number.
+
+        The other writers see it from the next change on: there must be one before the disk is
+        touched.
+        """
+        with self._mine():
+            own = self._own
+            number = own.begun
+            own.begun += 1
+            own.running.add(number)
+            return number
 
     def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
         """Set room aside for up to `count` units; return for how many there was room."""
         with self._changed() as usage:
             room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
-            granted = min(count, room)
-            usage.reserved_bytes[self._writer_id] += granted * unit_bytes
+            granted = min(count, room) if self._counts_in(usage) else 0
+            if granted:
+                usage.writers[self._writer_id].reserved_bytes += granted * unit_bytes
         return granted
 
-    def settle(self, released_bytes: int, change: DiskChange) -> Usage:
+    def settle(
+        self, released_bytes: int, change: DiskChange, operation: int | None = None
+    ) -> Usage:
         """Give back room that was set aside, and count what became of it; return the count.
+
+        Args:
+            released_bytes: What is given back.
+            change: What was done to the disk.
+            operation: What has ended with it.
 
         Raises:
             OSError: The file could not be changed; the next change will tell.
         """
-        self._ended.append((released_bytes, change))
+        with self._mine():
+            own = self._own
+            own.reserved_bytes = max(0, own.reserved_bytes - released_bytes)
+            own.untold += change
+            if operation is not None:
+                own.running.discard(operation)
         return self.read()
-
-    def correct(
-        self, before: Usage, disk_bytes: int, living: Callable[[], Collection[str]]
-    ) -> Usage:
-        """Set the count to what a walk has found, if more is amiss than can have moved meanwhile.
-
-        Args:
-            before: The count before the walk.
-            disk_bytes: What the walk has found.
-            living: As for `start`.
-        """
-        with self._changed() as usage:
-            self._drop_dead(usage, living)
-            unsure = usage.changed_bytes - before.changed_bytes + usage.all_reserved_bytes
-            unsure += sum(before.reserved_bytes.get(writer, 0) for writer in usage.reserved_bytes)
-            drift = disk_bytes - usage.settled_bytes
-            if abs(drift) > unsure:
-                usage.settled_bytes = disk_bytes
-                usage.changed_bytes += abs(drift)
-        return usage
 
     def read(self) -> Usage:
         """Return the count."""
@@ -163,82 +202,164 @@ class UsageFile:
             pass
         return usage
 
-    def _drop_dead(self, usage: Usage, living: Callable[[], Collection[str]]) -> None:
-        alive = {*living(), self._writer_id}
-        usage.reserved_bytes = {
-            writer: size for writer, size in usage.reserved_bytes.items() if writer in alive
-        }
+    # -- walks ----------------------------------------------------------------------------------
+
+    def begin_cycle(self) -> int:
+        """Presume what the dead had reserved used; return how much was ever presumed so."""
+        with self._changed() as usage:
+            self._reap(usage)
+        return usage.presumed_ever
+
+    def end_cycle(self, presumed_ever: int) -> Usage:
+        """Give up what was presumed before the cycle began, all of whose buckets were exact."""
+        with self._changed() as usage:
+            over = min(presumed_ever, usage.presumed_ever)  # if it was made anew meanwhile
+            usage.presumed_over = max(usage.presumed_over, over)
+        return usage
+
+    def correct(self, sightings: Collection[Sighting], operation: int) -> list[Sighting]:
+        """Correct the count by what walks have found; return what must be waited for.
+
+        Args:
+            sightings: What they have found. Those that are not returned are done with; not exact
+                are those whose bucket was changed meanwhile: their count is corrected only if it
+                is off by more than that.
+            operation: The walk's own, which has ended.
+        """
+        with self._mine():
+            self._own.running.discard(operation)
+        with self._changed() as usage:
+            return [sighting for sighting in sightings if not _corrected(usage, sighting)]
+
+    def give_up(self, sightings: Collection[Sighting]) -> None:
+        """Correct the count by what was waited for in vain, as far as it is certainly too small."""
+        with self._changed() as usage:
+            for sighting in sightings:
+                _raise(usage, sighting)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _counts_in(self, usage: Usage) -> bool:
+        return usage.is_complete and self._writer_id in usage.writers
+
+    def _reap(self, usage: Usage) -> None:
+        dead = usage.writers.keys() - {*self._living(), self._writer_id}
+        for writer_id in dead:
+            usage.presumed_ever += usage.writers.pop(writer_id).reserved_bytes
+        self._enter(usage)  # there may have been no place before
+
+    def _enter(self, usage: Usage) -> None:
+        """Say in the count what this writer has reserved and begun, if there is a place."""
+        own = self._own
+        if self._writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
+            begun, oldest = own.begun, min(own.running, default=own.begun)
+            usage.writers[self._writer_id] = WriterCount(own.reserved_bytes, begun, oldest)
+
+    def _mine(self) -> contextlib.AbstractContextManager[None]:
+        return acquired(self._mutex, self._path, self._lock_timeout_s)
 
     @contextlib.contextmanager
     def _changed(self) -> Iterator[Usage]:
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
-        with self._file.held() as fd:
-            self._take_ended()
-            buffer = bytearray(_MAX_BYTES)
-            count = self._ops.pread_into(fd, memoryview(buffer), 0)
-            usage = _parsed(bytes(buffer[:count]))
+        with self._mine(), self._file.held() as fd:
+            content = _content(self._ops, fd)
+            usage = parsed(content)
+            is_new = usage is None
             if usage is None:
-                usage = Usage(self._count_disk())
-            else:
-                self._tell(usage)
-            usage.reserved_bytes[self._writer_id] = self._reserved_bytes
+                self._check_older(content)
+                usage = Usage()
+            own = self._own
+            for bucket, (added_bytes, removed_bytes) in own.untold.buckets.items():
+                usage.change(bucket, added_bytes, removed_bytes)
+            self._enter(usage)
             yield usage
-            self._write(fd, usage, count)
-            self._untold = DiskChange()
-            self._reserved_bytes = usage.reserved_bytes.get(self._writer_id, 0)
+            self._write(fd, usage, is_new=is_new)
+            own.untold = DiskChange()
+            entry = usage.writers.get(self._writer_id)
+            own.reserved_bytes = 0 if entry is None else entry.reserved_bytes
+            self.is_complete = self._counts_in(usage)
 
-    def _take_ended(self) -> None:
-        while self._ended:
-            released_bytes, change = self._ended.popleft()
-            self._reserved_bytes = max(0, self._reserved_bytes - released_bytes)
-            self._untold += change
+    def _write(self, fd: int, usage: Usage, *, is_new: bool) -> None:
+        if is_new:  # both slots: it takes its place on disk before that is counted
+            write_all(self._ops, fd, usage.packed(), 0)
+        usage.sequence += 1
+        write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
 
-    def _tell(self, usage: Usage) -> None:
-        added, removed = self._untold.added_bytes, self._untold.removed_bytes
-        usage.settled_bytes = max(0, usage.settled_bytes + added - removed)
-        usage.changed_bytes += added + removed
-
-    def _write(self, fd: int, usage: Usage, old_length: int) -> None:
-        content = [usage.settled_bytes, usage.reserved_bytes, usage.changed_bytes]
-        text = memoryview(json.dumps(content).encode())
+    def _check_older(self, content: bytes) -> None:
+        """Check that nobody counts in the format of before, of which a state is a JSON list."""
         try:
-            done = 0
-            while done < len(text):
-                written = self._ops.pwrite(fd, text[done:], done)
-                done += written
-                if not written:
-                    break
-            if done < old_length:
-                # A crash before this line leaves a tail that does not parse: counted anew.
-                self._ops.truncate(fd, done)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._ops.truncate(fd, 0)  # half of it might parse: better counted anew
-            raise
+            _, reserved, _ = json.loads(content)
+            counting = set(reserved) & set(self._living())
+        except (ValueError, TypeError, RecursionError):
+            return
+        if counting:
+            raise OlderReleaseError(
+                f"{self._path} is kept by an older release that is running ({min(counting)}): "
+                "end that, or use another directory"
+            )
 
 
 def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     """Return a namespace's count without joining it; None if it is unreadable.
 
     Raises:
-        OSError: There is none, or it cannot be read.
+        OSError: There is none, it cannot be read, or its format is newer.
     """
-    path = f"{namespace_folder}/{FILE_NAME}"
-    buffer = bytearray(_MAX_BYTES)
-    with contextlib.ExitStack() as stack:
-        try:
-            fd = stack.enter_context(held(ops, path, os.O_RDONLY))
-        except OSError:  # no locks here: half a change does not parse
-            fd = ops.open(path, os.O_RDONLY)
-            stack.callback(ops.close, fd)
-        count = ops.pread_into(fd, memoryview(buffer), 0)
-    return _parsed(bytes(buffer[:count]))
+    fd = ops.open(f"{namespace_folder}/{FILE_NAME}", os.O_RDONLY)
+    try:  # no lock: of a slot that is half written, the other is whole
+        return parsed(_content(ops, fd))
+    finally:
+        ops.close(fd)
 
 
-def _parsed(text: bytes) -> Usage | None:
-    try:
-        settled, reserved, changed = json.loads(text)
-        return Usage(int(settled), {str(k): int(v) for k, v in reserved.items()}, int(changed))
-    except (ValueError, TypeError, AttributeError):
-        return None
+def _content(ops: FileOps, fd: int) -> bytes:
+    buffer = memoryview(bytearray(FILE_BYTES))
+    done = 0
+    while done < FILE_BYTES:
+        count = ops.pread_into(fd, buffer[done:], done)
+        if not count:
+            break
+        done += count
+    return bytes(buffer[:done])
+
+
+def _corrected(usage: Usage, sighting: Sighting) -> bool:
+    """Correct the count by a walk; tell whether that is done."""
+    writers = usage.writers
+    if sighting.waits_for is None:
+        sighting.waits_for = {
+            name: writer.begun for name, writer in writers.items() if writer.oldest != writer.begun
+        }
+    sighting.waits_for = {
+        name: begun
+        for name, begun in sighting.waits_for.items()
+        if name in writers and not writers[name].has_ended(begun)
+    }
+    if sighting.waits_for:
+        return False
+    settled_bytes, moved_bytes = _moved(usage, sighting)
+    found_bytes = sighting.disk_bytes
+    sighting.is_exact = not moved_bytes
+    if settled_bytes is None or abs(settled_bytes - found_bytes) > moved_bytes:
+        # Which of the changes the walk has seen is not known: rather too much than too little.
+        usage.set(sighting.bucket, found_bytes + moved_bytes)
+    if sighting.swept_bytes:  # other walks may have seen it: they are not exact
+        usage.change(sighting.bucket, sighting.swept_bytes, sighting.swept_bytes)
+    return True
+
+
+def _raise(usage: Usage, sighting: Sighting) -> None:
+    """Correct the count upwards by a walk beside which an operation has not ended."""
+    settled_bytes, moved_bytes = _moved(usage, sighting)
+    found_bytes = sighting.disk_bytes
+    if settled_bytes is None:
+        usage.set(sighting.bucket, found_bytes + moved_bytes)
+    elif found_bytes > settled_bytes + moved_bytes + usage.all_reserved_bytes:
+        usage.set(sighting.bucket, found_bytes)
+
+
+def _moved(usage: Usage, sighting: Sighting) -> tuple[int | None, int]:
+    """Return a bucket's settled bytes, and what was changed in it since before the walk."""
+    settled_bytes, changed = usage.bucket(sighting.bucket)
+    return settled_bytes, changed_since(changed, sighting.changed)

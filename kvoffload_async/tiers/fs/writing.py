@@ -18,7 +18,7 @@ from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.folders import LeafFolders
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
 
@@ -128,7 +128,7 @@ class BlockWriter:
         if not is_published:
             self.discard(temp)
             return StoreStatus.PRESENT
-        outcome.change.added_bytes += file_bytes
+        outcome.change.add(bucket_of(item.key), file_bytes)
         if digest is not None:
             self._digest_cache.remember(item.key, digest)
         return StoreStatus.WRITTEN
@@ -163,7 +163,7 @@ class BlockWriter:
         else:
             return False
         outcome.victim_taken = True
-        outcome.change.removed_bytes += freed_bytes
+        outcome.change.remove(bucket_of(victim), freed_bytes)
         self._folders.remove_empty(self._namespace.leaf_of(victim), outcome.change)
         return True
 

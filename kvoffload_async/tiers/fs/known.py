@@ -1,0 +1,101 @@
+"""Which blocks of a namespace one tier knows of, and which of them walks have seen.
+
+Every known block has the mark of the last cycle of walks that has seen it: who has an older one at
+the end of a cycle has vanished. One byte a block. What is on its way out is not learned again,
+though a walk may have seen it before it was gone.
+
+Thread: loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.tables.arrays import small_integers
+from kvoffload_async.types import OffloadKey
+
+_SLOTS_AT_ONCE: Final = 8192
+_MARKS: Final = 255
+
+
+class KnownBlocks:
+    """The blocks that a policy ranks, with what walks say of them."""
+
+    def __init__(self, policy: KeyRanking, busy: Container[OffloadKey]) -> None:
+        """Start with none; `busy` are those that are being read or written."""
+        self._policy = policy
+        self._busy = busy
+        self._marks = small_integers(policy.capacity_blocks)
+        """Slot -> the mark of its block; 0: none."""
+        self._end = 0
+        self._mark = 1
+        self._leaving: set[OffloadKey] = set()
+        self._left: set[OffloadKey] | None = None
+
+    def begin_cycle(self) -> None:
+        """Begin a cycle: from now on, what is seen has another mark."""
+        self._mark = self._mark % _MARKS + 1
+
+    def begin_walk(self) -> None:
+        """Begin to note what leaves, as a walk may have seen it before; ended by `end_walk`."""
+        self._left = set()
+
+    def end_walk(self) -> None:
+        """Stop noting what leaves: what a walk has found was learned."""
+        self._left = None
+
+    def learn(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Take blocks in that were seen, and mark those that are known.
+
+        Returns:
+            The first of them, if there are more than can be ranked.
+        """
+        news: list[OffloadKey] = []
+        left = self._left or ()
+        for key, slot in zip(keys, self._policy.find(keys), strict=True):
+            if slot is not None:
+                self._marks[slot] = self._mark
+            elif key not in self._leaving and key not in left:
+                news.append(key)
+        room = max(0, self._policy.capacity_blocks - len(self._policy))
+        surplus = max(0, len(news) - room)
+        self.admit(news[surplus:])
+        return news[:surplus]
+
+    def admit(self, keys: Sequence[OffloadKey]) -> None:
+        """Take blocks in that are there, or are about to be; as many as can be ranked."""
+        found = self._policy.find(keys)
+        news = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+        del news[max(0, self._policy.capacity_blocks - len(self._policy)) :]
+        slots = [slot for slot in found if slot is not None] + self._policy.admit(news)
+        for slot in slots:
+            self._marks[slot] = self._mark
+        self._end = max(self._end, max(slots, default=-1) + 1)
+
+    def leave(self, keys: Iterable[OffloadKey]) -> None:
+        """Note blocks that are on their way out."""
+        self._leaving.update(keys)
+
+    def left(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that their way out has ended, gone or not."""
+        self._leaving.difference_update(keys)
+        if self._left is not None:
+            self._left.update(keys)
+
+    def vanished(self, first: int, unwalked: Container[int]) -> tuple[list[OffloadKey], int | None]:
+        """Return some of the blocks that the cycle that ends has not seen, and where to go on."""
+        end = min(first + _SLOTS_AT_ONCE, self._end)
+        marks = np.asarray(self._marks[first:end])
+        slots = (np.flatnonzero((marks != 0) & (marks != self._mark)) + first).tolist()
+        keys = self._policy.keys_of(slots)
+        vanished = []
+        for key, slot, found in zip(keys, slots, self._policy.find(keys), strict=True):
+            if found != slot:
+                self._marks[slot] = 0  # it was freed
+            elif key not in self._busy and key[0] not in unwalked:
+                vanished.append(key)
+        return vanished, end if end < self._end else None
