@@ -88,7 +88,7 @@ class Place:
         return Path(self.namespace.get_file_name(key))
 
     def inventory(self) -> Inventory:
-        roots = [f"{self.folder}/{name}" for name in os.listdir(self.folder)]
+        roots = map(str, self.folder.iterdir())
         return take_inventory(FileOps(), self.namespace, roots)
 
     def disk_bytes(self) -> int:

@@ -12,8 +12,8 @@ from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.locks import held
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.counts import FILE_NAME
+from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import UsageFile
 
 K = [key_of(number) for number in range(12)]

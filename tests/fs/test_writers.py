@@ -9,7 +9,7 @@ from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs import writers as writers_module
-from kvoffload_async.tiers.fs.inventory import Inventory, sweep_folders, sweep_temps, writer_of
+from kvoffload_async.tiers.fs.inventory import sweep_folders, sweep_temps, writer_of
 from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry, boot_id
 
 A, B = key_of(1), key_of(2)

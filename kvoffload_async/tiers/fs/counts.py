@@ -173,7 +173,7 @@ class Usage:
         slot[_BUCKETS_AT : _BUCKETS_AT + len(self._buckets)] = self._buckets
         at = _WRITERS_AT
         for name, writer in self.writers.items():
-            counts = (writer.reserved_bytes, writer.begun, writer.oldest)
+            counts = (writer.reserved_bytes, writer.begun % _WRAP, writer.oldest % _WRAP)
             _WRITER.pack_into(slot, at, name.encode(), *counts)
             at += _WRITER.size
         _CHECKSUM.pack_into(slot, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(slot[:_CHECKSUM_AT]))

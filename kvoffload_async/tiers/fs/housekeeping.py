@@ -74,6 +74,7 @@ class Housekeeping:
         self._walks = 0
         self._cycle_begun_s = 0.0
         self._next_step_s = 0.0
+        self._next_look_s = 0.0
 
     def enter(self, verify: Verify) -> None:
         """Make the folders, and register.
@@ -156,7 +157,9 @@ class Housekeeping:
         async with self._walking:
             if self._walks != walks:
                 return True
-            if asyncio.get_running_loop().time() < self._next_step_s:
+            loop = asyncio.get_running_loop()
+            begun_s = loop.time()
+            if begun_s < self._next_look_s:
                 return False
             try:
                 await self._walk_for(
@@ -167,6 +170,7 @@ class Housekeeping:
                     "%s: looking for room failed: %s", self._namespace.folder, str(error)
                 )
                 return False
+            self._next_look_s = loop.time() + _REST * (loop.time() - begun_s)
             return True
 
     async def begin_anew(self) -> None:

@@ -45,6 +45,16 @@ class DiskChange:
     def __init__(self) -> None:
         self.buckets: dict[int, tuple[int, int]] = {}
 
+    @property
+    def added_bytes(self) -> int:
+        """What was added in all. For inspection."""
+        return sum(added for added, _ in self.buckets.values())
+
+    @property
+    def removed_bytes(self) -> int:
+        """What was removed in all. For inspection."""
+        return sum(removed for _, removed in self.buckets.values())
+
     def add(self, bucket: int, num_bytes: int) -> None:
         """Note what was added to a part."""
         added, removed = self.buckets.get(bucket, (0, 0))

@@ -24,9 +24,9 @@ import json
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile, acquired
+from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
 from kvoffload_async.tiers.files.ops import FileOps, write_all
 from kvoffload_async.tiers.fs.counts import (
     FILE_BYTES,
@@ -68,14 +68,47 @@ class Sighting:
     is_exact: bool = False
 
 
-@dataclass(slots=True)
 class _Own:
-    """What this writer has in the count, or is to have after its next change."""
+    """What this writer is to have in the count after its next change.
 
-    reserved_bytes: int = 0
-    begun: int = 0
-    running: set[int] = field(default_factory=set)
-    untold: DiskChange = field(default_factory=DiskChange)
+    It never waits for a change that is under way: nothing is lost if that hangs.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self.running: set[int] = set()
+        self._begun = 0
+        self._untold = DiskChange()
+        self._mutex = threading.Lock()
+
+    def begin(self) -> int:
+        with self._mutex:
+            number = self._begun
+            self._begun += 1
+            self.running.add(number)
+        return number
+
+    def end(self, operation: int) -> None:
+        with self._mutex:
+            self.running.discard(operation)
+
+    def reserve(self, num_bytes: int) -> None:
+        with self._mutex:
+            self.reserved_bytes = max(0, self.reserved_bytes + num_bytes)
+
+    def add_untold(self, change: DiskChange) -> None:
+        with self._mutex:
+            self._untold += change
+
+    def take_untold(self) -> DiskChange:
+        with self._mutex:
+            untold, self._untold = self._untold, DiskChange()
+        return untold
+
+    def entry(self) -> WriterCount:
+        with self._mutex:
+            oldest = min(self.running, default=self._begun)
+            return WriterCount(self.reserved_bytes, self._begun, oldest)
 
 
 class UsageFile:
@@ -110,8 +143,6 @@ class UsageFile:
         self._writer_id = writer_id
         self._living = living
         self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
-        self._lock_timeout_s = lock_timeout_s
-        self._mutex = threading.Lock()  # of what is kept here
         self._is_open = False
         self._entry_bytes = 0
         self._own = _Own()
@@ -159,20 +190,24 @@ class UsageFile:
         The other writers see it from the next change on: there must be one before the disk is
         touched.
         """
-        with self._mine():
-            own = self._own
-            number = own.begun
-            own.begun += 1
-            own.running.add(number)
-            return number
+        return self._own.begin()
+
+    def end(self, operation: int) -> None:
+        """End an operation that has changed nothing; the others see it from the next change on."""
+        self._own.end(operation)
 
     def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
         """Set room aside for up to `count` units; return for how many there was room."""
-        with self._changed() as usage:
-            room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
-            granted = min(count, room) if self._counts_in(usage) else 0
-            if granted:
-                usage.writers[self._writer_id].reserved_bytes += granted * unit_bytes
+        granted = 0
+        try:
+            with self._changed() as usage:
+                room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
+                granted = min(count, room) if self._counts_in(usage) else 0
+                self._own.reserve(granted * unit_bytes)
+                self._enter(usage)
+        except BaseException:
+            self._own.reserve(-granted * unit_bytes)
+            raise
         return granted
 
     def settle(
@@ -188,12 +223,11 @@ class UsageFile:
         Raises:
             OSError: The file could not be changed; the next change will tell.
         """
-        with self._mine():
-            own = self._own
-            own.reserved_bytes = max(0, own.reserved_bytes - released_bytes)
-            own.untold += change
-            if operation is not None:
-                own.running.discard(operation)
+        own = self._own
+        own.reserve(-released_bytes)
+        own.add_untold(change)
+        if operation is not None:
+            own.end(operation)
         return self.read()
 
     def read(self) -> Usage:
@@ -226,8 +260,7 @@ class UsageFile:
                 is off by more than that.
             operation: The walk's own, which has ended.
         """
-        with self._mine():
-            self._own.running.discard(operation)
+        self._own.end(operation)
         with self._changed() as usage:
             return [sighting for sighting in sightings if not _corrected(usage, sighting)]
 
@@ -250,34 +283,30 @@ class UsageFile:
 
     def _enter(self, usage: Usage) -> None:
         """Say in the count what this writer has reserved and begun, if there is a place."""
-        own = self._own
         if self._writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
-            begun, oldest = own.begun, min(own.running, default=own.begun)
-            usage.writers[self._writer_id] = WriterCount(own.reserved_bytes, begun, oldest)
-
-    def _mine(self) -> contextlib.AbstractContextManager[None]:
-        return acquired(self._mutex, self._path, self._lock_timeout_s)
+            usage.writers[self._writer_id] = self._own.entry()
 
     @contextlib.contextmanager
     def _changed(self) -> Iterator[Usage]:
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
-        with self._mine(), self._file.held() as fd:
+        with self._file.held() as fd:
             content = _content(self._ops, fd)
             usage = parsed(content)
             is_new = usage is None
             if usage is None:
                 self._check_older(content)
                 usage = Usage()
-            own = self._own
-            for bucket, (added_bytes, removed_bytes) in own.untold.buckets.items():
-                usage.change(bucket, added_bytes, removed_bytes)
-            self._enter(usage)
-            yield usage
-            self._write(fd, usage, is_new=is_new)
-            own.untold = DiskChange()
-            entry = usage.writers.get(self._writer_id)
-            own.reserved_bytes = 0 if entry is None else entry.reserved_bytes
+            untold = self._own.take_untold()
+            try:
+                for bucket, (added_bytes, removed_bytes) in untold.buckets.items():
+                    usage.change(bucket, added_bytes, removed_bytes)
+                self._enter(usage)
+                yield usage
+                self._write(fd, usage, is_new=is_new)
+            except BaseException:
+                self._own.add_untold(untold)
+                raise
             self.is_complete = self._counts_in(usage)
 
     def _write(self, fd: int, usage: Usage, *, is_new: bool) -> None:

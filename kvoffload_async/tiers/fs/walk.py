@@ -116,8 +116,12 @@ class NamespaceWalk:
             self._walk(cycle, step, begun_s + budget_s, should_stop)
         else:
             operation = usage.begin()
-            before = usage.read()
-            sightings = self._walk(cycle, step, begun_s + budget_s, should_stop)
+            try:
+                before = usage.read()
+                sightings = self._walk(cycle, step, begun_s + budget_s, should_stop)
+            except BaseException:
+                usage.end(operation)
+                raise
             for sighting in sightings:
                 _, sighting.changed = before.bucket(sighting.bucket)
             self._correct(usage, cycle, sightings, operation)
