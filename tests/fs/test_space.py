@@ -43,7 +43,7 @@ class Watching(FaultyFileOps):
 
     def _before(self, name, path, flags=0):
         if self.is_watching:
-            usage = parsed((self._place.folder / ".usage").read_bytes())
+            usage = parsed(memoryview((self._place.folder / ".usage").read_bytes()))
             on_disk = self._place.disk_bytes()
             self.largest_bytes = max(self.largest_bytes, on_disk)
             if usage is not None and on_disk > usage.total_bytes:

@@ -167,7 +167,7 @@ class FileOps:
                     yield from self.walk(entry.path)
 
 
-def write_all(ops: FileOps, fd: int, data: bytes | bytearray, offset: int) -> int:
+def write_all(ops: FileOps, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
     """Write all of `data`, in as many calls as it takes; return how many bytes that is.
 
     Raises:

@@ -66,9 +66,12 @@ class DiskChange:
         self.buckets[bucket] = (added, removed + num_bytes)
 
     def __iadd__(self, other: DiskChange) -> Self:
+        if not self.buckets:
+            self.buckets = other.buckets.copy()
+            return self
         for bucket, (added, removed) in other.buckets.items():
-            self.add(bucket, added)
-            self.remove(bucket, removed)
+            own_added, own_removed = self.buckets.get(bucket, (0, 0))
+            self.buckets[bucket] = (own_added + added, own_removed + removed)
         return self
 
     def __bool__(self) -> bool:

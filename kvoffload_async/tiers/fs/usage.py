@@ -19,12 +19,12 @@ Thread: an I/O thread.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
 from kvoffload_async.tiers.files.ops import FileOps, write_all
@@ -33,6 +33,7 @@ from kvoffload_async.tiers.fs.counts import (
     FILE_NAME,
     MAX_WRITERS,
     SLOT_BYTES,
+    WRAP,
     Usage,
     WriterCount,
     changed_since,
@@ -40,6 +41,8 @@ from kvoffload_async.tiers.fs.counts import (
 )
 from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.outcome import DiskChange
+
+T = TypeVar("T")
 
 
 class OlderReleaseError(OSError):
@@ -77,6 +80,9 @@ class _Own:
     def __init__(self) -> None:
         self.reserved_bytes = 0
         self.running: set[int] = set()
+        self.told = 0
+        self.telling: DiskChange | None = None
+        """What the last change was to tell, if it failed: perhaps it was made all the same."""
         self._begun = 0
         self._untold = DiskChange()
         self._mutex = threading.Lock()
@@ -108,7 +114,17 @@ class _Own:
     def entry(self) -> WriterCount:
         with self._mutex:
             oldest = min(self.running, default=self._begun)
-            return WriterCount(self.reserved_bytes, self._begun, oldest)
+            return WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
+
+    def find_out(self, entry: WriterCount | None) -> None:
+        """Find out whether the last change was made, if it failed. Under the lock of the file."""
+        if self.telling is None:
+            return
+        if entry is not None and entry.told == (self.told + 1) % WRAP:
+            self.told += 1
+        else:
+            self.add_untold(self.telling)
+        self.telling = None
 
 
 class UsageFile:
@@ -144,10 +160,13 @@ class UsageFile:
         self._living = living
         self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
         self._is_open = False
+        # Under its lock:
+        self._buffer = memoryview(bytearray(FILE_BYTES))
+        self._last: Usage | None = None
         self._entry_bytes = 0
         self._own = _Own()
 
-    def open(self, entry_bytes: int = 0) -> Usage:
+    def open(self, entry_bytes: int = 0) -> None:
         """Join the count, which is made if it is not there.
 
         Args:
@@ -158,26 +177,31 @@ class UsageFile:
             NewerCountError: Its format is newer.
             OlderReleaseError: An older release is counting in it.
         """
+
+        def join(usage: Usage) -> None:
+            self._reap(usage)
+            usage.change(REST, entry_bytes, 0)
+
         self._is_open = True
         try:
-            with self._changed() as usage:
-                self._reap(usage)
-                usage.change(REST, entry_bytes, 0)
+            self._change(join)
         except BaseException:
             self._is_open = False
             self._file.close()
             raise
         self._entry_bytes = entry_bytes
-        return usage
 
     def close(self) -> None:
         """Give back what this writer had set aside, and leave the count; idempotent."""
         if not self._is_open:
             return
+
+        def leave(usage: Usage) -> None:
+            usage.writers.pop(self._writer_id, None)
+            usage.change(REST, 0, self._entry_bytes)
+
         try:
-            with self._changed() as usage:
-                usage.writers.pop(self._writer_id, None)
-                usage.change(REST, 0, self._entry_bytes)
+            self._change(leave)
         finally:
             self._is_open = False
             self._file.close()
@@ -199,21 +223,24 @@ class UsageFile:
     def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
         """Set room aside for up to `count` units; return for how many there was room."""
         granted = 0
-        try:
-            with self._changed() as usage:
+
+        def grant(usage: Usage) -> None:
+            nonlocal granted
+            if self._counts_in(usage):
                 room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
-                granted = min(count, room) if self._counts_in(usage) else 0
+                granted = min(count, room)
                 self._own.reserve(granted * unit_bytes)
-                self._enter(usage)
+                usage.writers[self._writer_id].reserved_bytes += granted * unit_bytes
+
+        try:
+            self._change(grant)
         except BaseException:
             self._own.reserve(-granted * unit_bytes)
             raise
         return granted
 
-    def settle(
-        self, released_bytes: int, change: DiskChange, operation: int | None = None
-    ) -> Usage:
-        """Give back room that was set aside, and count what became of it; return the count.
+    def settle(self, released_bytes: int, change: DiskChange, operation: int | None = None) -> None:
+        """Give back room that was set aside, and count what became of it.
 
         Args:
             released_bytes: What is given back.
@@ -228,28 +255,31 @@ class UsageFile:
         own.add_untold(change)
         if operation is not None:
             own.end(operation)
-        return self.read()
+        self._change(_nothing)
 
     def read(self) -> Usage:
         """Return the count."""
-        with self._changed() as usage:
-            pass
-        return usage
+        return self._change(Usage.copy)
 
     # -- walks ----------------------------------------------------------------------------------
 
     def begin_cycle(self) -> int:
         """Presume what the dead had reserved used; return how much was ever presumed so."""
-        with self._changed() as usage:
-            self._reap(usage)
-        return usage.presumed_ever
 
-    def end_cycle(self, presumed_ever: int) -> Usage:
+        def begin(usage: Usage) -> int:
+            self._reap(usage)
+            return usage.presumed_ever
+
+        return self._change(begin)
+
+    def end_cycle(self, presumed_ever: int) -> None:
         """Give up what was presumed before the cycle began, all of whose buckets were exact."""
-        with self._changed() as usage:
+
+        def end(usage: Usage) -> None:
             over = min(presumed_ever, usage.presumed_ever)  # if it was made anew meanwhile
             usage.presumed_over = max(usage.presumed_over, over)
-        return usage
+
+        self._change(end)
 
     def correct(self, sightings: Collection[Sighting], operation: int) -> list[Sighting]:
         """Correct the count by what walks have found; return what must be waited for.
@@ -261,14 +291,16 @@ class UsageFile:
             operation: The walk's own, which has ended.
         """
         self._own.end(operation)
-        with self._changed() as usage:
-            return [sighting for sighting in sightings if not _corrected(usage, sighting)]
+        return self._change(lambda usage: [s for s in sightings if not _corrected(usage, s)])
 
     def give_up(self, sightings: Collection[Sighting]) -> None:
         """Correct the count by what was waited for in vain, as far as it is certainly too small."""
-        with self._changed() as usage:
+
+        def give_up(usage: Usage) -> None:
             for sighting in sightings:
                 _raise(usage, sighting)
+
+        self._change(give_up)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -286,39 +318,45 @@ class UsageFile:
         if self._writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
             usage.writers[self._writer_id] = self._own.entry()
 
-    @contextlib.contextmanager
-    def _changed(self) -> Iterator[Usage]:
+    def _change(self, call: Callable[[Usage], T]) -> T:
+        """Change the count under its lock, with all that this writer has to say."""
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
         with self._file.held() as fd:
-            content = _content(self._ops, fd)
-            usage = parsed(content)
+            last, self._last = self._last, None
+            content = _content(self._ops, fd, self._buffer)
+            usage = parsed(content, last)
             is_new = usage is None
             if usage is None:
                 self._check_older(content)
                 usage = Usage()
-            untold = self._own.take_untold()
+            own = self._own
+            own.find_out(usage.writers.get(self._writer_id))
+            untold = own.take_untold()
             try:
                 for bucket, (added_bytes, removed_bytes) in untold.buckets.items():
                     usage.change(bucket, added_bytes, removed_bytes)
                 self._enter(usage)
-                yield usage
+                result = call(usage)
                 self._write(fd, usage, is_new=is_new)
             except BaseException:
-                self._own.add_untold(untold)
+                own.telling = untold
                 raise
+            own.told += 1
+            self._last = usage
             self.is_complete = self._counts_in(usage)
+            return result
 
     def _write(self, fd: int, usage: Usage, *, is_new: bool) -> None:
-        if is_new:  # both slots: it takes its place on disk before that is counted
-            write_all(self._ops, fd, usage.packed(), 0)
+        if is_new:  # it takes its place on disk before that is counted
+            write_all(self._ops, fd, bytes(FILE_BYTES), 0)
         usage.sequence += 1
         write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
 
-    def _check_older(self, content: bytes) -> None:
+    def _check_older(self, content: memoryview) -> None:
         """Check that nobody counts in the format of before, of which a state is a JSON list."""
         try:
-            _, reserved, _ = json.loads(content)
+            _, reserved, _ = json.loads(bytes(content))
             counting = set(reserved) & set(self._living())
         except (ValueError, TypeError, RecursionError):
             return
@@ -329,6 +367,10 @@ class UsageFile:
             )
 
 
+def _nothing(usage: Usage) -> None:
+    """Change nothing but what this writer has to say."""
+
+
 def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     """Return a namespace's count without joining it; None if it is unreadable.
 
@@ -337,20 +379,20 @@ def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     """
     fd = ops.open(f"{namespace_folder}/{FILE_NAME}", os.O_RDONLY)
     try:  # no lock: of a slot that is half written, the other is whole
-        return parsed(_content(ops, fd))
+        return parsed(_content(ops, fd, memoryview(bytearray(FILE_BYTES))))
     finally:
         ops.close(fd)
 
 
-def _content(ops: FileOps, fd: int) -> bytes:
-    buffer = memoryview(bytearray(FILE_BYTES))
-    done = 0
-    while done < FILE_BYTES:
+def _content(ops: FileOps, fd: int, buffer: memoryview) -> memoryview:
+    """Read a file into the buffer; return what it has."""
+    done = ops.pread_into(fd, buffer, 0)
+    while 0 < done < FILE_BYTES:
         count = ops.pread_into(fd, buffer[done:], done)
         if not count:
             break
         done += count
-    return bytes(buffer[:done])
+    return buffer[:done]
 
 
 def _corrected(usage: Usage, sighting: Sighting) -> bool:
