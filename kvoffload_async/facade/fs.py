@@ -78,7 +78,8 @@ class FileSystemTierManager(SecondaryTierManager):
             direct_io: Bypass the page cache where the filesystem can.
             fsync: Wait for the device before a block is published.
             reuse_inodes: Overwrite evicted files instead of making new ones, where that is safe.
-            rescan_interval_s: Seconds between two walks that correct the count.
+            rescan_interval_s: Seconds, at least, between two walks over everything, which find what
+                others have added and removed; more where they would take above 2 % of a core.
             locality: "LOCAL" or "REMOTE".
             ops: The system calls; tests put a fault layer here.
             **options: The options that every tier takes.
