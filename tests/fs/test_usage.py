@@ -146,6 +146,18 @@ def test_closing_gives_back_what_was_set_aside(opened):
         first.read()
 
 
+def test_a_writer_that_goes_on_under_another_id_keeps_what_it_had_reserved(opened, living):
+    usage = opened("old")
+    usage.reserve(100, 3, MANY)
+    living.remove("old")
+    usage.rename_writer("new")
+    usage.begin_cycle()
+    assert usage.read().reserved_bytes == {"new": 300}
+    assert usage.read().presumed_bytes == 300  # until a walk has seen what the old one has written
+    usage.settle(300, grown(250))
+    assert usage.read().reserved_bytes == {"new": 0}
+
+
 def test_without_a_place_among_the_writers_nothing_is_granted(opened, living):
     first = opened("w0")
     living |= {f"w{number}" for number in range(MAX_WRITERS)}

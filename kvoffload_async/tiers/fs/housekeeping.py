@@ -267,6 +267,8 @@ class Housekeeping:
                 elif loop.time() >= walk_at_s:
                     async with self._walking:
                         await self._take_step(self._is_leaving.is_set)
+                    if self._space is not None and self._usage is not None:
+                        await self._trim(self._usage, self._space)
             except (OSError, OffloadError) as error:
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))

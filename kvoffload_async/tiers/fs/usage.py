@@ -206,6 +206,10 @@ class UsageFile:
             self._is_open = False
             self._file.close()
 
+    def rename_writer(self, writer_id: str) -> None:
+        """Go on under another id; what the old one had set aside is the new one's."""
+        self._writer_id = writer_id
+
     # -- what a job changes ---------------------------------------------------------------------
 
     def begin(self) -> int:
