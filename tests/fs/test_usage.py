@@ -341,7 +341,6 @@ def test_short_reads_and_writes_of_the_count_are_continued(opened):
 
 @pytest.mark.parametrize("written_bytes", [30, 200, 2000])
 def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
-    """The rest of the slot may be as it was, and so the change may have been made."""
     ops = FaultyFileOps()
     usage = opened(ops=ops)
     usage.settle(0, grown(555))
@@ -352,6 +351,32 @@ def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
     assert usage.read().settled_bytes == 999
     usage.settle(0, grown(1))
     assert usage.read().settled_bytes == 1000
+
+
+class Lying(FaultyFileOps):
+    """The next write is made, and reported as failed."""
+
+    is_lying = False
+
+    def pwrite(self, fd, data, offset):
+        written = super().pwrite(fd, data, offset)
+        if self.is_lying:
+            self.is_lying = False
+            raise OSError(errno.EIO, "injected")
+        return written
+
+
+def test_a_change_that_was_made_though_it_failed_is_told_once(opened):
+    ops = Lying()
+    usage, other = opened(ops=ops), opened("other")
+    usage.reserve(100, 3, MANY)
+    ops.is_lying = True
+    with pytest.raises(OSError, match="injected"):
+        usage.settle(300, grown(200))
+    other.settle(0, grown(7))
+    assert state(usage) == (207, 0, 0)
+    usage.settle(0, grown(1))
+    assert state(usage) == (208, 0, 0)
 
 
 # -- several at once ----------------------------------------------------------------------------

@@ -201,6 +201,7 @@ def test_empty_folders_for_blocks_are_removed_and_no_others(around, place):
     ]
     assert [path.name for path in (place.folder / "0ab").iterdir()] == ["notes"]
     assert around.is_right()
+    assert place.usage().bucket(0x0A)[1] > 0, "another walk that has seen them would take them in"
 
 
 def test_a_cycle_gives_up_what_the_dead_had_reserved_once_it_is_exact(around, place):
