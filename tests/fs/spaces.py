@@ -33,8 +33,7 @@ async def rescanned(housekeeping: Housekeeping) -> Step:
 
 
 def trim(harness: TierHarness) -> None:
-    housekeeping = harness.tier._housekeeping
-    harness.run(housekeeping._trim(housekeeping._usage, housekeeping._space))
+    harness.run(harness.tier._housekeeping._trim())
 
 
 def check(place: Place, harness: TierHarness, capacity_bytes: int) -> None:

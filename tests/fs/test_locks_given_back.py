@@ -7,7 +7,12 @@ import pytest
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import rescan
 
-from kvoffload_async.errors import TierUnavailableError, drop_tracebacks
+from kvoffload_async.errors import (
+    ConfigError,
+    TierTimeoutError,
+    TierUnavailableError,
+    drop_tracebacks,
+)
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.locks import held
@@ -88,5 +93,50 @@ def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place)
             call()
     ops.heal()
     stuck.join(WAIT_S)
-    assert usage.read().bucket(7)[1] == 1
+    assert usage.read().total_bytes == 1
     usage.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_filesystem_without_locks_is_refused_with_a_capacity_and_used_without(place, code):
+    ops = FaultyFileOps()
+    ops.fail(code, on="lock")
+    with pytest.raises(ConfigError, match=r"root_dir: .* \(.*cannot be locked: .*\.usage"):
+        place.open(ops, capacity_bytes=FULL)
+    assert not ops.open_fds
+    with place.open(ops) as harness:
+        assert harness.store(K[:2]) == {}
+    assert not ops.open_fds
+
+
+def test_a_count_that_is_locked_for_ever_is_a_timeout_of_the_opening(place):
+    place.folder.mkdir(parents=True)
+    ops = FaultyFileOps()
+    ops.fail(errno.ETIMEDOUT, on="lock", when=lambda call: call.path.endswith(FILE_NAME))
+    with pytest.raises(TierTimeoutError, match=r"root_dir: .*\.usage"):
+        place.open(ops, capacity_bytes=FULL)
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(place, times):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=FULL) as harness:
+        is_count = lambda call: call.path.endswith(FILE_NAME)  # noqa: E731 - a rule
+        ops.fail(errno.ESTALE, on="lock", when=is_count, times=times)
+        if times == 1:
+            assert harness.store(K[:2]) == {}
+        else:
+            with pytest.raises(OSError, match="cannot be locked"):
+                harness.store(K[:2])
+            ops.heal()
+            assert harness.store(K[:2]) == {}
+
+
+def test_a_root_whose_handle_went_stale_is_a_fault_until_it_answers(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=FULL) as harness:
+        ops.fail(errno.ESTALE, on="stat", when=lambda call: call.path.startswith(f"{place.root}/."))
+        with pytest.raises(TierUnavailableError, match="Stale file handle"):
+            harness.store(K[:2])
+        ops.heal()
+        assert harness.store(K[:2]) == {}

@@ -40,7 +40,7 @@ def space_with(place, keys) -> tuple[Space, AskedPolicy]:
 
 
 def next_victims(space: Space) -> list:
-    return space.trim_batch(FULL, trimming=False)
+    return space.evict_idle(space.num_excess(FULL, trimming=False))
 
 
 def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not(place):

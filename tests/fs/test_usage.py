@@ -8,6 +8,7 @@ from fs.places import BLOCK
 
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.corrections import Sighting
 from kvoffload_async.tiers.fs.counts import (
     FILE_BYTES,
     MAX_WRITERS,
@@ -19,7 +20,7 @@ from kvoffload_async.tiers.fs.counts import (
     parsed,
 )
 from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import OlderReleaseError, Sighting, UsageFile, read_usage
+from kvoffload_async.tiers.fs.usage import OlderReleaseError, UsageFile, read_usage
 
 MANY = 10**9
 NEWER = b"kvo.use\n" * 2048

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.places import place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
@@ -191,7 +192,9 @@ def test_a_checkpoint_is_frames_of_limited_size_with_rising_sequence_numbers(cou
     assert (scanned.records["flags"] == HAS_DIGEST).all()
 
 
-MANIFEST = Manifest(4096, 4096, 2, "abc:2:4096", {"model_name": "m\u00fc", "dtype": "bf16"})
+MANIFEST = Manifest(
+    4096, 4096, 2, "0123456789ab:2:4096", {"model_name": "m\u00fc", "dtype": "bf16"}
+).of_new_store()
 
 
 def test_a_manifest_comes_back():
@@ -205,7 +208,7 @@ def test_a_flipped_bit_in_the_manifest_is_seen_or_changes_nothing(data):
     content[offset] ^= 1 << data.draw(st.integers(0, 7))
     try:
         found = Manifest.decode(bytes(content))
-    except UnreadableManifestError:
+    except (UnreadableManifestError, NewerFormatError):  # the bit may be one of the version's
         return
     assert found == MANIFEST
 
@@ -218,7 +221,6 @@ def test_a_flipped_bit_in_the_manifest_is_seen_or_changes_nothing(data):
         (b"[" * 100_000, "no JSON"),
         (b"7", "no manifest of a slab store"),
         (b"{}", "no manifest of a slab store"),
-        (Manifest(1, 4096, 0, "x", {}, version=2).encode(), "version 2, and this release reads 1"),
         (MANIFEST.encode()[:-20], "no JSON"),
     ],
 )

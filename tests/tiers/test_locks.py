@@ -157,6 +157,14 @@ def test_a_kept_descriptor_that_has_gone_stale_is_opened_anew_once(ops, file, on
     assert ops.counts()["open"] == 3
 
 
+def test_a_descriptor_under_which_a_call_failed_is_opened_anew(ops, file):
+    with pytest.raises(OSError, match="stale"), file.held():
+        raise OSError(errno.ESTALE, "stale")
+    assert not ops.open_fds
+    with file.held():
+        assert ops.counts()["open"] == 2
+
+
 def test_a_file_that_was_deleted_is_not_locked_but_the_one_in_its_place(files, ops, path, other):
     file = files(ops, os.O_RDWR | os.O_CREAT)
     for replace in (lambda: None, lambda: path.write_bytes(b"22")):

@@ -143,7 +143,9 @@ class LockedFile:
         """Return the descriptor, and whether it was opened just now."""
         if self._fd is not None:
             return self._fd, False
-        self._fd = self._ops.open(self._path, self._flags)
+        makes = self._flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT
+        opens = self._ops.open_own if makes else self._ops.open
+        self._fd = opens(self._path, self._flags)
         return self._fd, True
 
     def _unlock(self) -> None:

@@ -1,24 +1,61 @@
 """The checksum of a block's file, in an extended attribute.
 
 There, so that the file itself holds the block's bytes and nothing else. The attribute's value is a
-version byte and the digest.
+version byte and the checksum; with an integrity key, the key's id is between the two.
 """
 
 from __future__ import annotations
 
-from kvoffload_async.tiers.files.digests import BlockDigester
+import enum
+from typing import Final
+
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES, create_digester
+from kvoffload_async.tiers.files.integrity import KEY_ID_BYTES, IntegrityKey
 from kvoffload_async.types import OffloadKey
 
 ATTRIBUTE = "user.kvoffload.xxh3"
-_VERSION = b"\x01"
+
+_PLAIN: Final = 1
+_KEYED: Final = 2
+_LENGTHS: Final = {_PLAIN: 1 + DIGEST_BYTES, _KEYED: 1 + KEY_ID_BYTES + DIGEST_BYTES}
 
 
-class AttributeDigester(BlockDigester):
-    """Computes the digest of blocks of one layout. Thread: any; hashing releases the GIL."""
+class Origin(enum.Enum):
+    """Who can tell whether a checksum is right, and has made it."""
+
+    OWN = enum.auto()
+    """Whoever has the same configuration as this tier."""
+    OTHER_KEY = enum.auto()
+    """Whoever has another integrity key, or none where this tier has one, or the other way."""
+    NEWER = enum.auto()
+    """A newer release."""
+    NOBODY = enum.auto()
+    """It is damaged."""
+
+
+class AttributeDigester:
+    """Computes the attributes of blocks of one layout. Thread: any; hashing releases the GIL."""
+
+    def __init__(self, layout: str, integrity_key: IntegrityKey | None = None) -> None:
+        self._digester = create_digester(layout, integrity_key)
+        self.is_keyed = self._digester.is_keyed
+        """Whether they are made with an integrity key."""
+        self._prefix = (
+            bytes([_PLAIN]) if integrity_key is None else bytes([_KEYED]) + integrity_key.id
+        )
 
     def attribute_value(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the attribute's value for a block's bytes."""
-        return _VERSION + self.digest(key, data)
+        return self._prefix + self._digester.digest(key, data)
+
+    def origin_of(self, value: bytes) -> Origin:
+        """Tell whose an attribute's value is; only one of `OWN` can be compared."""
+        version = value[0] if value else 0
+        if version > _KEYED:
+            return Origin.NEWER
+        if _LENGTHS.get(version) != len(value):
+            return Origin.NOBODY
+        return Origin.OWN if value.startswith(self._prefix) else Origin.OTHER_KEY
 
 
 class DigestCache:

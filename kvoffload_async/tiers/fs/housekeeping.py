@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,23 +13,25 @@ from typing import TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
-from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.entering import enter_namespace
+from kvoffload_async.tiers.fs.footprint import Footprint
+from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
-from kvoffload_async.tiers.fs.space import Footprint, Space, SpaceSettings
+from kvoffload_async.tiers.fs.recovery import Recovery
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.trimming import Trimming
 from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
-from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CREATE = os.O_WRONLY | os.O_CREAT
 _LEAVE_TIMEOUT_S = 1.0
 
 _SHARE = 0.02
@@ -47,6 +47,10 @@ _OPENING_S = 0.2
 """How long opening, or a job that finds no room, looks around."""
 _PORTION = 1024
 """Blocks that are learned at a time, so that the loop is kept busy for milliseconds."""
+
+
+def _unchecked() -> None:
+    """Check nothing, before it is known what there is to check."""
 
 
 class Housekeeping:
@@ -67,6 +71,10 @@ class Housekeeping:
         self._env = env
         self._usage: UsageFile | None = None
         self._space: Space | None = None
+        self._trimming: Trimming | None = None
+        self._verify = Verify.OFF
+        self._check_root: Callable[[], None] = _unchecked
+        self._recovery = Recovery(writers, self._run, self._enter_again, self._begin_anew)
         self._walk = NamespaceWalk(ops, namespace, writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
@@ -81,18 +89,13 @@ class Housekeeping:
 
         Raises:
             OSError: The directory cannot be made or written.
-            ConfigError: The filesystem lacks what `verify` requires.
+            ConfigError: The filesystem lacks what `verify` requires, or a newer release has changed
+                what is in the directory.
 
         Thread: an I/O thread.
         """
-        self._ops.make_folders(self._namespace.folder)
-        self._writers.register()  # before any other file: temporary ones name their writer
-        self._write_config()
-        if verify is Verify.OFF:
-            marker = f"{self._namespace.folder}/{UNVERIFIED_MARKER}"
-            self._ops.close(self._ops.open(marker, _CREATE))
-        if verify is Verify.REQUIRED:
-            self._require_attributes()
+        self._verify = verify
+        enter_namespace(self._ops, self._namespace, self._writers, self._files.writer, verify)
 
     async def open_space(
         self,
@@ -125,6 +128,9 @@ class Housekeeping:
             folder_bytes=folder_bytes,
             announce=self._env.blocks_evicted,
         )
+        self._trimming = Trimming(
+            usage, self._space, self._run, self._namespace.folder, settings.capacity_bytes
+        )
         return self._space
 
     async def look_around(self) -> None:
@@ -135,11 +141,16 @@ class Housekeeping:
         """
         async with self._walking:
             await self._walk_for(_OPENING_S, lambda step: step.ends_cycle or step.is_waiting)
-        if self._usage is not None and self._space is not None:
-            await self._trim(self._usage, self._space)
+        await self._trim()
 
-    def start(self, rescan_interval_s: float) -> None:
-        """Start housekeeping in the background."""
+    def start(self, rescan_interval_s: float, check_root: Callable[[], None]) -> None:
+        """Start housekeeping in the background.
+
+        Args:
+            rescan_interval_s: Seconds, at least, between two cycles of walks.
+            check_root: Raises OSError if the root is not the directory that was opened.
+        """
+        self._check_root = check_root
         self._task = asyncio.get_running_loop().create_task(
             self._run_periodically(rescan_interval_s), name="fs:housekeeping"
         )
@@ -173,15 +184,9 @@ class Housekeeping:
             self._next_look_s = loop.time() + _REST * (loop.time() - begun_s)
             return True
 
-    async def begin_anew(self) -> None:
-        """Begin another cycle: the namespace, or its count, was taken away and made again.
-
-        Raises:
-            OSError: The namespace or its count cannot be used.
-        """
-        async with self._walking:
-            self._walk.begin_anew()
-        await self.look_around()
+    async def recover(self) -> bool:
+        """Tell, when a store has failed, whether the tier had to register and has done so."""
+        return await self._recovery.try_beat()
 
     async def leave(self) -> None:
         """Stop, give back what was reserved, and unregister."""
@@ -196,41 +201,20 @@ class Housekeeping:
     async def _run(self, call: Callable[[], T], /) -> T:
         return await self._env.io.run(Direction.NONE, call)
 
-    def _write_config(self) -> None:
-        """Write the run configuration down, for people; if that fails, nothing depends on it."""
-        path = self._namespace.config_path
-        temp = f"{self._namespace.folder}/config.json.{self._writers.writer_id}.0{TEMP_SUFFIX}"
-        text = json.dumps(self._namespace.fields, indent=2, sort_keys=True)
-        try:
-            self._ops.make_folders(path.rpartition("/")[0])
-            if self._ops.exists(path):
-                return
-            fd = self._ops.open(temp, _CREATE)
-            try:
-                written = self._ops.pwrite(fd, memoryview(text.encode()), 0)
-            finally:
-                self._ops.close(fd)
-            if written == len(text):
-                self._ops.rename(temp, path)
-            else:
-                self._files.writer.discard(temp)
-        except OSError as error:
-            logger.warning("%s is not written: %s", path, str(error))
-            self._files.writer.discard(temp)
+    def _enter_again(self) -> None:
+        """Register, and make what must be there, as at the opening. Thread: an I/O thread."""
+        self._check_root()
+        self._writers.renew_id()
+        self._files.rename_writer(self._writers.writer_id)
+        self.enter(self._verify)
+        if self._usage is not None:  # who is in the count must have registered before
+            self._usage.rename_writer(self._writers.writer_id)
 
-    def _require_attributes(self) -> None:
-        probe = f"{self._namespace.folder}/probe.bin.{self._writers.writer_id}.0{TEMP_SUFFIX}"
-        fd = self._ops.open(probe, _CREATE)
-        try:
-            self._ops.set_xattr(fd, "user.kvoffload.probe", b"1")
-        except OSError as error:
-            raise ConfigError(
-                f"verify: 'required' needs extended attributes, which {probe!r} cannot have "
-                f"({error}); use 'when_present', or another filesystem"
-            ) from error
-        finally:
-            self._ops.close(fd)
-            self._files.writer.discard(probe)
+    async def _begin_anew(self) -> None:
+        """Begin another cycle: the namespace, or its count, was taken away and made again."""
+        async with self._walking:
+            self._walk.begin_anew()
+        await self.look_around()
 
     def _close(self) -> None:
         """Each step has its chance. Thread: an I/O thread."""
@@ -261,14 +245,12 @@ class Housekeeping:
             try:
                 if loop.time() >= tick_at_s:
                     tick_at_s = loop.time() + tick_s
-                    await self._run(self._writers.heartbeat)
-                    if self._space is not None and self._usage is not None:
-                        await self._trim(self._usage, self._space)
+                    await self._recovery.beat()
+                    await self._trim()
                 elif loop.time() >= walk_at_s:
                     async with self._walking:
                         await self._take_step(self._is_leaving.is_set)
-                    if self._space is not None and self._usage is not None:
-                        await self._trim(self._usage, self._space)
+                    await self._trim()
             except (OSError, OffloadError) as error:
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
@@ -316,9 +298,10 @@ class Housekeeping:
     async def _learn(self, space: Space, step: Step) -> float:
         """Take in what a step has found, in portions; return the processor time it took."""
         cpu_s = 0.0
-        for first in range(0, len(step.found), _PORTION):
+        found = list(step.found)
+        for first in range(0, len(found), _PORTION):
             begun_s = time.thread_time()
-            surplus = space.blocks.learn(step.found[first : first + _PORTION])
+            surplus = space.blocks.learn(found[first : first + _PORTION], step.found)
             cpu_s += time.thread_time() - begun_s
             await asyncio.sleep(0)
             await space.remove(surplus, self._run)
@@ -328,6 +311,8 @@ class Housekeeping:
             more = space.drop_vanished(more, step.unwalked)
             cpu_s += time.thread_time() - begun_s
             await asyncio.sleep(0)
+        if step.ends_cycle:
+            space.blocks.end_cycle()
         return cpu_s
 
     def _rest(self, begun_s: float, cpu_s: float) -> None:
@@ -339,9 +324,6 @@ class Housekeeping:
             rest_s = max(rest_s, _REST * (now_s - begun_s))
         self._next_step_s = now_s + max(rest_s, _LEAST_REST_S)
 
-    async def _trim(self, usage: UsageFile, space: Space) -> None:
-        """Remove blocks while the count is above the watermark."""
-        trimming = False
-        while victims := space.trim_batch(await self._run(usage.read), trimming=trimming):
-            trimming = True
-            await space.remove(victims, self._run)
+    async def _trim(self) -> None:
+        if self._trimming is not None:
+            await self._trimming.trim()

@@ -96,7 +96,9 @@ def _take_in(found: Inventory, namespace: Namespace, path: str, status: os.stat_
             found.folders[path] = size_bytes
         return
     key = namespace.key_of(path)
-    if key is not None:
+    if not stat_module.S_ISREG(status.st_mode):
+        found.unknown_files.append(path)
+    elif key is not None:
         found.blocks[key] = status.st_mtime
     elif path.endswith(TEMP_SUFFIX):
         found.temps[path] = size_bytes

@@ -8,7 +8,6 @@ bytes are given back to the count only after its file is gone.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,9 @@ from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
-from kvoffload_async.errors import ConfigError, OffloadError
-from kvoffload_async.tiers.files.ops import disk_bytes
+from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.counts import FILE_BYTES, Usage
+from kvoffload_async.tiers.fs.counts import Usage
 from kvoffload_async.tiers.fs.known import KnownBlocks
 from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreOutcome, StoreStatus
 from kvoffload_async.tiers.fs.usage import UsageFile
@@ -54,41 +52,6 @@ class SpaceSettings:
     capacity_bytes: int
     high_watermark: float = 1.0
     low_watermark: float = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a block takes on a filesystem.
-
-    Attributes:
-        block_bytes: A block, in whole grains of the filesystem.
-        folder_bytes: A new folder.
-        least_bytes: The smallest capacity that holds a block.
-    """
-
-    block_bytes: int
-    folder_bytes: int
-    least_bytes: int
-
-    @classmethod
-    def of(cls, folder: os.stat_result, row_bytes: int) -> Footprint:
-        """Return it for blocks of `row_bytes`, given a folder of that filesystem."""
-        grain = max(512, folder.st_blksize)
-        block_bytes = -(-row_bytes // grain) * grain
-        folder_bytes = min(grain, disk_bytes(folder))  # it may have grown; a new one has not
-        count_bytes = -(-FILE_BYTES // grain) * grain
-        # The count, this writer's entry, and the folders: of both, of the block, above them, and
-        # what these may grow.
-        files_bytes = block_bytes + count_bytes + grain
-        return cls(block_bytes, folder_bytes, files_bytes + 7 * folder_bytes)
-
-    def check(self, capacity_bytes: int) -> None:
-        """Check that a block fits; raises ConfigError."""
-        if capacity_bytes < self.least_bytes:
-            raise ConfigError(
-                f"capacity_bytes: {capacity_bytes} holds no block of {self.block_bytes} bytes "
-                f"and its folders; give at least {self.least_bytes}"
-            )
 
 
 @dataclass(slots=True)
@@ -344,8 +307,8 @@ class Space:
 
     # -- room for what will come ----------------------------------------------------------------
 
-    def trim_batch(self, usage: Usage, *, trimming: bool) -> list[OffloadKey]:
-        """Take blocks out that are to go in the background, a bounded number.
+    def num_excess(self, usage: Usage, *, trimming: bool) -> int:
+        """Return how many blocks are to go in the background, a bounded number.
 
         Args:
             usage: The shared count.
@@ -353,12 +316,13 @@ class Space:
         """
         settings = self._settings
         mark = settings.low_watermark if trimming else settings.high_watermark
-        excess = usage.total_bytes - int(mark * self._limit_bytes)
-        if excess <= 0:
-            return []
+        excess = max(0, usage.total_bytes - int(mark * self._limit_bytes))
         # As if each took its folders along; if not, the next batch goes on.
-        count = min(_TRIM_BATCH, -(-excess // self._unit_bytes), self._idle_count())
-        return self._evict([], count)
+        return min(_TRIM_BATCH, -(-excess // self._unit_bytes))
+
+    def evict_idle(self, count: int) -> list[OffloadKey]:
+        """Take up to `count` blocks out that are to go for nobody; `remove` deletes them."""
+        return self._evict([], min(count, self._idle_count()))
 
     async def remove(self, victims: Sequence[OffloadKey], run_io: RunIo) -> None:
         """Delete the files of blocks that left the policy; then give their bytes back."""

@@ -21,110 +21,29 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
 from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.fs.corrections import Sighting, is_corrected, raise_by
 from kvoffload_async.tiers.fs.counts import (
     FILE_BYTES,
     FILE_NAME,
     MAX_WRITERS,
     SLOT_BYTES,
-    WRAP,
     Usage,
-    WriterCount,
-    changed_since,
     parsed,
 )
 from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.own_count import OwnCount
 
 T = TypeVar("T")
 
 
 class OlderReleaseError(OSError):
     """The count is kept in an older format by a release that is still running."""
-
-
-@dataclass(slots=True)
-class Sighting:
-    """What a walk has found in a bucket, until the count is corrected by it.
-
-    Attributes:
-        bucket: Which.
-        disk_bytes: What was there, less what was swept.
-        swept_bytes: Folders that the walk has removed.
-        changed: The bucket's counter of changes before the walk.
-        waits_for: Writers whose operations ran beside the walk, and how many they had begun; None
-            before that was looked at.
-        is_exact: Whether the count was set to it.
-    """
-
-    bucket: int
-    disk_bytes: int
-    swept_bytes: int
-    changed: int
-    waits_for: dict[str, int] | None = None
-    is_exact: bool = False
-
-
-class _Own:
-    """What this writer is to have in the count after its next change.
-
-    It never waits for a change that is under way: nothing is lost if that hangs.
-    """
-
-    def __init__(self) -> None:
-        self.reserved_bytes = 0
-        self.running: set[int] = set()
-        self.told = 0
-        self.telling: DiskChange | None = None
-        """What the last change was to tell, if it failed: perhaps it was made all the same."""
-        self._begun = 0
-        self._untold = DiskChange()
-        self._mutex = threading.Lock()
-
-    def begin(self) -> int:
-        with self._mutex:
-            number = self._begun
-            self._begun += 1
-            self.running.add(number)
-        return number
-
-    def end(self, operation: int) -> None:
-        with self._mutex:
-            self.running.discard(operation)
-
-    def reserve(self, num_bytes: int) -> None:
-        with self._mutex:
-            self.reserved_bytes = max(0, self.reserved_bytes + num_bytes)
-
-    def add_untold(self, change: DiskChange) -> None:
-        with self._mutex:
-            self._untold += change
-
-    def take_untold(self) -> DiskChange:
-        with self._mutex:
-            untold, self._untold = self._untold, DiskChange()
-        return untold
-
-    def entry(self) -> WriterCount:
-        with self._mutex:
-            oldest = min(self.running, default=self._begun)
-            return WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
-
-    def find_out(self, entry: WriterCount | None) -> None:
-        """Find out whether the last change was made, if it failed. Under the lock of the file."""
-        if self.telling is None:
-            return
-        if entry is not None and entry.told == (self.told + 1) % WRAP:
-            self.told += 1
-        else:
-            self.add_untold(self.telling)
-        self.telling = None
 
 
 class UsageFile:
@@ -156,7 +75,6 @@ class UsageFile:
         self.is_complete = False
         self._ops = ops
         self._path = f"{namespace_folder}/{FILE_NAME}"
-        self._writer_id = writer_id
         self._living = living
         self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
         self._is_open = False
@@ -164,7 +82,7 @@ class UsageFile:
         self._buffer = memoryview(bytearray(FILE_BYTES))
         self._last: Usage | None = None
         self._entry_bytes = 0
-        self._own = _Own()
+        self._own = OwnCount(writer_id)
 
     def open(self, entry_bytes: int = 0) -> None:
         """Join the count, which is made if it is not there.
@@ -197,7 +115,7 @@ class UsageFile:
             return
 
         def leave(usage: Usage) -> None:
-            usage.writers.pop(self._writer_id, None)
+            usage.writers.pop(self._own.writer_id, None)
             usage.change(REST, 0, self._entry_bytes)
 
         try:
@@ -207,8 +125,11 @@ class UsageFile:
             self._file.close()
 
     def rename_writer(self, writer_id: str) -> None:
-        """Go on under another id; what the old one had set aside is the new one's."""
-        self._writer_id = writer_id
+        """Go on under another id; what the old one had set aside is the new one's.
+
+        The next change drops the old one's entry and makes the new one's.
+        """
+        self._own.rename(writer_id)
 
     # -- what a job changes ---------------------------------------------------------------------
 
@@ -234,7 +155,7 @@ class UsageFile:
                 room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
                 granted = min(count, room)
                 self._own.reserve(granted * unit_bytes)
-                usage.writers[self._writer_id].reserved_bytes += granted * unit_bytes
+                usage.writers[self._own.writer_id].reserved_bytes += granted * unit_bytes
 
         try:
             self._change(grant)
@@ -295,32 +216,32 @@ class UsageFile:
             operation: The walk's own, which has ended.
         """
         self._own.end(operation)
-        return self._change(lambda usage: [s for s in sightings if not _corrected(usage, s)])
+        return self._change(lambda usage: [s for s in sightings if not is_corrected(usage, s)])
 
     def give_up(self, sightings: Collection[Sighting]) -> None:
         """Correct the count by what was waited for in vain, as far as it is certainly too small."""
 
         def give_up(usage: Usage) -> None:
             for sighting in sightings:
-                _raise(usage, sighting)
+                raise_by(usage, sighting)
 
         self._change(give_up)
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _counts_in(self, usage: Usage) -> bool:
-        return usage.is_complete and self._writer_id in usage.writers
+        return usage.is_complete and self._own.writer_id in usage.writers
 
     def _reap(self, usage: Usage) -> None:
-        dead = usage.writers.keys() - {*self._living(), self._writer_id}
+        dead = usage.writers.keys() - {*self._living(), self._own.writer_id}
         for writer_id in dead:
             usage.presumed_ever += usage.writers.pop(writer_id).reserved_bytes
         self._enter(usage)  # there may have been no place before
 
     def _enter(self, usage: Usage) -> None:
         """Say in the count what this writer has reserved and begun, if there is a place."""
-        if self._writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
-            usage.writers[self._writer_id] = self._own.entry()
+        if self._own.writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
+            usage.writers[self._own.writer_id] = self._own.entry()
 
     def _change(self, call: Callable[[Usage], T]) -> T:
         """Change the count under its lock, with all that this writer has to say."""
@@ -335,8 +256,7 @@ class UsageFile:
                 self._check_older(content)
                 usage = Usage()
             own = self._own
-            own.find_out(usage.writers.get(self._writer_id))
-            untold = own.take_untold()
+            untold = own.begin_change(usage)
             try:
                 for bucket, (added_bytes, removed_bytes) in untold.buckets.items():
                     usage.change(bucket, added_bytes, removed_bytes)
@@ -346,7 +266,7 @@ class UsageFile:
             except BaseException:
                 own.telling = untold
                 raise
-            own.told += 1
+            own.end_change()
             self._last = usage
             self.is_complete = self._counts_in(usage)
             return result
@@ -397,44 +317,3 @@ def _content(ops: FileOps, fd: int, buffer: memoryview) -> memoryview:
             break
         done += count
     return buffer[:done]
-
-
-def _corrected(usage: Usage, sighting: Sighting) -> bool:
-    """Correct the count by a walk; tell whether that is done."""
-    writers = usage.writers
-    if sighting.waits_for is None:
-        sighting.waits_for = {
-            name: writer.begun for name, writer in writers.items() if writer.oldest != writer.begun
-        }
-    sighting.waits_for = {
-        name: begun
-        for name, begun in sighting.waits_for.items()
-        if name in writers and not writers[name].has_ended(begun)
-    }
-    if sighting.waits_for:
-        return False
-    settled_bytes, moved_bytes = _moved(usage, sighting)
-    found_bytes = sighting.disk_bytes
-    sighting.is_exact = not moved_bytes
-    if settled_bytes is None or abs(settled_bytes - found_bytes) > moved_bytes:
-        # Which of the changes the walk has seen is not known: rather too much than too little.
-        usage.set(sighting.bucket, found_bytes + moved_bytes)
-    if sighting.swept_bytes:  # other walks may have seen it: they are not exact
-        usage.change(sighting.bucket, sighting.swept_bytes, sighting.swept_bytes)
-    return True
-
-
-def _raise(usage: Usage, sighting: Sighting) -> None:
-    """Correct the count upwards by a walk beside which an operation has not ended."""
-    settled_bytes, moved_bytes = _moved(usage, sighting)
-    found_bytes = sighting.disk_bytes
-    if settled_bytes is None:
-        usage.set(sighting.bucket, found_bytes + moved_bytes)
-    elif found_bytes > settled_bytes + moved_bytes + usage.all_reserved_bytes:
-        usage.set(sighting.bucket, found_bytes)
-
-
-def _moved(usage: Usage, sighting: Sighting) -> tuple[int | None, int]:
-    """Return a bucket's settled bytes, and what was changed in it since before the walk."""
-    settled_bytes, changed = usage.bucket(sighting.bucket)
-    return settled_bytes, changed_since(changed, sighting.changed)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.fs.corrections import Sighting
 from kvoffload_async.tiers.fs.inventory import (
     Inventory,
     StoppedError,
@@ -25,7 +26,7 @@ from kvoffload_async.tiers.fs.inventory import (
     writer_of,
 )
 from kvoffload_async.tiers.fs.layout import REST, Namespace, top_folder_bucket
-from kvoffload_async.tiers.fs.usage import Sighting, UsageFile
+from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
 
@@ -40,7 +41,7 @@ class Step:
     """What a step has done.
 
     Attributes:
-        found: The blocks that it has found, the one that was changed first at the front.
+        found: The blocks that it has found -> times of last change in s, the oldest at the front.
         cpu_s: Seconds of processor time that it took.
         ends_cycle: Whether all buckets have been walked.
         is_waiting: Whether nothing is left to be walked, and operations to be waited for.
@@ -49,7 +50,7 @@ class Step:
         error: Why a bucket could not be walked.
     """
 
-    found: list[OffloadKey] = field(default_factory=list)
+    found: dict[OffloadKey, float] = field(default_factory=dict)
     cpu_s: float = 0.0
     ends_cycle: bool = False
     is_waiting: bool = False
@@ -143,7 +144,7 @@ class NamespaceWalk:
     ) -> list[Sighting]:
         """Walk over buckets; return what is in each."""
         sightings: list[Sighting] = []
-        found: list[tuple[float, OffloadKey]] = []
+        found: list[tuple[OffloadKey, float]] = []
         roots = self._roots() if cycle.todo else {}
         while cycle.todo and not (should_stop() or (sightings and time.thread_time() > until_s)):
             bucket = cycle.todo[0]
@@ -159,18 +160,18 @@ class NamespaceWalk:
                 step.error = error
                 cycle.unwalked.add(bucket)
             else:
-                found += [(age, key) for key, age in inventory.blocks.items()]
+                found += inventory.blocks.items()
             cycle.todo.popleft()
-        found.sort(key=itemgetter(0))
-        step.found = [key for _, key in found]
+        found.sort(key=itemgetter(1))
+        step.found = dict(found)
         return sightings
 
     def _roots(self) -> dict[int, list[str]]:
         """Return the paths directly in the namespace, by bucket."""
         roots: defaultdict[int, list[str]] = defaultdict(list)
-        for name in self._ops.names(self._namespace.folder):
-            bucket = top_folder_bucket(name)
-            roots[REST if bucket is None else bucket].append(f"{self._namespace.folder}/{name}")
+        for path, _ in self._ops.entries(self._namespace.folder):
+            bucket = top_folder_bucket(path.rpartition("/")[2])
+            roots[REST if bucket is None else bucket].append(path)
         return roots
 
     def _sighting(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> Sighting:

@@ -4,8 +4,10 @@ A file a block cannot be fast: making files costs more than filling them. Here b
 slots of a few large files that are allocated once, neighbours are moved in one vectored call, and
 a journal says what lies where.
 
-The format, version 1
+The format, version 2
 =====================
+
+Byte by byte, and what became of version 1, in docs/formats.md.
 
 All numbers are little-endian. A store is a folder; its files are
 
@@ -26,6 +28,7 @@ leaves an empty store of the old layout.
 bytes depends on), `layout` (text `<digest>:<rank>:<block_bytes>`, the digest being the first 12
 hex digits of the SHA-256 of `run_config` as JSON with sorted keys and no blanks), and `xxh3`: 16
 hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no blanks.
+Version 2 has `features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
 
 **Segment.** Slots of `slot_bytes` one behind the other, no header. A slot holds a block's bytes;
 what is behind them means nothing. How many slots there are follows from the file's size. A number
@@ -36,17 +39,19 @@ is not used again while the journal can speak of it.
     offset  bytes  header                      offset  bytes  record
     0       8      "KVSLABF1"                  0       1      1: put, 2: remove
     8       8      sequence number             1       1      bytes of the key, at most 96
-    16      4      records that follow         2       2      flags: 1 has a checksum, 2 suspect
+    16      4      records that follow         2       2      flags, see below
     20      4      0                           4       4      slot
     24      8      checksum of the frame       8       4      segment
     32      96     0                           12      4      0
                                                16      16     checksum of the block, or zeros
                                                32      96     the key, then zeros
 
+Flags of a record: 1, it has a checksum; 2, it is suspect; 4, the checksum is by the integrity key.
+
 The sequence number of a record is its frame's; sequence numbers rise from frame to frame. The
 frame's checksum is XXH3-64 of the header's first 24 bytes and all records, seeded with XXH3-64 of
 `layout`. The block's is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`, a zero byte and the
-key: right bytes in a wrong slot do not verify.
+key, or with an integrity key a MAC over the same: right bytes in a wrong slot do not verify.
 
 A reader takes the last record of every place. The journal begins with a *checkpoint*, puts alone,
 the least recently used block first, in frames of at most 64 records; what was appended since is

@@ -210,7 +210,8 @@ class StoreBatch(Batch):
 
     def _packed(self, run: Run) -> bytes:
         part = slice(run.start, run.start + run.length)
-        return put_records(self._keys[part], run.place, self._digests[part])
+        is_keyed = self._data_path.digester.is_keyed
+        return put_records(self._keys[part], run.place, self._digests[part], is_keyed=is_keyed)
 
     @classmethod
     def finish(cls, data_path: DataPath, batches: Sequence[Self]) -> None:

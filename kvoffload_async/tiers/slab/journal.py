@@ -94,9 +94,9 @@ class Journal:
             OSError: The file cannot be had, or not be cut.
         """
         self._sequence = sequence
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             self._ops.unlink(self._path + TEMP_SUFFIX)
-        self._fd = self._ops.open(self._path, os.O_RDWR | os.O_CREAT)
+        self._fd = self._ops.open_own(self._path, os.O_RDWR)
         self._end_bytes = end_bytes
         if self._ops.fstat(self._fd).st_size != end_bytes:
             self._ops.truncate(self._fd, end_bytes)
@@ -205,7 +205,7 @@ class Journal:
         self._check()  # else it could be put in the place of another store's
         records = self._table.live()
         temp = self._path + TEMP_SUFFIX
-        fd = self._ops.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        fd = self._ops.create_anew(temp)
         try:
             end_bytes = 0
             pending = bytearray()

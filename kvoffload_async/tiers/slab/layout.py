@@ -42,8 +42,14 @@ class StoreLayout:
     """
 
     def __init__(
-        self, root_dir: str, fields: Mapping[str, Any], rank: int, block_bytes: int
+        self,
+        root_dir: str,
+        fields: Mapping[str, Any],
+        rank: int,
+        block_bytes: int,
+        key_id: str | None = None,
     ) -> None:
+        """Describe a store; `key_id` is that of the integrity key, where there is one."""
         canonical = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
         name = safe_name(str(fields["model_name"]))
@@ -53,13 +59,15 @@ class StoreLayout:
             )
         self.folder = f"{root_dir}/{name}_r{rank}"
         self.own_folder = f"{self.folder}_{digest}_{block_bytes}"
+        if key_id is not None:
+            self.own_folder += f"_k{key_id}"
         self.manifest = Manifest(
             block_bytes=block_bytes,
             slot_bytes=slot_bytes_of(block_bytes),
             rank=rank,
             layout=f"{digest}:{rank}:{block_bytes}",
             fields=dict(fields),
-        )
+        ).with_key(key_id)
 
     def may_replace(self, found: Manifest) -> bool:
         """Tell whether a store is of the same model and namespace, and not only of their name."""
@@ -71,7 +79,7 @@ class StoreLayout:
     def difference(self, found: Manifest) -> str:
         """Return in what a store differs from this layout, or an empty text if in nothing."""
         if found.layout == self.manifest.layout:
-            return ""
+            return "" if found.key_id == self.manifest.key_id else _key_difference(found)
         if found.block_bytes != self.manifest.block_bytes:
             return f"blocks of {found.block_bytes} bytes instead of {self.manifest.block_bytes}"
         if found.rank != self.manifest.rank:
@@ -83,3 +91,9 @@ class StoreLayout:
             if wanted.get(key) != found.fields.get(key)
         )
         return "another " + ", ".join(keys)
+
+
+def _key_difference(found: Manifest) -> str:
+    if found.key_id is None:
+        return "checksums without an integrity key"
+    return f"checksums by the integrity key with the id {found.key_id}"

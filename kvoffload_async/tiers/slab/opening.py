@@ -18,8 +18,10 @@ import numpy.typing as npt
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.digests import BlockDigester
+from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.direct import DirectIo
+from kvoffload_async.tiers.files.features import NewerFormatError
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps, write_all
 from kvoffload_async.tiers.slab.batches import DataPath
 from kvoffload_async.tiers.slab.budget import Budget
@@ -44,6 +46,7 @@ from kvoffload_async.tiers.slab.reading import (
 )
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
+    KEYED,
     SUSPECT,
     Records,
     Scan,
@@ -73,6 +76,7 @@ class StoreSettings:
 
     budget: Budget
     verify: bool
+    integrity_key: IntegrityKey | None
     on_mismatch: OnMismatch
     direct_io: bool
     fdatasync: bool
@@ -85,6 +89,7 @@ class OpenStore:
     Attributes:
         folder: Where it is.
         data_path: What moves its blocks.
+        manifest: What it is.
         catalog: What is in it; the loop's, once this is constructed.
     """
 
@@ -126,7 +131,7 @@ class OpenStore:
                 log_units=settings.budget.log_units,
                 fdatasync=settings.fdatasync,
             ),
-            digester=BlockDigester(text),
+            digester=create_digester(text, settings.integrity_key),
             verify=settings.verify,
             fdatasync=settings.fdatasync,
             piece_bytes=settings.piece_bytes,
@@ -134,10 +139,11 @@ class OpenStore:
         policy = create_policy(settings.budget.capacity_bytes // rows.slot_bytes)
         self.catalog = Catalog(policy, self.data_path.extent_slots)
         try:
+            _readable_manifest(ops, self.folder)  # of a newer release's store nothing is written
             self._lock_fd = _take_lock(ops, self.folder)
             anchor.watch(self._lock_fd, LOCK)
             found = list_folder(ops, self.folder)
-            self._check_manifest(found, layout)
+            self.manifest = self._check_manifest(found, layout)
             self._take_in(found, read_journal(ops, self.folder, text))
         except BaseException:
             self.close()
@@ -159,8 +165,8 @@ class OpenStore:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _check_manifest(self, found: Folder, layout: StoreLayout) -> None:
-        """See to it that the store has this layout; a new one gets its manifest."""
+    def _check_manifest(self, found: Folder, layout: StoreLayout) -> Manifest:
+        """See to it that the store has this layout, and return what it is; a new one is made."""
         manifest = _readable_manifest(self._ops, self.folder)
         if manifest is None:
             if not found.is_empty:
@@ -168,7 +174,6 @@ class OpenStore:
                     f"root_dir: the store in {self.folder!r} has lost its manifest; "
                     f"run `kvoffload store repair {self.folder}`, or give another directory"
                 )
-            _write_manifest(self._ops, self.folder, layout.manifest)
         elif difference := layout.difference(manifest):
             replaces = self._settings.on_mismatch is OnMismatch.REPLACE
             if not replaces or not layout.may_replace(manifest):
@@ -178,7 +183,11 @@ class OpenStore:
                     '"replace" to discard those of the same model and namespace'
                 )
             self._empty(found, manifest, difference)
-            _write_manifest(self._ops, self.folder, layout.manifest)
+        else:
+            return manifest
+        manifest = layout.manifest.of_new_store()
+        _write_manifest(self._ops, self.folder, manifest)
+        return manifest
 
     def _empty(self, found: Folder, manifest: Manifest, difference: str) -> None:
         """Discard every block of the store; until the manifest changes, the store is still its own.
@@ -220,7 +229,8 @@ class OpenStore:
         if len(rows) < len(live):
             live = live[rows]
         live["flags"][rows < scanned.num_before_damage] |= SUSPECT
-        gone = ~_is_servable(live, verify=self._settings.verify)
+        is_keyed = data_path.digester.is_keyed
+        gone = ~_is_servable(live, verify=self._settings.verify, is_keyed=is_keyed)
         lost = live[gone]
         if len(lost):
             live = live[~gone]
@@ -249,12 +259,13 @@ class OpenStore:
             del slots[number], found.segments[number]
 
 
-def _is_servable(live: Records, *, verify: bool) -> npt.NDArray[np.bool_]:
-    """Return which blocks may be served: what must be verified needs a checksum."""
+def _is_servable(live: Records, *, verify: bool, is_keyed: bool) -> npt.NDArray[np.bool_]:
+    """Return which blocks may be served: what must be verified needs a checksum, by the key."""
     flags = live["flags"]
     servable: npt.NDArray[np.bool_] = flags & HAS_DIGEST != 0
     if not verify:
         servable |= flags & SUSPECT == 0
+    servable &= (flags & KEYED != 0) == is_keyed
     return servable
 
 
@@ -284,6 +295,11 @@ def _choose_folder(ops: FileOps, layout: StoreLayout, on_mismatch: OnMismatch) -
 def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
     try:
         return read_manifest(ops, folder)
+    except NewerFormatError as error:
+        raise ConfigError(
+            f"root_dir: the store in {folder!r} is of a newer release: {error}; upgrade, or give "
+            "another directory"
+        ) from error
     except UnreadableManifestError as error:
         raise ConfigError(
             f"root_dir: the manifest of the store in {folder!r} is unreadable: {error}; "
@@ -293,7 +309,7 @@ def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
 
 def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
     temp = f"{folder}/{MANIFEST}{TEMP_SUFFIX}"
-    fd = ops.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    fd = ops.create_anew(temp)
     try:
         write_all(ops, fd, manifest.encode(), 0)
         ops.fdatasync(fd)

@@ -5,11 +5,13 @@ Thread: an I/O thread; a call blocks for as long as the filesystem does.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from dataclasses import dataclass, field
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
     LOCK,
@@ -21,6 +23,7 @@ from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.records import RecordRows, Scan, live_rows, scan, seed_of
 
 _READ_BYTES = 1 << 24
+MAX_MANIFEST_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -73,25 +76,26 @@ def list_folder(ops: FileOps, folder: str) -> Folder:
     return found
 
 
-def read_manifest(ops: FileOps, folder: str) -> Manifest | None:
+def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Manifest | None:
     """Return the manifest; None if there is none.
 
     Raises:
-        UnreadableManifestError: It is damaged, or of another version.
+        NewerFormatError: It is of a newer release; see `Manifest.decode`.
+        UnreadableManifestError: It is damaged.
         OSError: It cannot be read.
     """
     try:
-        content = read_file(ops, f"{folder}/{MANIFEST}")
+        content = read_file(ops, f"{folder}/{MANIFEST}", MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
-    return Manifest.decode(bytes(content))
+    return Manifest.decode(bytes(content), for_writing=for_writing)
 
 
 def read_journal(ops: FileOps, folder: str, layout: str) -> Scan:
-    """Return what the journal of a store with this layout says; one that is not there: nothing."""
+    """Return what the journal of a store with this layout says; one that is no file: nothing."""
     try:
         content: bytes | memoryview = read_file(ops, f"{folder}/{JOURNAL}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotRegularFileError):
         content = b""
     return scan(content, seed_of(layout))
 
@@ -102,11 +106,12 @@ def live_in(found: Folder, scanned: Scan, slot_bytes: int) -> RecordRows:
     return live_rows(scanned.records, slots)
 
 
-def read_file(ops: FileOps, path: str) -> memoryview:
-    """Return a file's content; raises OSError."""
+def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
+    """Return a file's content, or its first `max_bytes`; raises OSError."""
     fd = ops.open(path, os.O_RDONLY)
     try:
-        buffer = memoryview(bytearray(ops.fstat(fd).st_size))
+        length = ops.fstat(fd).st_size
+        buffer = memoryview(bytearray(length if max_bytes is None else min(length, max_bytes)))
         done = 0
         while done < len(buffer):
             count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], done)
@@ -114,5 +119,7 @@ def read_file(ops: FileOps, path: str) -> memoryview:
                 break
             done += count
         return buffer[:done]
+    except MemoryError as error:  # whoever makes a file with holes can claim any length
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
     finally:
         ops.close(fd)

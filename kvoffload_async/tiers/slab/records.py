@@ -32,6 +32,8 @@ HAS_DIGEST: Final = 1
 """Flag: the record has a checksum."""
 SUSPECT: Final = 2
 """Flag: the block must be verified before it is served, whatever the configuration says."""
+KEYED: Final = 4
+"""Flag: the checksum is made with the store's integrity key."""
 
 RECORD: Final = np.dtype(
     [
@@ -65,15 +67,18 @@ def seed_of(layout: str) -> int:
     return xxhash.xxh3_64_intdigest(layout.encode())
 
 
-def put_records(keys: Sequence[OffloadKey], first: Place, digests: Sequence[bytes]) -> bytes:
+def put_records(
+    keys: Sequence[OffloadKey], first: Place, digests: Sequence[bytes], *, is_keyed: bool = False
+) -> bytes:
     """Return the records of blocks whose places are neighbours from one on.
 
     One whose checksum is empty cannot be verified.
     """
     pack = _RECORD.pack
+    flags = HAS_DIGEST | KEYED if is_keyed else HAS_DIGEST
     return b"".join(
         [
-            pack(PUT, len(key), HAS_DIGEST if digest else 0, place, 0, digest, key)
+            pack(PUT, len(key), flags if digest else 0, place, 0, digest, key)
             for place, (key, digest) in enumerate(zip(keys, digests, strict=True), first)
         ]
     )

@@ -87,10 +87,12 @@ class Segments:
             OSError: It could not be made, ENOSPC included; nothing of it is left.
         """
         self._anchor.check()
-        number = self._next
-        self._next += 1
-        path = self._path(number)
-        fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        path, fd = self._path(self._next), None
+        while fd is None:
+            number, path = self._next, self._path(self._next)
+            self._next += 1
+            with contextlib.suppress(FileExistsError):  # somebody else's, and no segment
+                fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             self._ops.fallocate(fd, slots * self._rows.slot_bytes)
             return self._adopt(number, slots, fd)

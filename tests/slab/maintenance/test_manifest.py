@@ -93,16 +93,6 @@ def test_a_manifest_of_another_layout_is_not_believed(slab):
     assert not slab.manifest.exists()
 
 
-def test_a_manifest_of_a_newer_release_is_left_alone(slab):
-    manifest = Manifest.decode(slab.manifest.read_bytes())
-    newer = Manifest(BLOCK, BLOCK, 0, manifest.layout, manifest.fields, version=2)
-    slab.manifest.write_bytes(newer.encode())
-    before = slab.files()
-    (complaint,) = slab.complaints("repair")
-    assert "it has version 2" in complaint
-    assert slab.files() == before
-
-
 def test_a_file_that_is_no_manifest_is_refused(slab):
     path = slab.command.file("{}", "no.json")
     assert f"--manifest {path}: it is no manifest" in slab.command.refusal(

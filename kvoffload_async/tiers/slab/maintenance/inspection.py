@@ -79,7 +79,7 @@ async def inspect_slab(io: MaintenanceIo, store: SlabStore) -> tuple[SlabInspect
     Raises:
         OSError: A file cannot be read.
     """
-    user = await io.run(user_of, store)
+    user = await io.run(user_of, io.ops, store)
     contents = await io.run(read_contents, io.ops, store)
     return inspection_of(store, contents, user), contents
 
@@ -113,6 +113,8 @@ def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> Sla
 
 def _problems(contents: Contents, user: str | None) -> list[str]:
     problems = []
+    if contents.is_newer:  # and of the rest nobody here knows what it should be
+        return [str(contents.manifest_problem)]
     if contents.manifest_problem:
         problems.append(f"{contents.manifest_problem}; no tier can open this; see repair")
     if contents.found.segments and not contents.found.has_journal:

@@ -7,28 +7,40 @@ names a layout is tried, and right is under what name the journal verifies.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Final
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.files.features import (
+    Features,
+    MalformedFormatError,
+    NewerFormatError,
+    check_format,
+)
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.budget import slot_bytes_of
 from kvoffload_async.tiers.slab.layout import MANIFEST, TEMP_SUFFIX, StoreLayout
 from kvoffload_async.tiers.slab.maintenance.stores import SlabStore, read_journal_bytes
 from kvoffload_async.tiers.slab.manifest import (
     FORMAT,
+    KNOWN,
     VERSION,
     Manifest,
     UnreadableManifestError,
 )
-from kvoffload_async.tiers.slab.reading import read_file
-from kvoffload_async.tiers.slab.records import scan, seed_of
+from kvoffload_async.tiers.slab.reading import MAX_MANIFEST_BYTES, read_file
+from kvoffload_async.tiers.slab.records import KEYED, scan, seed_of
 
 _LAYOUT: Final = re.compile(r"([0-9a-f]{12}):([0-9]{1,9}):([1-9][0-9]{0,14})")
 _IN_MANIFEST: Final = re.compile(rb'"layout": "([^"]*)"')
-_RANK: Final = re.compile(r".*_r([0-9]{1,9})(?:_([0-9a-f]{12})_([0-9]+))?", re.DOTALL)
+_VERSION_IN_MANIFEST: Final = re.compile(rb'^  "version": ([0-9]{1,9})', re.MULTILINE)
+_RANK: Final = re.compile(
+    r".*_r([0-9]{1,9})(?:_([0-9a-f]{12})_([0-9]+)(?:_k[0-9a-f]{16})?)?", re.DOTALL
+)
 
 
 def decode_given(content: bytes) -> Manifest:
@@ -39,22 +51,54 @@ def decode_given(content: bytes) -> Manifest:
     """
     try:
         return Manifest.decode(content)
-    except UnreadableManifestError as error:
+    except (UnreadableManifestError, NewerFormatError) as error:
         raise ConfigError(str(error)) from error
 
 
-def recover_manifest(ops: FileOps, store: SlabStore, given: Manifest | None) -> Manifest | None:
+def newer_format(ops: FileOps, store: SlabStore) -> str | None:
+    """Return why this release must not change a store: it is of a newer one; None if it may.
+
+    A damaged manifest is believed as well, as far as it says so.
+
+    Raises:
+        OSError: The manifest cannot be read.
+    """
+    try:
+        content = bytes(read_file(ops, f"{store.folder}/{MANIFEST}", MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        return None
+    try:
+        Manifest.decode(content)
+    except NewerFormatError as error:
+        return f"the store is of a newer release: {error}"
+    except UnreadableManifestError as error:
+        version = max(map(int, _VERSION_IN_MANIFEST.findall(content)), default=0)
+        if version > VERSION:
+            return (
+                f"the manifest is unreadable: {error}; it says that it needs a release that knows "
+                f"format {version}"
+            )
+    return None
+
+
+def recover_manifest(
+    ops: FileOps, store: SlabStore, given: Manifest | None, key: IntegrityKey | None
+) -> Manifest | None:
     """Return what a store without a readable manifest is, or None if nothing says it.
 
     Args:
         ops: The system calls.
         store: The store.
         given: The manifest of a store of the same layout, of any rank.
+        key: What its checksums were made with, if the journal says that they were with a key.
     """
     journal = read_journal_bytes(ops, store)
     for candidate in _candidates(ops, store, given):
-        if len(scan(journal, seed_of(candidate.layout)).records):
-            return candidate
+        records = scan(journal, seed_of(candidate.layout)).records
+        if len(records):
+            is_keyed = bool((records["flags"] & KEYED).any())
+            key_id = key.id.hex() if key is not None and is_keyed else None
+            return candidate.of_new_store().with_key(key_id)
     return None
 
 
@@ -68,25 +112,40 @@ def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Itera
     if given is not None:
         yield given
         yield from _of_ranks(given, ranks)
-    for path in sorted(Path(store.folder).parent.glob(f"*/{MANIFEST}")):
+    for path, _ in sorted(_beside(ops, store)):
         try:
-            yield from _of_ranks(Manifest.decode(path.read_bytes()), ranks)
-        except (OSError, UnreadableManifestError):
+            content = bytes(read_file(ops, f"{path}/{MANIFEST}", MAX_MANIFEST_BYTES))
+            yield from _of_ranks(Manifest.decode(content, for_writing=False), ranks)
+        except (OSError, UnreadableManifestError, NewerFormatError):
             continue
+
+
+def _beside(ops: FileOps, store: SlabStore) -> list[tuple[str, os.stat_result]]:
+    """Return what lies beside a store, where that may be read."""
+    try:
+        return ops.entries(store.folder.rpartition("/")[0] or "/")
+    except OSError:
+        return []
 
 
 def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
     """Yield what a damaged manifest may have said."""
     try:
-        content = bytes(read_file(ops, path))
+        content = bytes(read_file(ops, path, MAX_MANIFEST_BYTES))
     except OSError:
         return
     try:
         body: Any = json.loads(content)
     except (ValueError, RecursionError):
         body = {}
-    if not isinstance(body, dict) or body.get("version", VERSION) != VERSION:
+    if not isinstance(body, dict):
         return
+    try:
+        _, features = check_format({"version": VERSION} | body, VERSION, KNOWN, for_writing=True)
+    except NewerFormatError:
+        return
+    except MalformedFormatError:
+        features = Features()
     fields = body.get("run_config")
     fields = fields if isinstance(fields, dict) else {}
     texts = [body.get("layout"), *(text.decode("ascii", "replace") for text in _in(content))]
@@ -96,7 +155,7 @@ def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
             texts.append(StoreLayout("", fields, rank, block_bytes).manifest.layout)
     for text in texts:
         if isinstance(text, str) and _LAYOUT.fullmatch(text):
-            yield _named(text, fields)
+            yield replace(_named(text, fields), features=features)
 
 
 def _in(content: bytes) -> list[bytes]:
@@ -111,4 +170,5 @@ def _of_ranks(manifest: Manifest, ranks: list[int]) -> Iterator[Manifest]:
 
 def _named(layout: str, fields: Mapping[str, Any]) -> Manifest:
     _, rank, block_bytes = layout.split(":")
-    return Manifest(int(block_bytes), slot_bytes_of(int(block_bytes)), int(rank), layout, fields)
+    slot_bytes = slot_bytes_of(int(block_bytes))
+    return Manifest(int(block_bytes), slot_bytes, int(rank), layout, fields, features=Features())

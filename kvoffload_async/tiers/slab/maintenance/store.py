@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
-from typing import ClassVar, Self
+from itertools import islice
+from typing import ClassVar, Final, Self
 
 import anyio.to_thread
 
@@ -18,21 +18,29 @@ from kvoffload_async.abc.maintenance import (
     StoreMaintenance,
     Summary,
 )
+from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo, figures_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import MANIFEST
 from kvoffload_async.tiers.slab.maintenance.changes import Changes
 from kvoffload_async.tiers.slab.maintenance.inspection import inspect_slab
-from kvoffload_async.tiers.slab.maintenance.manifests import decode_given, recover_manifest
+from kvoffload_async.tiers.slab.maintenance.manifests import (
+    decode_given,
+    newer_format,
+    recover_manifest,
+)
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
     SlabStore,
     find_slab_stores,
+    key_problem,
     locked,
     read_contents,
 )
 from kvoffload_async.tiers.slab.maintenance.verification import verify_slab
 from kvoffload_async.tiers.slab.manifest import Manifest
+
+_PROBLEMS_AT_ONCE: Final = 1000
 
 
 class SlabMaintenance(StoreMaintenance):
@@ -42,15 +50,21 @@ class SlabMaintenance(StoreMaintenance):
     report_key: ClassVar[str] = "slab_stores"
     appearance: ClassVar[str] = f"a folder with {MANIFEST}, a journal or segments"
 
-    def __init__(self, store: SlabStore) -> None:
+    def __init__(self, store: SlabStore, ops: FileOps) -> None:
+        """Look after a store; `ops` has entered the directory in which it was found."""
         self.folder = store.folder
         self._store = store
-        self._ops = FileOps()
+        self._ops = ops
+        self._key: IntegrityKey | None = None
+
+    def use_integrity_key_file(self, path: str) -> None:
+        self._key = read_key_file(path)
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
-        stores = await anyio.to_thread.run_sync(find_slab_stores, Path(directory))
-        return [cls(store) for store in stores]
+        ops = FileOps()
+        stores = await anyio.to_thread.run_sync(find_slab_stores, ops, directory)
+        return [cls(store, ops) for store in stores]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         found, _ = await inspect_slab(MaintenanceIo(self._ops, control), self._store)
@@ -67,20 +81,28 @@ class SlabMaintenance(StoreMaintenance):
         found, contents = await inspect_slab(io, self._store)
         for text in found.problems:
             yield Problem(text)
-        judged = await verify_slab(io, self._store, contents)
-        for problem in judged.problems:
-            yield problem
-        rows = [*judged.found.rows, ("changed meanwhile", f"{judged.found.changed:,}")]
-        figures = figures_of(found) | {"verification": figures_of(judged.found)}
+        if problem := key_problem(contents, self._key):
+            yield Problem(problem)
+        judged = await verify_slab(io, self._store, contents, self._key)
+        problems = judged.problems
+        while some := await io.run(_next_of, problems):
+            for bad in some:
+                yield bad
+        verified = await io.run(judged.verification, control.max_listed)
+        rows = [*verified.rows, ("changed meanwhile", f"{verified.changed:,}")]
+        figures = figures_of(found) | {"verification": figures_of(verified)}
         yield Summary("Blocks", rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
         changes = Changes(self._ops, self._store, dry_run=options.dry_run)
-        async with nullcontext() if options.dry_run else self._locked(io):
-            await self._clean_up(io, changes, options)
-            for finding in changes.take_findings():
-                yield finding
+        if problem := await io.run(newer_format, self._ops, self._store):
+            changes.fail(problem)
+        else:
+            async with nullcontext() if options.dry_run else self._locked(io):
+                await self._clean_up(io, changes, options)
+        for finding in changes.take_findings():
+            yield finding
         title = "Would be removed" if options.dry_run else "Removed"
         yield Summary(title, changes.changed.rows, figures_of(changes.changed))
 
@@ -95,10 +117,13 @@ class SlabMaintenance(StoreMaintenance):
     async def _repair(self, given: Manifest | None, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
         changes = Changes(self._ops, self._store)
-        async with self._locked(io):
-            await self._rebuild(io, changes, given)
-            for finding in changes.take_findings():
-                yield finding
+        if problem := await io.run(newer_format, self._ops, self._store):
+            changes.fail(problem)
+        else:
+            async with self._locked(io):
+                await self._rebuild(io, changes, given)
+        for finding in changes.take_findings():
+            yield finding
         yield Summary("Repaired", changes.changed.rows, figures_of(changes.changed))
 
     @asynccontextmanager
@@ -116,8 +141,10 @@ class SlabMaintenance(StoreMaintenance):
         if contents.manifest_problem:
             changes.fail(f"{contents.manifest_problem}; see repair")
         changes.changed.blocks = len(contents.live)
-        if options.corrupt and contents.manifest is not None:
-            judged = await verify_slab(io, self._store, contents)
+        if options.corrupt and (problem := key_problem(contents, self._key)):
+            changes.fail(problem)
+        elif options.corrupt and contents.manifest is not None:
+            judged = await verify_slab(io, self._store, contents, self._key)
             if io.control.should_stop():
                 return
             await io.run(changes.drop_corrupt, contents, judged)
@@ -127,7 +154,7 @@ class SlabMaintenance(StoreMaintenance):
         contents: Contents = await io.run(read_contents, self._ops, self._store)
         is_recovered = contents.manifest is None
         if is_recovered:
-            manifest = await io.run(recover_manifest, self._ops, self._store, given)
+            manifest = await io.run(recover_manifest, self._ops, self._store, given, self._key)
             if manifest is None:
                 changes.fail(
                     f"{contents.manifest_problem}, and nothing says what its blocks are; give "
@@ -135,6 +162,16 @@ class SlabMaintenance(StoreMaintenance):
                 )
                 return
             contents = await io.run(read_contents, self._ops, self._store, manifest)
-        judged = await verify_slab(io, self._store, contents)
+        if problem := key_problem(contents, self._key):
+            changes.fail(problem)
+            return
+        judged = await verify_slab(io, self._store, contents, self._key)
+        if is_recovered and self._key is not None and not judged.is_good.any():
+            changes.fail("no block verifies with the integrity key: it may be another one")
+            return
         if not io.control.should_stop():
             await io.run(lambda: changes.rebuild(contents, judged, is_recovered=is_recovered))
+
+
+def _next_of(problems: Iterator[Problem]) -> list[Problem]:
+    return list(islice(problems, _PROBLEMS_AT_ONCE))
