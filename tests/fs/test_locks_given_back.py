@@ -9,6 +9,7 @@ from fs.spaces import rescan
 
 from kvoffload_async.errors import (
     ConfigError,
+    TierError,
     TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
@@ -30,7 +31,7 @@ def store(harness: TierHarness, keys) -> None:
     """Store in trouble: it may fail."""
     try:
         harness.store(keys)
-    except (OSError, TierUnavailableError) as error:
+    except (OSError, TierError) as error:
         drop_tracebacks(error)
 
 
@@ -126,7 +127,7 @@ def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(pl
         if times == 1:
             assert harness.store(K[:2]) == {}
         else:
-            with pytest.raises(OSError, match="cannot be locked"):
+            with pytest.raises(TierUnavailableError, match="cannot be locked"):
                 harness.store(K[:2])
             ops.heal()
             assert harness.store(K[:2]) == {}

@@ -148,14 +148,28 @@ def test_closing_gives_back_what_was_set_aside(opened):
 
 
 def test_a_writer_that_goes_on_under_another_id_keeps_what_it_had_reserved(opened, living):
-    usage = opened("old")
+    usage, other = opened("old"), opened("other")
     usage.reserve(100, 3, MANY)
     living.remove("old")
+    living.add("new")
     usage.rename_writer("new")
-    usage.begin_cycle()
-    assert usage.read().reserved_bytes == {"new": 300}
-    assert usage.read().presumed_bytes == 300  # until a walk has seen what the old one has written
+    assert other.read().reserved_bytes == {"old": 300, "other": 0}
+    assert usage.read().reserved_bytes == {"new": 300, "other": 0}
+    other.begin_cycle()
+    assert other.read().presumed_bytes == 0
     usage.settle(300, grown(250))
+    assert usage.read().reserved_bytes == {"new": 0, "other": 0}
+
+
+def test_a_change_under_another_id_that_was_made_though_it_failed_is_told_once(opened, living):
+    ops = FaultyFileOps()
+    usage = opened("old", ops)
+    living.add("new")
+    ops.fail(errno.EIO, on="unlock", times=1)
+    with pytest.raises(OSError, match="injected"):
+        usage.settle(0, grown(70))
+    usage.rename_writer("new")
+    assert state(usage) == (70, 0, 0)
     assert usage.read().reserved_bytes == {"new": 0}
 
 

@@ -110,7 +110,7 @@ def test_a_walk_that_is_stopped_leaves_its_bucket_for_later(around, place):
     asked = iter(range(MANY))
     step = around.walk.step(math.inf, lambda: next(asked) > 20)
     assert not step.ends_cycle
-    found = step.found + around.cycle().found
+    found = [*step.found, *around.cycle().found]
     assert found == [K[0]]
     assert around.is_right()
 
@@ -118,7 +118,7 @@ def test_a_walk_that_is_stopped_leaves_its_bucket_for_later(around, place):
 def test_what_is_found_is_in_order_of_age(around, place):
     for number, key in enumerate(K[:20]):
         os.utime(place.put(key), (100 - number, 100 - number))
-    assert around.cycle().found == K[19::-1]
+    assert list(around.cycle().found.items()) == [(K[n], 100 - n) for n in range(19, -1, -1)]
 
 
 def test_a_bucket_that_cannot_be_read_is_left_out_and_the_rest_is_right(around, place, caplog):
@@ -349,7 +349,7 @@ def test_a_namespace_that_was_taken_away_is_walked_anew(place):
         for path in place.folder.iterdir():
             if path.name != ".writers":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        harness.run(harness.tier._housekeeping.begin_anew())
+        harness.run(harness.tier._housekeeping._begin_anew())
         assert evicted(harness) == set(K[:5])
         assert harness.store(K[:5]) == {}
         check(place, harness, ROOM)

@@ -33,8 +33,8 @@ def enter_namespace(
         ConfigError: The filesystem lacks what `verify` requires, or a newer release has changed
             what is in the directory.
     """
-    require_known_format(ops, namespace.folder)
     ops.make_folders(namespace.folder)
+    require_known_format(ops, namespace.folder)
     writers.register()  # before any other file: temporary ones name their writer
     _write_config(ops, namespace, writer)
     if verify is Verify.OFF:

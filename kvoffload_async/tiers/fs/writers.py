@@ -249,6 +249,6 @@ def remove_entry(ops: FileOps, path: str) -> None:
         count = ops.pread_into(fd, memoryview(buffer), 0)
     finally:
         ops.close(fd)
-    if not _ENTRY_START.startswith(buffer[:count]):
+    if not _ENTRY_START.startswith(buffer[:count].rstrip(b"\0")):  # which a power cut leaves
         raise PermissionError(errno.EPERM, "this is no entry of a writer", path)
     ops.unlink(path)
