@@ -297,13 +297,13 @@ def test_housekeeping_registers_again_by_itself(place, options):
     class Noticing(FaultyFileOps):
         """Says when an entry is made after the first."""
 
-        entries = 0
+        num_entries = 0
         made = threading.Event()
 
         def open(self, path, flags):
             if "/.writers/" in path and flags & os.O_EXCL:
-                self.entries += 1
-            if self.entries > 1:
+                self.num_entries += 1
+            if self.num_entries > 1:
                 self.made.set()
             return super().open(path, flags)
 

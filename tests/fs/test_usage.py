@@ -162,10 +162,10 @@ def test_a_writer_that_goes_on_under_another_id_keeps_what_it_had_reserved(opene
 
 
 def test_a_change_under_another_id_that_was_made_though_it_failed_is_told_once(opened, living):
-    ops = FaultyFileOps()
+    ops = Lying()
     usage = opened("old", ops)
     living.add("new")
-    ops.fail(errno.EIO, on="unlock", times=1)
+    ops.is_lying = True
     with pytest.raises(OSError, match="injected"):
         usage.settle(0, grown(70))
     usage.rename_writer("new")
