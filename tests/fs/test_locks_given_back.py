@@ -16,7 +16,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.files.locks import held
+from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.outcome import DiskChange
@@ -69,7 +69,7 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(place):
     usage = UsageFile(ops, str(place.folder), "me", set, lock_timeout_s=0.01)
     usage.open()
     with (
-        held(FileOps(), str(place.folder / FILE_NAME)),
+        locked(FileOps(), str(place.folder / FILE_NAME)),
         pytest.raises(TimeoutError, match=r"its lock was held by another for 0.01 s: .*\.usage"),
     ):
         usage.reserve(BLOCK, 1, FULL)

@@ -247,7 +247,7 @@ class UsageFile:
         """Change the count under its lock, with all that this writer has to say."""
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
-        with self._file.held() as fd:
+        with self._file.locked() as fd:
             last, self._last = self._last, None
             content = _content(self._ops, fd, self._buffer)
             usage = parsed(content, last)

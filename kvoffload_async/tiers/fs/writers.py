@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvoffload_async.tiers.files.locks import held
+from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.files.roots import NotRegularFileError
 
@@ -170,7 +170,7 @@ class WriterRegistry:
     def _lock(self, entry: contextlib.ExitStack, path: str) -> int:
         """Make and lock an entry until `entry` is closed; unlocked where there are no locks."""
         try:
-            return entry.enter_context(held(self._ops, path, _NEW))
+            return entry.enter_context(locked(self._ops, path, _NEW))
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 fd = self._ops.open(path, os.O_RDWR)
