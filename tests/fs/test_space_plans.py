@@ -15,6 +15,7 @@ class Granting:
 
     granted_blocks = 0
     is_complete = True
+    total_bytes = 0
 
     def begin(self):
         return 0

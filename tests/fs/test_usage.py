@@ -1,14 +1,9 @@
 """The shared count: what is granted, told, presumed, and what survives a crash."""
 
-import errno
-import threading
-
 import pytest
-from fs.places import BLOCK
+from fs.counted import MANY, grown, living, opened, state, walk
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.corrections import Sighting
 from kvoffload_async.tiers.fs.counts import (
     FILE_BYTES,
     MAX_WRITERS,
@@ -19,59 +14,11 @@ from kvoffload_async.tiers.fs.counts import (
     WriterCount,
     parsed,
 )
-from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import OlderReleaseError, UsageFile, read_usage
 
-MANY = 10**9
+__all__ = ["living", "opened"]
+
 NEWER = b"kvo.use\n" * 2048
-
-
-@pytest.fixture
-def living() -> set[str]:
-    """The ids of writers that live; the count asks for them."""
-    return set()
-
-
-@pytest.fixture
-def opened(place, living):
-    place.folder.mkdir(parents=True)
-    files = []
-
-    def make(writer_id="me", ops=None, *, is_known=True) -> UsageFile:
-        usage = UsageFile(ops or FileOps(), str(place.folder), writer_id, lambda: set(living))
-        usage.open()
-        living.add(writer_id)
-        files.append(usage)
-        if is_known and not usage.is_complete:
-            walk(usage, {})
-        return usage
-
-    yield make
-    for usage in files:
-        usage.close()
-
-
-def grown(added: int = 0, removed: int = 0, bucket: int = 7) -> DiskChange:
-    change = DiskChange()
-    change.add(bucket, added)
-    change.remove(bucket, removed)
-    return change
-
-
-def seen(before: Usage, found: dict[int, int]) -> list[Sighting]:
-    return [Sighting(bucket, size, 0, before.bucket(bucket)[1]) for bucket, size in found.items()]
-
-
-def walk(usage: UsageFile, found: dict[int, int]) -> list[Sighting]:
-    """Walk over all buckets, in which there is what was found; return what is waited for."""
-    everything = dict.fromkeys(range(NUM_BUCKETS), 0) | found
-    operation = usage.begin()
-    return usage.correct(seen(usage.read(), everything), operation)
-
-
-def state(usage: UsageFile) -> tuple[int, int, int]:
-    read = usage.read()
-    return read.settled_bytes, read.all_reserved_bytes, read.presumed_bytes
 
 
 # -- granting and telling -----------------------------------------------------------------------
@@ -159,18 +106,6 @@ def test_a_writer_that_goes_on_under_another_id_keeps_what_it_had_reserved(opene
     assert other.read().presumed_bytes == 0
     usage.settle(300, grown(250))
     assert usage.read().reserved_bytes == {"new": 0, "other": 0}
-
-
-def test_a_change_under_another_id_that_was_made_though_it_failed_is_told_once(opened, living):
-    ops = Lying()
-    usage = opened("old", ops)
-    living.add("new")
-    ops.is_lying = True
-    with pytest.raises(OSError, match="injected"):
-        usage.settle(0, grown(70))
-    usage.rename_writer("new")
-    assert state(usage) == (70, 0, 0)
-    assert usage.read().reserved_bytes == {"new": 0}
 
 
 def test_without_a_place_among_the_writers_nothing_is_granted(opened, living):
@@ -319,114 +254,3 @@ def test_the_largest_count_fits():
     assert again.reserved_bytes == usage.reserved_bytes
     assert again.writers[f"{2**22}-{5:012}"] == WriterCount(2**60, 3, 1)
     assert again.is_complete
-
-
-# -- changes that fail --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("on", ["lock", "pread_into", "pwrite"])
-def test_a_change_that_failed_is_told_by_the_next_one(opened, on):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    usage.reserve(100, 3, MANY)
-    ops.fail(errno.EIO, on=on, times=2 if on == "lock" else 1)
-    with pytest.raises(OSError, match="injected"):
-        usage.settle(300, grown(200))
-    assert state(usage) == (200, 0, 0)
-    assert usage.read().settled_bytes == 200
-
-
-def test_a_reservation_that_failed_is_none(opened):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    ops.fail(errno.EIO, on="pwrite", times=1)
-    with pytest.raises(OSError, match="injected"):
-        usage.reserve(100, 3, MANY)
-    assert usage.read().reserved_bytes == {"me": 0}
-
-
-def test_short_reads_and_writes_of_the_count_are_continued(opened):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    ops.shorten(3000, on="pwrite")
-    ops.shorten(3000, on="pread_into")
-    usage.settle(0, grown(123456789))
-    assert usage.read().settled_bytes == 123456789
-
-
-@pytest.mark.parametrize("written_bytes", [30, 200, 2000])
-def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    usage.settle(0, grown(555))
-    ops.shorten(written_bytes, on="pwrite", times=1)
-    ops.fail(errno.EIO, on="pwrite", times=1)
-    with pytest.raises(OSError, match="injected"):
-        usage.settle(0, grown(444))
-    assert usage.read().settled_bytes == 999
-    usage.settle(0, grown(1))
-    assert usage.read().settled_bytes == 1000
-
-
-class Lying(FaultyFileOps):
-    """The next write is made, and reported as failed."""
-
-    is_lying = False
-
-    def pwrite(self, fd, data, offset):
-        written = super().pwrite(fd, data, offset)
-        if self.is_lying:
-            self.is_lying = False
-            raise OSError(errno.EIO, "injected")
-        return written
-
-
-def test_a_change_that_was_made_though_it_failed_is_told_once(opened):
-    ops = Lying()
-    usage, other = opened(ops=ops), opened("other")
-    usage.reserve(100, 3, MANY)
-    ops.is_lying = True
-    with pytest.raises(OSError, match="injected"):
-        usage.settle(300, grown(200))
-    other.settle(0, grown(7))
-    assert state(usage) == (207, 0, 0)
-    usage.settle(0, grown(1))
-    assert state(usage) == (208, 0, 0)
-
-
-# -- several at once ----------------------------------------------------------------------------
-
-
-def run_together(count, call) -> None:
-    barrier = threading.Barrier(count)
-
-    def body(number):
-        barrier.wait()
-        for _ in range(50):
-            call(number)
-
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-
-
-def test_threads_of_one_tier_lose_no_update(opened):
-    usage = opened()
-
-    def job(_number):
-        operation = usage.begin()
-        assert usage.reserve(BLOCK, 1, MANY) == 1
-        usage.settle(BLOCK, grown(10, 3), operation)
-
-    run_together(4, job)
-    assert state(usage) == (1400, 0, 0)
-    entry = usage.read().writers["me"]
-    assert (entry.reserved_bytes, entry.begun, entry.oldest) == (0, 201, 201)
-
-
-def test_tiers_lose_no_update_to_each_other(opened):
-    usages = [opened(f"w{n}") for n in range(4)]
-    run_together(4, lambda n: usages[n].settle(0, grown(10, 3)))
-    assert usages[0].read().settled_bytes == 1400

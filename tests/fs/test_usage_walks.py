@@ -1,7 +1,7 @@
 """The shared count is corrected by walks, exactly or not at all, while others change the disk."""
 
 import pytest
-from fs.test_usage import MANY, grown, living, opened, seen, state
+from fs.counted import MANY, grown, living, opened, seen, state
 
 __all__ = ["living", "opened"]
 

@@ -37,7 +37,7 @@ _LEAVE_TIMEOUT_S = 1.0
 _SHARE = 0.02
 """Of a processor's time, what walks may take on average."""
 _SHARE_UNKNOWN = 0.25
-"""The same as long as the count is not known, and so nothing can be stored."""
+"""The same as long as nothing can be stored: before the count is known, or is small enough."""
 _REST = 5.0
 """How many times as long as a walk took, none is made, however little processor time it took."""
 _LEAST_REST_S = 0.1
@@ -238,7 +238,7 @@ class Housekeeping:
         tick_at_s = loop.time() + tick_s
         while True:
             walk_at_s = self._next_step_s
-            is_known = self._usage is None or self._usage.is_complete
+            is_known = self._space is None or self._space.can_store
             if is_known and not self._walk.is_in_cycle:
                 walk_at_s = max(walk_at_s, self._cycle_begun_s + rescan_interval_s)
             await asyncio.sleep(max(0.0, min(walk_at_s, tick_at_s) - loop.time()))
@@ -318,7 +318,7 @@ class Housekeeping:
     def _rest(self, begun_s: float, cpu_s: float) -> None:
         """Say when the next step is to be."""
         now_s = asyncio.get_running_loop().time()
-        is_known = self._usage is None or self._usage.is_complete
+        is_known = self._space is None or self._space.can_store
         rest_s = cpu_s / (_SHARE if is_known else _SHARE_UNKNOWN)
         if is_known:
             rest_s = max(rest_s, _REST * (now_s - begun_s))

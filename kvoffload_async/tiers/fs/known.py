@@ -71,22 +71,23 @@ class KnownBlocks:
             ages: Times of last change in s, where they are not seen because they are used.
 
         Returns:
-            The first of them, if there are more than can be ranked and that is not decided at the
-            end of the first cycle.
+            The first of them, if there are more than can be ranked, and `ages` have nothing to do
+            with that any more.
         """
         news: list[OffloadKey] = []
         left = self._left or ()
+        held = () if self.ages is None else self.ages.held
         for key, slot in zip(keys, self._policy.find(keys), strict=True):
             if slot is not None:
                 self._marks[slot] = self._mark
                 if self.ages is not None and not ages:
                     self.ages.note([key], [slot], ages)
-            elif key not in self._leaving and key not in left:
+            elif key not in self._leaving and key not in left and not (ages and key in held):
                 news.append(key)
         room = max(0, self._policy.capacity_blocks - len(self._policy))
         surplus = max(0, len(news) - room)
         self.admit(news[surplus:], ages)
-        if self.is_first_cycle and self.ages is not None and ages:
+        if self.ages is not None and ages:
             self.ages.held.update((key, ages[key]) for key in news[:surplus])
             return []
         return news[:surplus]

@@ -113,7 +113,16 @@ class Space:
     @property
     def can_evict(self) -> bool:
         """Whether a block is known that may go, and room that it leaves can be had."""
-        return self._usage.is_complete and self._idle_count() > 0
+        return self.can_store and self._idle_count() > 0
+
+    @property
+    def can_store(self) -> bool:
+        """Whether the count is known, and not above a capacity that became smaller.
+
+        If it is, the oldest blocks are to go, and not those that are known before the others.
+        """
+        is_over = self._usage.total_bytes > self._settings.capacity_bytes
+        return self._usage.is_complete and not (is_over and self.blocks.ages is not None)
 
     # -- what is there --------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class UsageFile:
 
     Attributes:
         is_complete: Whether the count was known, and this writer in it, at the last change.
+        total_bytes: What counted against the capacity after it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class UsageFile:
             lock_timeout_s: Seconds for taking its lock.
         """
         self.is_complete = False
+        self.total_bytes = 0
         self._ops = ops
         self._path = f"{namespace_folder}/{FILE_NAME}"
         self._living = living
@@ -269,6 +271,7 @@ class UsageFile:
             own.end_change()
             self._last = usage
             self.is_complete = self._counts_in(usage)
+            self.total_bytes = usage.total_bytes
             return result
 
     def _write(self, fd: int, usage: Usage, *, is_new: bool) -> None:
