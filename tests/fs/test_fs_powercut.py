@@ -19,7 +19,7 @@ from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 pytestmark = pytest.mark.timeout(120 + 60 * PER_STEP)
 
 K = [key_of(number) for number in range(24)]
-CAPACITY = 16 * KIB + 5 * 12 * KIB
+CAPACITY = 28 * KIB + 5 * 12 * KIB
 
 
 def recorded(root: Path, work, **options) -> RecordingFileOps:
