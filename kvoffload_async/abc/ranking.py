@@ -48,6 +48,10 @@ class KeyRanking:
     def __iter__(self) -> Iterator[OffloadKey]:
         return iter(self._table.map)
 
+    def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
+        """Return the keys that have these slots, or had them last."""
+        return self._table.keys_of(slots)
+
     def make_room(
         self,
         incoming: Sequence[OffloadKey],

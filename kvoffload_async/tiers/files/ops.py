@@ -294,7 +294,7 @@ def _rename(source_fd: int, old: str, target_fd: int, new: str) -> None:
     os.rename(old, new, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
-def write_all(ops: FileOps, fd: int, data: bytes | bytearray, offset: int) -> int:
+def write_all(ops: FileOps, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
     """Write all of `data`, in as many calls as it takes; return how many bytes that is.
 
     Raises:

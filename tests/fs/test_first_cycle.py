@@ -1,0 +1,123 @@
+"""A capacity that became smaller takes the oldest blocks, once a whole cycle has seen them all."""
+
+import math
+import os
+
+import pytest
+from fs.places import BLOCK, Place
+from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, trim
+
+from kvoffload_async.testing.harness import TierHarness
+from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
+from kvoffload_async.tiers.fs.ages import Ages
+
+
+@pytest.fixture
+def slow_opening(monkeypatch):
+    """Opening ends before the first walk: everything is learned later."""
+    monkeypatch.setattr(housekeeping_module, "_OPENING_S", 0.0)
+    monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
+
+
+def fill(place: Place, count: int) -> list:
+    """Put blocks there whose age has nothing to do with their bucket; return them by age."""
+    by_age = sorted(K[:count], key=lambda key: key[::-1])
+    for number, key in enumerate(by_age):
+        os.utime(place.put(key), (number, number))
+    return by_age
+
+
+def open_later(place: Place, capacity_bytes: int) -> TierHarness:
+    return place.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0)
+
+
+async def step(housekeeping) -> None:
+    async with housekeeping._walking:
+        await housekeeping._take_step(lambda: False)
+
+
+@pytest.mark.usefixtures("slow_opening")
+def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(place):
+    by_age = fill(place, 200)
+    with open_later(place, ROOM_FOR_8) as harness:
+        housekeeping = harness.tier._housekeeping
+        housekeeping._task.cancel()
+        for _ in range(100):
+            harness.run(step(housekeeping))
+            trim(harness)
+        assert place.blocks() == set(by_age)
+        assert not evicted(harness)
+        while housekeeping._walk.is_in_cycle:
+            harness.run(step(housekeeping))
+        trim(harness)
+        kept = place.blocks()
+        assert 5 < len(kept) < 40
+        assert kept == set(by_age[-len(kept) :])
+        rescan(harness)
+        check(place, harness, ROOM_FOR_8)
+
+
+@pytest.mark.usefixtures("slow_opening")
+def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(place):
+    by_age = fill(place, 60)
+    with open_later(place, 3 * ROOM_FOR_8) as harness:
+        harness.tier._housekeeping._task.cancel()
+        assert harness.load(by_age[:2]) == {}
+        rescan(harness)
+        assert harness.load(by_age[2:4]) == {}
+        trim(harness)
+        gone = set(by_age) - place.blocks()
+        assert gone == set(by_age[4 : 4 + len(gone)])
+        check(place, harness, 3 * ROOM_FOR_8)
+
+
+@pytest.mark.usefixtures("slow_opening")
+def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(place):
+    by_age = fill(place, 60)
+    with open_later(place, 8 * ROOM_FOR_8) as harness:
+        rescan(harness)
+    with open_later(place, ROOM_FOR_8) as harness:
+        housekeeping = harness.tier._housekeeping
+        housekeeping._task.cancel()
+        assert list(harness.store(K[300:301])) == [0]
+        assert place.blocks() == set(by_age)
+        assert harness.load(by_age) == {}
+        rescan(harness)
+        trim(harness)
+        assert harness.store(K[300:301]) == {}
+        assert K[300] in place.blocks()
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_trimming_goes_on_where_it_was_left(place, monkeypatch):
+    monkeypatch.setattr("kvoffload_async.tiers.fs.trimming._SLICE_S", -math.inf)
+    monkeypatch.setattr("kvoffload_async.tiers.fs.space._TRIM_BATCH", 3)
+    by_age = fill(place, 60)
+    with open_later(place, ROOM_FOR_8) as harness:
+        harness.tier._housekeeping._task.cancel()
+        rescan(harness)
+        assert harness.tier._space.blocks.ages is not None
+        before = place.blocks()
+        trim(harness)
+        assert before - place.blocks() == set(by_age[len(by_age) - len(before) :][:3])
+        while place.disk_bytes() > 0.95 * ROOM_FOR_8:
+            trim(harness)
+        trim(harness)
+        kept = place.blocks()
+        assert kept == set(by_age[-len(kept) :])
+        assert harness.tier._space.blocks.ages is None
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_ages_are_sorted_over_slots_and_over_blocks_that_have_none():
+    ages = Ages()
+    ages.note(K[:3], [4, 0, 2], {K[0]: 5.0, K[1]: 3.0, K[2]: 1.0})
+    ages.held.update({K[3]: 2.0, K[4]: 4.0, K[5]: 6.0})
+    ages.sorting()()
+    ages.note(K[6:7], [0], {})  # another block has the slot since
+    assert ages.take(2) == ([2], [K[3]])
+    assert ages.take(2) == ([], [K[4]])
+    assert ages.rest() == [K[5]]
+    assert ages.take(1) == ([4], [])
+    assert ages.take(BLOCK) == ([], [K[5]])
+    assert ages.take(BLOCK) == ([], [])
