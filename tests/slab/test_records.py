@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.places import place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
@@ -18,7 +17,7 @@ from kvoffload_async.tiers.slab.records import (
     live_rows,
     places_of,
     put_records,
-    removals_of,
+    removal_records,
     scan,
     seed_of,
 )
@@ -39,8 +38,8 @@ def put_record(key, place, digest) -> bytes:
     return put_records([key], place, [digest or b""])
 
 
-def remove_record(key, place) -> bytes:
-    return removals_of(put_record(key, place, None))
+def remove_record(place) -> bytes:
+    return removal_records([place])
 
 
 def journal_of(batches) -> tuple[bytes, list[bytes]]:
@@ -48,7 +47,7 @@ def journal_of(batches) -> tuple[bytes, list[bytes]]:
         frame(
             sequence,
             b"".join(
-                put_record(key, place, b"d" * 16) if puts else remove_record(key, place)
+                put_record(key, place, b"d" * 16) if puts else remove_record(place)
                 for puts, key, place in batch
             ),
             SEED,
@@ -70,7 +69,7 @@ def model_of(batches) -> dict[int, bytes]:
 
 def read(content: bytes) -> dict[int, bytes]:
     scanned = scan(content, SEED)
-    live = scanned.records[live_rows(scanned.records, SLOTS)]
+    live = scanned.units[live_rows(scanned, SLOTS)]
     return dict(zip(places_of(live), keys_of(live), strict=True))
 
 
@@ -159,8 +158,8 @@ def test_records_of_places_that_do_not_exist_are_left_out():
     body = b"".join(put_record(K[i], place_of(n, i), None) for i, n in enumerate([0, 3, 5, 9]))
     body += put_record(K[4], place_of(5, 8), None)
     assert read(frame(1, body, SEED)) == {place_of(0, 0): K[0], place_of(5, 2): K[2]}
-    assert not len(live_rows(scan(b"", SEED).records, SLOTS))
-    assert not len(live_rows(scan(frame(1, body, SEED), SEED).records, {}))
+    assert not len(live_rows(scan(b"", SEED), SLOTS))
+    assert not len(live_rows(scan(frame(1, body, SEED), SEED), {}))
 
 
 @given(st.lists(st.binary(min_size=4, max_size=MAX_KEY_BYTES), min_size=1, max_size=20))
@@ -189,39 +188,3 @@ def test_a_checkpoint_is_frames_of_limited_size_with_rising_sequence_numbers(cou
     assert scanned.records.tobytes() == records.tobytes()
     assert scanned.sequence == (9 + len(frames) if count else 0)
     assert (scanned.records["flags"] == HAS_DIGEST).all()
-
-
-MANIFEST = Manifest(4096, 4096, 2, "abc:2:4096", {"model_name": "m\u00fc", "dtype": "bf16"})
-
-
-def test_a_manifest_comes_back():
-    assert Manifest.decode(MANIFEST.encode()) == MANIFEST
-
-
-@given(st.data())
-def test_a_flipped_bit_in_the_manifest_is_seen_or_changes_nothing(data):
-    content = bytearray(MANIFEST.encode())
-    offset = data.draw(st.integers(0, len(content) - 1))
-    content[offset] ^= 1 << data.draw(st.integers(0, 7))
-    try:
-        found = Manifest.decode(bytes(content))
-    except UnreadableManifestError:
-        return
-    assert found == MANIFEST
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"7", "no manifest of a slab store"),
-        (b"{}", "no manifest of a slab store"),
-        (Manifest(1, 4096, 0, "x", {}, version=2).encode(), "version 2, and this release reads 1"),
-        (MANIFEST.encode()[:-20], "no JSON"),
-    ],
-)
-def test_what_is_no_manifest_says_why(content, reason):
-    with pytest.raises(UnreadableManifestError, match=reason):
-        Manifest.decode(content)

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_KEEP_SIZE = 1
+_NO_FALLOCATE = {errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_RENAMEAT2 = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,6 +55,17 @@ class FileOps:
     def fallocate(self, fd: int, size_bytes: int) -> None:
         """Make a file at least this long, with every byte of it allocated on disk."""
         os.posix_fallocate(fd, 0, size_bytes)
+
+    def reserve(self, fd: int, size_bytes: int) -> None:
+        """Allocate a file's first bytes on disk, and leave its length as it is.
+
+        Where the filesystem cannot do that, nothing is done.
+        """
+        if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _NO_FALLOCATE:
+            raise OSError(code, os.strerror(code))
 
     def fstat(self, fd: int) -> os.stat_result:
         """Return what an open file is."""

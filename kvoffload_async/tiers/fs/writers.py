@@ -20,8 +20,8 @@ import json
 import os
 import socket
 import uuid
-from pathlib import Path
 
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 
 HEARTBEAT_S = 60.0
@@ -29,14 +29,6 @@ DEAD_AFTER_S = 600.0
 FOLDER = ".writers"
 
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
-
-def boot_id() -> str:
-    """Return what is unique to this boot of this kernel; the host's name where there is nothing."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class WriterRegistry:

@@ -172,14 +172,21 @@ class SlabTier(AsyncTier):
                 f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
                 "give a directory that this process may write"
             ) from error
-        self._allocator = Allocator(self._store, budget, env)
+        self._allocator = Allocator(self._store, self._store.budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
         data_path, threads = self._store.data_path, settings.io_threads
         self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, data_path, env.io, threads)
-        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, data_path, env.io, threads)
+        self._stores = TransferQueue(
+            Direction.STORE,
+            StoreBatch.finish,
+            data_path,
+            env.io,
+            threads,
+            tend=data_path.journal.tend,
+        )
         self._loads.other_direction, self._stores.other_direction = self._stores, self._loads
-        env.blocks_appeared(self._store.catalog.keys())
+        env.blocks_appeared(self._store.found_keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are there."""

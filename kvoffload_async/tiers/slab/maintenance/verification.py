@@ -190,7 +190,7 @@ class SlotChecker:
             self._ops.close(fd)
 
     def _judge(self, fd: int, row: int, buffer: memoryview) -> Judgement:
-        offset = slot_of(self._places[row]) * self._manifest.slot_bytes
+        offset = self._manifest.offset_of(slot_of(self._places[row]))
         done = 0
         try:
             while done < len(buffer):
