@@ -4,8 +4,8 @@ A file a block cannot be fast: making files costs more than filling them. Here b
 slots of a few large files that are allocated once, neighbours are moved in one vectored call, and
 a journal says what lies where.
 
-The format, version 1
-=====================
+The format, versions 1 and 2
+============================
 
 All numbers are little-endian. A store is a folder; its files are
 
@@ -64,7 +64,7 @@ rise with the uses; blocks that have the same one are in the order of their reco
 The journal is as long as its frames; what it may need for all slots there are is allocated behind
 its end, before a segment gets these slots: units for a record of each and half as many for the log
 (at least 32). When half of what was left, when it came in use, is full, `journal.new`, for which as
-much is allocated already, is begun. It gets every append from then on, and before each of them,
+much is allocated already, is begun. It gets every append from then on, and behind each of them,
 until all slots were looked at, records of blocks that are there, in frames of at most 64: as many
 as are needed for it to be complete when half of the rest is full. It is waited for on the device,
 by no store, and renamed over the journal. Up to the rename it means nothing, and from then on the
@@ -130,4 +130,5 @@ smaller ones in a small store. Jobs go to them in turn, as the kernel lets one t
 write into a file. Once there are as many as fit, up to 256 slots stand free, though never more than
 a sixteenth of them or 32 MiB: so blocks that are stored together find neighbouring slots, also
 after long use. A disk that is full earlier ends the growth; if even the journal has no room, a
-segment is given back, by unlinking it. Growth is tried again after a minute. """
+segment is given back, by unlinking it. Growth is tried again after a minute.
+"""
