@@ -139,6 +139,12 @@ def keys_of(records: Records) -> list[OffloadKey]:
     return [OffloadKey(packed[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
+def picked(units: Records, rows: RecordRows) -> Records:
+    """Return a copy of some units; as bytes without fields, which is several times as fast."""
+    records: Records = units.view(f"V{RECORD_BYTES}").take(rows).view(RECORD)
+    return records
+
+
 def places_of(records: Records) -> list[Place]:
     """Return the places of records."""
     places: list[Place] = records["place"].tolist()

@@ -37,6 +37,7 @@ from kvoffload_async.tiers.slab.records import (
     Records,
     Scan,
     keys_of,
+    picked,
 )
 from kvoffload_async.tiers.slab.session import Session
 from kvoffload_async.types import OffloadKey
@@ -69,8 +70,7 @@ class Recovered:
 
     def records(self, rows: RecordRows) -> Records:
         """Return some of the units."""
-        records: Records = self.scanned.units[rows]
-        return records
+        return picked(self.scanned.units, rows)
 
     def keys(self) -> Iterator[list[OffloadKey]]:
         """Yield the keys of the blocks that may be served, in portions."""
@@ -167,10 +167,11 @@ class Recovery:
 
     def _refuse_segments(self, scanned: Scan) -> None:
         """Refuse segments that are not this store's; those that are, under a wrong name, go."""
-        everything = len(live_in(self._found, scanned, self._manifest))
+        before = replace(self._found, segments=dict(self._found.segments))
         refuse_strange_segments(self._ops, self._folder, self._found, self._manifest)
         if not self._found.refused:
             return
+        everything = len(live_in(before, scanned, self._manifest))
         left = len(live_in(self._found, scanned, self._manifest))
         for number, refusal in self._found.refused.items():
             name = segment_name(number)

@@ -23,6 +23,7 @@ from kvoffload_async.tiers.slab.records import (
     SUSPECT,
     RecordRows,
     Records,
+    picked,
     removal_records,
 )
 from kvoffload_async.tiers.slab.runs import joined
@@ -122,10 +123,10 @@ class RecordTable:
         """Take in those of a journal's records that are of blocks."""
         last_use = 0
         for start in range(0, len(rows), _STEP_SLOTS):
-            records = units[rows[start : start + _STEP_SLOTS]]
+            records = picked(units, rows[start : start + _STEP_SLOTS])
             segments = segment_of(records["place"])
             for segment in np.unique(segments).tolist():
-                mine = records[segments == segment]
+                mine = picked(records, np.flatnonzero(segments == segment))
                 self._parts[segment].fill(slot_of(mine["place"]), mine)
             self.has_suspects = self.has_suspects or bool((records["flags"] & SUSPECT).any())
             last_use = max(last_use, int(records["use"].max()))
