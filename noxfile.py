@@ -69,6 +69,16 @@ def stateful(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutation(session: nox.Session) -> None:
+    """A sample of mutants against the tests that guard their modules; prints the survivors.
+
+    Takes the options of tests/mutation/driver.py: folders, --seed, --count, --jobs.
+    """
+    install(session, "-e", ".[test]")
+    session.run("python", "tests/mutation/driver.py", *session.posargs)
+
+
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """Everything at once, for two minutes, or for KVOFFLOAD_SOAK_S seconds."""
     install(session, "-e", ".[test]")

@@ -63,7 +63,7 @@ class TierUnavailableError(TierError):
 
 
 class TierTimeoutError(TierUnavailableError):
-    """A job did not end before its deadline."""
+    """A job did not end before its deadline, or a tier was not open before that."""
 
 
 class TierBusyError(TierError, BusyError):

@@ -153,8 +153,10 @@ class EngineStatistics(OffloadingStatistics):
         copies: Copies under way, loads and stores. Gauge.
         waiting_loads: Calls of `load` that wait for a permit. Gauge.
         waiting_stores: Calls of `store` that do. Gauge.
+        missed_events: Events that readers of `events()` were too slow for, once for each reader.
     """
 
     copies: int
     waiting_loads: int
     waiting_stores: int
+    missed_events: int

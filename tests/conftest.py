@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 PROFILE_VARIABLE = "KVOFFLOAD_HYPOTHESIS_PROFILE"
 THREAD_PREFIX = "kvoffload"
@@ -32,6 +32,15 @@ PROFILES = {
         stateful_step_count=100,
         deadline=None,
         print_blob=True,
+    ),
+    # Finds a mutant or does not; how to fail in few steps is of no interest.
+    "mutation": settings(
+        _DEFAULTS,
+        max_examples=100,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
     ),
 }
 

@@ -4,8 +4,10 @@ Requests go to the server's stdin as JSON lines, answers come from its stdout. O
 imported everything forks a child for each workload, which takes a few milliseconds.
 """
 
+import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -72,6 +74,36 @@ def serve(**workloads: Callable[..., dict]) -> None:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         answer({"killed": os.WIFSIGNALED(status), "status": status})
+
+
+def crew(
+    processes: int, kills: int, seed: int, pause_s: float, start: Callable[[int], dict]
+) -> dict:
+    """Keep processes at work and kill one after the other; in the end, all of them.
+
+    Args:
+        processes: How many are at work.
+        kills: How many are killed.
+        seed: Of what is drawn here; each process gets a number of its own for what it draws.
+        pause_s: The longest time between two kills.
+        start: What each does until it is killed.
+    """
+    draw, pause = random.Random(seed), threading.Event()
+    numbers = itertools.count(seed * 1_000_000)
+    pids = [forked(partial(start, next(numbers))) for _ in range(processes)]
+    for killed in range(1, kills + 1):
+        pause.wait(draw.uniform(0.002, pause_s))
+        _end(pids.pop(draw.randrange(len(pids))))
+        if kills - killed >= len(pids) + 1:
+            pids.append(forked(partial(start, next(numbers))))
+    return {"kills": kills}
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if not os.WIFSIGNALED(status):
+        raise RuntimeError(f"process {pid} ended by itself, with status {status}")
 
 
 # -- who talks to it ----------------------------------------------------------------------------

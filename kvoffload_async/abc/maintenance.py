@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +80,27 @@ def _ignore(_amount: int) -> None:
     """Nobody follows the progress."""
 
 
+MAX_LISTED: Final = 10
+"""How many of many are listed, where nobody asks for all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaintenanceControl:
-    """How a program follows maintenance, and stops it. All are called on the event loop.
+    """How a program follows maintenance, and stops it. The calls are made on the event loop.
 
     Attributes:
         expect: Told of work that is to be done, in units of the store's own.
         advance: Told of work that is done.
         should_stop: Asked between two pieces of work; once it is true, the rest is left out, and
             the summary is of what was done.
+        max_listed: How many corrupt and unreadable blocks the summary of `verify` lists, beside
+            how many there are; None: all. Each of them is a finding anyway.
     """
 
     expect: Callable[[int], None] = _ignore
     advance: Callable[[int], None] = _ignore
     should_stop: Callable[[], bool] = lambda: False
+    max_listed: int | None = MAX_LISTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,7 @@ class EngineLifecycle:
         """Return what was done so far, and how it is now; also when the engine is closed."""
         if not hasattr(self, "_transfers"):
             raise ClosedError("the engine is not open")
-        return self._transfers.stats(self._manager.stats())
+        return self._transfers.stats(self._manager.stats(), self._steps.missed_events)
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Stop the intake, let copies end, close transport and tiers; idempotent.

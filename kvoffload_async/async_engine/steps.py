@@ -28,6 +28,8 @@ class Steps:
         """Ends when there are events for the readers, or none any more."""
         self._unread_events = unread_events
         self._readers: dict[int, deque[OffloadingEvent]] = {}
+        self.missed_events = 0
+        """Events that readers have missed, as they were slower; once for each reader."""
         self._manager: TieringOffloadingManager | None = None
         self._is_due = False
         self._has_progress = False
@@ -125,6 +127,7 @@ class Steps:
             self._tell_readers()
             raise
         for unread in self._readers.values():
+            self.missed_events += max(0, len(unread) + len(events) - self._unread_events)
             unread.extend(events)
         if events:
             self._tell_readers()

@@ -272,7 +272,8 @@ class OffloadEngine(EngineLifecycle):
     def events(self) -> AsyncIterator[OffloadingEvent]:
         """Iterate over what appears in and disappears from the tiers, until close.
 
-        From the first iteration on; a reader that is slower than the engine misses the oldest.
+        From the first iteration on; a reader that is slower than the engine misses the oldest:
+        their sequence numbers are left out, and `stats().missed_events` counts them.
         """
         return self._steps.events()
 

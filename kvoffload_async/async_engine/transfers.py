@@ -86,8 +86,8 @@ class Transfers:
         """Wait until the copies under way have ended, but for later ones; False at the deadline."""
         return await self._running.quiesce(timeout_s)
 
-    def stats(self, manager: OffloadingStatistics) -> EngineStatistics:
-        """Return the manager's figures with those of the copies."""
+    def stats(self, manager: OffloadingStatistics, missed_events: int) -> EngineStatistics:
+        """Return the manager's figures with those of the copies, and what readers have missed."""
         return EngineStatistics(
             primary=manager.primary,
             tiers=manager.tiers,
@@ -95,6 +95,7 @@ class Transfers:
             copies=len(self._running),
             waiting_loads=self._limiters[Direction.LOAD].waiting,
             waiting_stores=self._limiters[Direction.STORE].waiting,
+            missed_events=missed_events,
         )
 
     def stop(self) -> None:

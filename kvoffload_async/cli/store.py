@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import typer
 from rich.console import Console
 
 from kvoffload_async.abc.maintenance import (
+    MAX_LISTED,
+    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
@@ -44,6 +47,12 @@ Directory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+ListsAll = Annotated[
+    bool,
+    typer.Option(
+        "--all", help=f"Name everything that is wrong, not the first {MAX_LISTED} of each store."
+    ),
+]
 OlderThan = Annotated[
     float,
     typer.Option(
@@ -52,9 +61,46 @@ OlderThan = Annotated[
         help="Age from which temporary files of unknown writers, and unknown files, may go.",
     ),
 ]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--integrity-key-file",
+        metavar="FILE",
+        help="The integrity_key_file of the tiers that keep the blocks, to verify them with.",
+        show_default=False,
+    ),
+]
 Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
-Summaries: TypeAlias = Sequence[tuple[StoreMaintenance, Summary]]
-Problems: TypeAlias = Sequence[tuple[StoreMaintenance, Problem]]
+
+
+@dataclass(slots=True)
+class StoreReport:
+    """What one store has come to.
+
+    Attributes:
+        store: The store.
+        summary: Its figures; None if it was stopped before.
+        problems: The first of what is wrong with it.
+        num_unlisted: How much more is.
+    """
+
+    store: StoreMaintenance
+    summary: Summary | None = None
+    problems: list[Problem] = field(default_factory=list)
+    num_unlisted: int = 0
+
+    def take_in(self, finding: Finding, max_listed: int | None) -> None:
+        """Note a finding; problems up to a number."""
+        if isinstance(finding, Summary):
+            self.summary = finding
+        elif isinstance(finding, Problem):
+            if max_listed is None or len(self.problems) < max_listed:
+                self.problems.append(finding)
+            else:
+                self.num_unlisted += 1
+
+
+_MAX_MANIFEST_BYTES: Final = 1 << 20
 
 store_app = typer.Typer(
     name="store",
@@ -66,15 +112,34 @@ store_app = typer.Typer(
 
 
 @store_app.command()
-def inspect(directory: Directory, *, as_json: AsJson = False) -> None:
+def inspect(directory: Directory, *, as_json: AsJson = False, lists_all: ListsAll = False) -> None:
     """Count what is there, by namespace and slab store; changes nothing."""
-    _command(directory, "inspect", lambda store, control: store.inspect(control), as_json=as_json)
+    _command(
+        directory,
+        "inspect",
+        lambda store, control: store.inspect(control),
+        as_json=as_json,
+        lists_all=lists_all,
+    )
 
 
 @store_app.command()
-def verify(directory: Directory, *, as_json: AsJson = False) -> None:
+def verify(
+    directory: Directory,
+    *,
+    key_file: KeyFile = None,
+    as_json: AsJson = False,
+    lists_all: ListsAll = False,
+) -> None:
     """Read every block, and check its length and checksum; changes nothing."""
-    _command(directory, "verify", lambda store, control: store.verify(control), as_json=as_json)
+    _command(
+        directory,
+        "verify",
+        lambda store, control: store.verify(control),
+        key_file=key_file,
+        as_json=as_json,
+        lists_all=lists_all,
+    )
 
 
 @store_app.command()
@@ -92,7 +157,9 @@ def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing; tell what would be removed.")
     ] = False,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
+    lists_all: ListsAll = False,
 ) -> None:
     """Remove what nobody will use; what living writers own stays.
 
@@ -112,7 +179,9 @@ def gc(
         directory,
         "gc",
         lambda store, control: store.gc(options, control),
+        key_file=key_file,
         as_json=as_json,
+        lists_all=lists_all,
         shows_part=True,
     )
 
@@ -129,7 +198,9 @@ def repair(
             "for one that has lost its own.",
         ),
     ] = None,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
+    lists_all: ListsAll = False,
 ) -> None:
     """Keep all blocks that verify, and drop the rest.
 
@@ -146,36 +217,62 @@ def repair(
         except ConfigError as error:
             raise InputError(f"--manifest {manifest}: {error}") from error
 
-    _command(directory, "repair", call, as_json=as_json, shows_part=True)
+    _command(
+        directory,
+        "repair",
+        call,
+        key_file=key_file,
+        as_json=as_json,
+        lists_all=lists_all,
+        shows_part=True,
+    )
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(_MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         raise InputError(f"--manifest {path}: cannot be read: {error.strerror or error}") from error
+    if len(content) > _MAX_MANIFEST_BYTES:
+        raise InputError(
+            f"--manifest {path}: more than {_MAX_MANIFEST_BYTES} bytes; give a manifest.json"
+        )
+    return content
 
 
 def _command(
-    directory: Path, title: str, call: Call, *, as_json: bool, shows_part: bool = False
+    directory: Path,
+    title: str,
+    call: Call,
+    *,
+    key_file: Path | None = None,
+    as_json: bool,
+    lists_all: bool,
+    shows_part: bool = False,
 ) -> None:
     """Look after every store in a directory, tell what was found, and end with a status."""
     with errors_as_one_line(), Interrupt() as interrupt:
-        with _followed(title, interrupt) as control:
-            summaries, problems = _run(directory, call, control)
+        with _followed(title, interrupt, None if lists_all else MAX_LISTED) as control:
+            reports = _run(directory, call, key_file, control)
         if interrupt.is_requested and not shows_part:
             raise typer.Exit(EXIT_INTERRUPTED)
-        _publish(directory, summaries, as_json=as_json)
+        _publish(directory, reports, as_json=as_json)
     if interrupt.is_requested:
         raise typer.Exit(EXIT_INTERRUPTED)
-    for store, problem in problems:
-        complain(shown(f"{store.name}: {problem.text}"))
-    if problems:
+    for report in reports:
+        for problem in report.problems:
+            complain(shown(f"{report.store.name}: {problem.text}"))
+        if report.num_unlisted:
+            complain(shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all"))
+    if any(report.problems for report in reports):
         raise typer.Exit(EXIT_FAILED)
 
 
 @contextmanager
-def _followed(title: str, interrupt: Interrupt) -> Iterator[MaintenanceControl]:
+def _followed(
+    title: str, interrupt: Interrupt, max_listed: int | None
+) -> Iterator[MaintenanceControl]:
     gauge = Gauge()
     with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, title) as on_change:
         gauge.on_change = on_change
@@ -183,42 +280,47 @@ def _followed(title: str, interrupt: Interrupt) -> Iterator[MaintenanceControl]:
             expect=gauge.expect,
             advance=gauge.advance,
             should_stop=lambda: interrupt.is_requested,
+            max_listed=max_listed,
         )
 
 
-def _run(directory: Path, call: Call, control: MaintenanceControl) -> tuple[Summaries, Problems]:
+def _run(
+    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
+) -> list[StoreReport]:
     """Return what every store has come to, and what is wrong with it.
 
     Raises:
         InputError: There is no store, or it cannot be read.
     """
     try:
-        return asyncio.run(_find_and_call(directory, call, control))
+        return asyncio.run(_find_and_call(directory, call, key_file, control))
     except OSError as error:
         where = error.filename or directory.absolute()
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from error
 
 
 async def _find_and_call(
-    directory: Path, call: Call, control: MaintenanceControl
-) -> tuple[Summaries, Problems]:
-    summaries: list[tuple[StoreMaintenance, Summary]] = []
-    problems: list[tuple[StoreMaintenance, Problem]] = []
+    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
+) -> list[StoreReport]:
+    reports: list[StoreReport] = []
     # All are called before the first one starts: that checks the options.
-    calls = [(store, call(store, control)) for store in await find_stores(directory)]
+    stores = await find_stores(directory)
+    if key_file is not None:
+        for store in stores:
+            store.use_integrity_key_file(str(key_file))
+    calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
         if control.should_stop():
             break
+        reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
             async for finding in findings:
-                if isinstance(finding, Summary):
-                    summaries.append((store, finding))
-                elif isinstance(finding, Problem):
-                    problems.append((store, finding))
-    return summaries, problems
+                reports[-1].take_in(finding, control.max_listed)
+    return reports
 
 
-def _publish(directory: Path, summaries: Summaries, *, as_json: bool) -> None:
+def _publish(directory: Path, reports: Sequence[StoreReport], *, as_json: bool) -> None:
+    summaries = [(found.store, found.summary) for found in reports if found.summary is not None]
     if not as_json:
         for table in summary_tables(summaries):
             Console().print(table)

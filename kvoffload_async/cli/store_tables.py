@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -26,5 +25,4 @@ def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Ite
 
 def shown(name: str) -> str:
     """Return a file's name as text that every terminal takes."""
-    text = os.fsencode(name).decode(errors="replace")
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return "".join(c if c.isprintable() else "\ufffd" for c in name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
-from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.abc.events import JobOverdue, JobSettled
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.effects import BeginRequest, FinishRequest
@@ -12,9 +13,10 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobState
 from kvoffload_async.core.tier_state import TierLookup, TierState
-from kvoffload_async.errors import StateError, TierError
+from kvoffload_async.errors import StateError, TierError, TierTimeoutError
 from kvoffload_async.types import (
     JobId,
+    JobMetadata,
     JobResult,
     Locality,
     LookupResult,
@@ -77,14 +79,38 @@ class ForeignTierState(TierState):
         self._given_up.update(self.jobs.ids_in(JobState.FLYING))
         return super().abandon_rest()
 
+    def give_up(self, submitted_by_s: float, timeout_s: float) -> list[TierTimeoutError]:
+        """Fail the jobs that were submitted so early and have no result; return the errors.
+
+        The memory of their copies stays theirs until a late result, or a release.
+        """
+        flying = takewhile(lambda job: job.submit_time <= submitted_by_s, self.jobs.unreported())
+        errors = []
+        for job in list(flying):
+            if self.jobs.state_of(job.job_id) is not JobState.FLYING:
+                continue
+            errors.append(
+                TierTimeoutError(
+                    f"tier {self.name}: its manager has not reported the {_kind(job)} of "
+                    f"{len(job.keys)} blocks for request {job.req_context.req_id} "
+                    f"(job {job.job_id}) within {timeout_s} s"
+                )
+            )
+            self._given_up.add(job.job_id)
+            self.jobs.handle(JobOverdue(job.job_id, errors[-1]))
+        return errors
+
     def answer(self, result: JobResult) -> None:
         """Take in a result that the tier has given.
+
+        One of a job that was given up says that the copy has ended, unless it is `disowned`.
 
         Raises:
             StateError: The job is not this tier's, or has a result.
         """
-        if result.job_id in self._given_up and not result.disowned:
-            self.release(result.job_id)
+        if result.job_id in self._given_up:
+            if not result.disowned:
+                self.release(result.job_id)
             return
         if self.jobs.state_of(result.job_id) is not JobState.FLYING:
             raise StateError(
@@ -113,3 +139,7 @@ class ForeignTierState(TierState):
             raise StateError(f"tier {self.name!r} released job {job_id}, which is not its job")
         self._given_up.discard(job_id)
         self.jobs.handle(JobSettled(job_id))
+
+
+def _kind(job: JobMetadata) -> str:
+    return "load" if job.is_promotion else "store"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any, Final
@@ -22,6 +23,8 @@ from kvoffload_async.types import (
     OffloadKey,
     ReqContext,
 )
+
+logger = logging.getLogger(__name__)
 
 _LEFT_TO_THE_PLANNER: Final = (
     "on_request_finished",
@@ -52,6 +55,9 @@ def share_health(state: TierState, manager: SecondaryTierManager) -> None:
 class ForeignTier:
     """Carries effects to such a manager, and its results back; no error of its escapes.
 
+    A job that it does not report within twice its `io_timeout_s` fails, and is overdue: its slots
+    stay out of use, and count against the tier's share, until the manager reports or releases it.
+
     Thread: owner.
 
     Attributes:
@@ -72,6 +78,7 @@ class ForeignTier:
         )
         self.guard = TierGuard(manager, self.state, clock)
         self._manager = manager
+        self._clock = clock
         share_health(self.state, manager)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -91,6 +98,10 @@ class ForeignTier:
                 self.state.release(job_id)
             except GUARDED as error:
                 self.guard.complain("get_released_jobs", error)
+        # Its own deadline comes first: it may say more, and is reported a step later.
+        timeout_s = 2 * self._manager.io_timeout_s
+        for late in self.state.give_up(self._clock() - timeout_s, timeout_s):
+            logger.error("%s", late)
 
     def hand_over(self) -> None:
         """Execute what the planner wants done; a job that is refused has its result at once."""

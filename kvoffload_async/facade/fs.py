@@ -17,6 +17,8 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.integrity_key import check_verifies, parse_key_file
+from kvoffload_async.facade.permissions import parse_modes
 from kvoffload_async.facade.places import examine
 from kvoffload_async.facade.secondary import SecondaryTierManager, read_threads
 from kvoffload_async.facade.storage import (
@@ -51,6 +53,7 @@ class FileSystemTierManager(SecondaryTierManager):
         *,
         root_dir: str,
         verify: str = "when_present",
+        integrity_key_file: str | None = None,
         capacity_bytes: int | str | None = None,
         eviction_policy: str = "lru",
         high_watermark: float = 1.0,
@@ -59,6 +62,8 @@ class FileSystemTierManager(SecondaryTierManager):
         fsync: bool = False,
         reuse_inodes: bool = True,
         rescan_interval_s: float = 60.0,
+        file_mode: int | str | None = None,
+        dir_mode: int | str | None = None,
         locality: str = "LOCAL",
         ops: FileOps | None = None,
         **options: Unpack[TierOptions],
@@ -71,14 +76,19 @@ class FileSystemTierManager(SecondaryTierManager):
             tier_type: See `SecondaryTierManager`.
             root_dir: Absolute path of the directory; made if it is not there.
             verify: "required", "when_present" or "off": which blocks are served.
+            integrity_key_file: Absolute path of a file with a key that checksums are made with;
+                then only blocks with such a checksum are served.
             capacity_bytes: Disk bytes, as allocated, that are never exceeded; None: unbounded.
             eviction_policy: Eviction policy at capacity.
             high_watermark: Share of the capacity above which room is made in the background.
             low_watermark: Share of the capacity down to which that goes.
             direct_io: Bypass the page cache where the filesystem can.
-            fsync: Wait for the device before a block is published.
+            fsync: A block counts as stored once its bytes, checksum and name are on the device.
             reuse_inodes: Overwrite evicted files instead of making new ones, where that is safe.
             rescan_interval_s: Seconds between two walks that correct the count.
+            file_mode: Permissions of new files, as octal text such as "0640"; by default 0600 and
+                what the directory they lie in allows its group.
+            dir_mode: The same of new directories; by default 0700 and the same.
             locality: "LOCAL" or "REMOTE".
             ops: The system calls; tests put a fault layer here.
             **options: The options that every tier takes.
@@ -89,6 +99,7 @@ class FileSystemTierManager(SecondaryTierManager):
         given = {
             "root_dir": root_dir,
             "verify": verify,
+            "integrity_key_file": integrity_key_file,
             "capacity_bytes": capacity_bytes,
             "eviction_policy": eviction_policy,
             "high_watermark": high_watermark,
@@ -97,6 +108,8 @@ class FileSystemTierManager(SecondaryTierManager):
             "fsync": fsync,
             "reuse_inodes": reuse_inodes,
             "rescan_interval_s": rescan_interval_s,
+            "file_mode": file_mode,
+            "dir_mode": dir_mode,
             "locality": locality,
             **options,
         }
@@ -141,11 +154,17 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> FsSettings:
         capacity_bytes = parse_size_bytes(options["capacity_bytes"], "capacity_bytes")
         space = SpaceSettings(capacity_bytes, high, low)
     reuses_inodes = parse_bool(options["reuse_inodes"], "reuse_inodes")
+    verify = Verify(parse_choice(options["verify"], Verify, "verify"))
+    key = parse_key_file(options["integrity_key_file"])
+    if key is not None:
+        check_verifies(options["verify"], does=verify is not Verify.OFF)
+        verify = Verify.REQUIRED
     return FsSettings(
         root_dir=parse_directory(options["root_dir"]),
         run_config=named_layout(identity),
         rank=identity.rank,
-        verify=Verify(parse_choice(options["verify"], Verify, "verify")),
+        verify=verify,
+        integrity_key=key,
         space=space,
         direct_io=parse_bool(options["direct_io"], "direct_io"),
         fsync=parse_bool(options["fsync"], "fsync"),
@@ -153,5 +172,6 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> FsSettings:
         reuse_inodes=reuses_inodes and options.get("run_config") is None,
         rescan_interval_s=parse_seconds(options["rescan_interval_s"], "rescan_interval_s"),
         io_threads=read_threads(options.get("n_read_threads")) + options.get("n_write_threads", 1),
+        modes=parse_modes(options),
         locality=Locality(parse_choice(options["locality"], Locality, "locality")),
     )

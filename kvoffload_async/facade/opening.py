@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from kvoffload_async.errors import ConfigError, OffloadError, TierUnavailableError
+from kvoffload_async.errors import ConfigError, OffloadError, TierTimeoutError, TierUnavailableError
 
 
 @contextmanager
@@ -16,14 +16,14 @@ def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
     Raises:
         ConfigError: Its own kind of it, or the tier's module cannot be imported.
         TierUnavailableError: As it was raised, or the tier has raised what it must not.
-        TimeoutError: As it was raised.
+        TierTimeoutError: It did not open in time.
     """
     prefix = f"secondary_tiers[{index}]: "
     try:
         yield
     except TimeoutError as error:
         text = str(error) or "did not open in time; give it more as open_timeout_s"
-        raise TimeoutError(prefix + text) from error
+        raise TierTimeoutError(prefix + text) from error
     except OffloadError as error:
         raise _like(error, f"{prefix}{error}") from error
     except (ImportError, AttributeError) as error:

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.config import shown
-from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.errors import ConfigError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.runtime.machine import answered, filesystem_limit
 
 ANSWER_S: Final = 10.0
@@ -60,14 +60,15 @@ def examine(place: TierPlace) -> Ground:
 
     Raises:
         ConfigError: It cannot be made, or not written to.
-        TierUnavailableError: Its filesystem does not answer.
+        TierUnavailableError: Its filesystem cannot be reached.
+        TierTimeoutError: It does not answer.
     """
     what = f"{place.key}: {shown(place.path)}"
     _check_name(place.path, what)
     try:
         return answered(lambda: _examine(place.path, what), ANSWER_S)
     except TimeoutError as error:
-        raise TierUnavailableError(f"{what}: its filesystem does not answer ({error})") from error
+        raise TierTimeoutError(f"{what}: its filesystem does not answer ({error})") from error
     except OSError as error:
         if error.errno in _GONE_AWAY:
             raise TierUnavailableError(f"{what} cannot be reached ({error.strerror})") from error

@@ -236,6 +236,7 @@ class ReopeningTierManager(SecondaryTierManager):
             tier.ownership = self._name
         self.medium, self.locality = tier.medium, tier.locality
         self.backpressure_detector = tier.backpressure_detector
+        self.io_timeout_s = tier.io_timeout_s
         self._opened_tier = tier
         state = self._state
         if state is not None:

@@ -66,7 +66,11 @@ class SecondaryTierManager:
         locality: How far away that is.
         backpressure_detector: Spares the tier some cascades when it is slow, or None.
         tier_state: What the owner knows of the tier. A `TieringOffloadingManager` drives it itself.
+        io_timeout_s: Seconds that a job may take. A manager that reports its jobs itself has twice
+            as long to do so; then they have failed, whatever becomes of them.
     """
+
+    io_timeout_s: float = 30.0
 
     def __init__(
         self,
@@ -120,7 +124,7 @@ class SecondaryTierManager:
         Raises:
             ConfigError: The tier cannot work with its options; nothing is left running.
             TierUnavailableError: The tier's place cannot be reached.
-            TimeoutError: It did not open in time.
+            TierTimeoutError: It did not open in time.
         """
         labels: dict[str, Any] = {
             "model": model,
@@ -154,6 +158,7 @@ class SecondaryTierManager:
             if tier.capabilities.request_level
             else OffloadPolicy.BLOCK_LEVEL
         )
+        self.io_timeout_s = io_timeout_s
         self._close_timeout_s = close_timeout_s
         self._report: CloseReport | None = None
         self._view = memoryview(primary_kv_view)

@@ -17,6 +17,8 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.integrity_key import check_verifies, parse_key_file
+from kvoffload_async.facade.permissions import parse_modes
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import (
     config_of,
@@ -25,12 +27,7 @@ from kvoffload_async.facade.storage import (
     parse_choice,
     parse_directory,
 )
-from kvoffload_async.facade.tier_options import (
-    MAX_THREADS,
-    TierOptions,
-    check_tier_options,
-    defaults_of,
-)
+from kvoffload_async.facade.tier_options import MAX_THREADS, TierOptions, defaults_of
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.tiers.files.ops import FileOps
@@ -58,10 +55,13 @@ class SlabTierManager(SecondaryTierManager):
         segment_bytes: int | str = "1GiB",
         eviction_policy: str = "lru",
         verify: bool = True,
+        integrity_key_file: str | None = None,
         direct_io: bool = False,
         fdatasync: bool = False,
         io_threads: int | None = None,
         piece_bytes: int | str = "4MiB",
+        file_mode: int | str | None = None,
+        dir_mode: int | str | None = None,
         locality: str = "LOCAL",
         ops: FileOps | None = None,
         **options: Unpack[TierOptions],
@@ -82,6 +82,8 @@ class SlabTierManager(SecondaryTierManager):
                 threads, up to the capacity.
             eviction_policy: Eviction policy at capacity.
             verify: Compute a checksum of every block, and serve none whose bytes do not match.
+            integrity_key_file: Absolute path of a file with a key that checksums are made with. A
+                store with another key, or without one, is one of another layout.
             direct_io: Bypass the page cache where the filesystem can.
             fdatasync: Wait for the device before blocks count as stored.
             io_threads: Threads that move blocks; all but one prefer loads. By default one per CPU
@@ -90,6 +92,9 @@ class SlabTierManager(SecondaryTierManager):
             piece_bytes: About what one system call moves, but a quarter of it at least where one
                 job has all threads to itself; with `io_threads`, how much of one job the device
                 works on at a time.
+            file_mode: Permissions of new files, as octal text such as "0640"; by default 0600 and
+                what the directory they lie in allows its group.
+            dir_mode: The same of new directories; by default 0700 and the same.
             locality: "LOCAL" or "REMOTE".
             ops: The system calls; tests put a fault layer here.
             **options: The options that every tier takes.
@@ -105,10 +110,13 @@ class SlabTierManager(SecondaryTierManager):
             "segment_bytes": segment_bytes,
             "eviction_policy": eviction_policy,
             "verify": verify,
+            "integrity_key_file": integrity_key_file,
             "direct_io": direct_io,
             "fdatasync": fdatasync,
             "io_threads": io_threads,
             "piece_bytes": piece_bytes,
+            "file_mode": file_mode,
+            "dir_mode": dir_mode,
             "locality": locality,
             **options,
         }
@@ -145,22 +153,27 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> SlabSettings:
             raise ConfigError(
                 f"{name}: {shown(options[name])} does not go with this tier; give io_threads"
             )
-    check_tier_options(options)
     check_policy(parse_name(options["eviction_policy"], "eviction_policy"))
     parse_threads = or_none(at_least(2, MAX_THREADS))
     threads = parse_threads(options["io_threads"], "io_threads") or suitable_threads()
+    verify = parse_bool(options["verify"], "verify")
+    key = parse_key_file(options["integrity_key_file"])
+    if key is not None:
+        check_verifies(verify, does=verify)
     return SlabSettings(
         root_dir=parse_directory(options["root_dir"]),
         run_config=named_layout(identity),
         capacity_bytes=parse_size_bytes(options["capacity_bytes"], "capacity_bytes"),
         rank=identity.rank,
         segment_bytes=parse_size_bytes(options["segment_bytes"], "segment_bytes"),
-        verify=parse_bool(options["verify"], "verify"),
+        verify=verify,
+        integrity_key=key,
         on_mismatch=OnMismatch(parse_choice(options["on_mismatch"], OnMismatch, "on_mismatch")),
         direct_io=parse_bool(options["direct_io"], "direct_io"),
         fdatasync=parse_bool(options["fdatasync"], "fdatasync"),
         io_threads=threads,
         stripes=threads,
         piece_bytes=parse_size_bytes(options["piece_bytes"], "piece_bytes"),
+        modes=parse_modes(options),
         locality=Locality(parse_choice(options["locality"], Locality, "locality")),
     )

@@ -267,7 +267,7 @@ class TieringOffloadingSpec(_Spec):
         Raises:
             ConfigError: A tier cannot work here. What had been started is closed again.
             TierUnavailableError: A tier's place cannot be reached. Likewise.
-            TimeoutError: A tier did not open in time. Likewise.
+            TierTimeoutError: A tier did not open in time. Likewise.
         """
         if self._manager is None:
             self._manager = self._create_manager()

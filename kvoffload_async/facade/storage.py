@@ -127,7 +127,9 @@ def named_layout(identity: KVIdentity) -> Mapping[str, Any]:
     """
     if identity.model is None:
         raise ConfigError(
-            'model: missing; blocks on disk need the name of their model: add "model": "org/name" '
-            "to the tier, or to the whole configuration"
+            "model: missing; blocks on disk outlive the process, and without the name of their "
+            "model those of another with equal sizes would be served as its own: "
+            'add "model": "org/name" to the tier, or to the whole configuration, or '
+            '"run_config": {"model_name": "org/name", ...} to the tier'
         )
     return identity.run_config

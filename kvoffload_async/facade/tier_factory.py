@@ -137,7 +137,7 @@ class SecondaryTierFactory:
             ImportError: The tier's module cannot be imported.
             AttributeError: Its module has no such class.
             TierUnavailableError: The tier's place cannot be reached.
-            TimeoutError: It did not open in time.
+            TierTimeoutError: It did not open in time.
         """
         loaded, tier_type, options = cls._resolve(dict(tier_config))
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)

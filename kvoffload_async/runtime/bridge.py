@@ -18,7 +18,7 @@ from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import ClosedError, drop_tracebacks
+from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.tiers._actor import TierActor
@@ -37,6 +37,10 @@ class PoolRunner(IoRunner, Protocol):
 
     def close(self, timeout_s: float) -> int:
         """Stop; return how many threads are still in a call."""
+        ...
+
+    def abandon(self) -> None:
+        """End the coroutines that await such calls, after the tier could not be opened."""
         ...
 
 
@@ -85,12 +89,24 @@ class TierLink:
                 key_limit -= len(event.keys)
 
     def open(self, timeout_s: float) -> None:
-        """Open the tier and join the bridge; waits. Raises what the tier's `open` raises."""
+        """Open the tier and join the bridge; waits. Raises what the tier's `open` raises.
+
+        Raises:
+            TierTimeoutError: It did not open in time.
+        """
         try:
             self._bridge.runner.run(self.actor.open(), timeout_s)
-        except BaseException:
+        except BaseException as error:
             if self._pool.close(_STOP_THREADS_S):
                 self._bridge.hung_openings[self.state.name] = self._pool
+                self._pool.abandon()
+            if isinstance(error, TimeoutError):
+                why = str(error) or (
+                    f"did not open within {timeout_s:g} s; look whether its place answers, or "
+                    "give it more as open_timeout_s"
+                )
+                name = self.state.name
+                raise TierTimeoutError(f"tier {name} ({self.actor.place}): {why}") from error
             raise
         self._bridge.links.append(self)
 

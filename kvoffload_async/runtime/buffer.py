@@ -131,6 +131,8 @@ class PrimaryBuffer:
                 self._map.madvise(mmap.MADV_DONTNEED)
             except OSError as error:  # locked, say
                 what = f"its pages could not be given back ({error})"
+        if not logger.isEnabledFor(logging.WARNING):
+            return  # looking for the holders takes passes over every object of the process
         logger.warning(
             "the primary buffer is still in use and its %d bytes of addresses stay mapped: %s; "
             "views of it are held by %s",

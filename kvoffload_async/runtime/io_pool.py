@@ -9,6 +9,7 @@ batches, with one wake-up a batch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -20,7 +21,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
+from kvoffload_async.errors import (
+    BusyError,
+    TierClosedError,
+    TierTimeoutError,
+    TierUnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +99,8 @@ class IoPool:
             Direction.STORE: transfers,
             Direction.NONE: queue.SimpleQueue(),
         }
+        self._awaited: dict[_Call, None] = {}
+        """Calls whose coroutine waits. Thread: loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Whose coroutines call; asked for once, as every answer costs a system call."""
         self._stopping = False
@@ -124,6 +132,7 @@ class IoPool:
         Thread: loop.
         """
         work = self._submit(direction, call, helpers)
+        self._awaited[work] = None
         cancelled: asyncio.CancelledError | None = None
         try:
             while not work.has_ended:
@@ -141,6 +150,7 @@ class IoPool:
                 raise cancelled
             return work.future.result()  # type: ignore[no-any-return]  # the call's own type
         finally:
+            self._awaited.pop(work, None)
             # What is raised holds this frame, which must not hold it: with it, until the collector
             # comes, would live the frames of the call, and what they were copying.
             del work, call, cancelled
@@ -168,6 +178,26 @@ class IoPool:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
+
+    def abandon(self) -> None:
+        """End the coroutines that await a call; it keeps its thread until the system answers.
+
+        To be used after `close`, for a tier that could not be opened: nobody may be told that
+        memory is free which a call still uses.
+
+        Thread: any but the pool's own.
+        """
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody awaits
+                self._loop.call_soon_threadsafe(self._abandon)
+
+    def _abandon(self) -> None:
+        for work in self._awaited:
+            if not work.has_ended:
+                work.has_ended = True
+                error = TierTimeoutError("the system did not answer, and the call was abandoned")
+                if not work.future.done():
+                    work.future.set_exception(error)
 
     def _submit(self, direction: Direction, call: Callable[[], Any], helpers: int) -> _Call:
         loop = self._loop

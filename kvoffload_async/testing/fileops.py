@@ -181,11 +181,11 @@ class FaultyFileOps(FileOps):
 
     # -- the calls ------------------------------------------------------------------------------
 
-    def open(self, path: str, flags: int, mode: int = 0o644) -> int:
+    def open(self, path: str, flags: int) -> int:
         self._before("open", path, flags)
         if flags & os.O_CREAT and not Path(path).exists():
             self._take_room(path, 0)
-        fd = super().open(path, flags, mode)
+        fd = super().open(path, flags)
         self.open_fds[fd] = (path, flags)
         return fd
 
@@ -252,6 +252,10 @@ class FaultyFileOps(FileOps):
         self._before("stat", path)
         return super().stat(path)
 
+    def leads_to(self, path: str) -> os.stat_result:
+        self._before("stat", f"{path}/.")
+        return super().leads_to(path)
+
     def truncate(self, fd: int, size_bytes: int) -> None:
         self._before_fd("truncate", fd)
         super().truncate(fd, size_bytes)
@@ -259,6 +263,10 @@ class FaultyFileOps(FileOps):
     def fdatasync(self, fd: int) -> None:
         self._before_fd("fdatasync", fd)
         super().fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        self._before_fd("fsync", fd)
+        super().fsync(fd)
 
     def set_xattr(self, fd: int, name: str, value: bytes) -> None:
         self._before_fd("set_xattr", fd)
@@ -306,9 +314,17 @@ class FaultyFileOps(FileOps):
         self._before_fd("unlock", fd)
         super().unlock(fd)
 
+    def is_locked(self, fd: int) -> bool:
+        self._before_fd("is_locked", fd)
+        return super().is_locked(fd)
+
     def utime(self, path: str) -> None:
         self._before("utime", path)
         super().utime(path)
+
+    def entries(self, folder: str) -> list[tuple[str, os.stat_result]]:
+        self._before("entries", folder)
+        return super().entries(folder)
 
     def walk(self, root: str) -> Iterator[tuple[str, os.stat_result]]:
         self._before("walk", root)

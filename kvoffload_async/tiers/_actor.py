@@ -27,6 +27,7 @@ from kvoffload_async.errors import (
     TierBusyError,
     TierClosedError,
     TierError,
+    TierFullError,
     TierTimeoutError,
     TierUnavailableError,
     UnknownSlotError,
@@ -45,6 +46,7 @@ from kvoffload_async.tiers._ending import (
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers._probes import Probes
 from kvoffload_async.tiers._recheck import Recheck
+from kvoffload_async.tiers._refusals import Refusals
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -119,6 +121,7 @@ class TierActor:
         self._next_deadline: asyncio.TimerHandle | None = None
         self._recheck = Recheck(name, tier, env.announcements, env.post)
         self._probes = Probes(name, tier, env.post, probe_timeout_s)
+        self._refusals = Refusals()
         self._closing = False
         # Asked for once: the interpreter makes a system call for every answer.
         self._loop: asyncio.AbstractEventLoop
@@ -127,6 +130,14 @@ class TierActor:
     def waiting_jobs(self) -> int:
         """Jobs that were accepted and have not begun. Thread: any."""
         return len(self._loads.waiting) + len(self._stores.waiting)
+
+    @property
+    def place(self) -> str:
+        """What the tier says of itself, for messages. Thread: any."""
+        try:
+            return self._tier.describe()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
+            return text_of(error)
 
     async def open(self) -> None:
         """Open the tier; on failure it is closed again, and the error goes on."""
@@ -282,12 +293,22 @@ class TierActor:
         outdated = self._outdated(run, failures, error)
         first = error or next(iter(failures.values()), None)
         if first is not None:
-            level = logging.DEBUG if isinstance(first, BlockMissingError) else logging.ERROR
+            more = (
+                self._refusals.note(self._loop.time()) if isinstance(first, TierFullError) else ""
+            )
+            is_error = more is not None and not isinstance(first, BlockMissingError)
             if first.__cause__ is not None:
                 log_trace(first)
             for raised in (error, *failures.values()):
                 drop_tracebacks(raised)
-            logger.log(level, "tier %s: %s failed: %s", self.name, _described(run.job), first)
+            logger.log(
+                logging.ERROR if is_error else logging.DEBUG,
+                "tier %s: %s failed: %s%s",
+                self.name,
+                _described(run.job),
+                first,
+                more or "",
+            )
         self._post(self._settled(run, failures, error, outdated))
 
     def _outdated(

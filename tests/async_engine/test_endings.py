@@ -87,7 +87,9 @@ async def test_a_slow_reader_misses_the_oldest():
         assert key("a") in (await first).keys
         for number, text in enumerate("bcde"):
             await world.put(text, f"put{number}")
+        assert world.engine.stats().missed_events == 2
         assert [key(t) in (await anext(events)).keys for t in "de"] == [True, True]
+        assert world.engine.stats().missed_events == 2
         await events.aclose()
 
 

@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from async_engine.beside_hung import check_work_beside_the_hung_tier
 from async_engine.worlds import (
     FAR_S,
     PAGE_BYTES,
@@ -25,7 +26,7 @@ from async_engine.worlds import (
     turns,
 )
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.core.invariants import check_state
@@ -85,6 +86,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner(loop_factory=JumpLoop)
         self.serving, self.resets = [], []
         self.next_block = 0
+        self.has_worked = False
+
+    @initialize(reserved_fraction=st.sampled_from([0.0, 0.2]))
+    def open(self, reserved_fraction):
         bounds = EngineBounds(concurrent_loads=2, concurrent_stores=2, waiting_calls=3)
         self.opening = opened(
             slots=5,
@@ -92,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
             bounds=bounds,
             device_blocks=DEVICE_BLOCKS,
             shutdown_timeout_s=CLOSING_S,
+            reserved_fraction=reserved_fraction,
         )
         self.world = self.run(self.opening.__aenter__())
 
@@ -128,10 +134,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.run(end())
         self.turn()
 
-    @precondition(lambda self: any(tier.parked for tier in self.world.tiers))
+    @precondition(lambda self: any(tier.parked for tier in self.world.healthy.values()))
     @rule(data=st.data(), how=st.sampled_from(["well", "well", "error", "some"]))
     def end_operation(self, data, how):
-        tier = data.draw(st.sampled_from([t for t in self.world.tiers if t.parked]))
+        tier = data.draw(st.sampled_from([t for t in self.world.healthy.values() if t.parked]))
         parked = data.draw(st.sampled_from(tier.parked))
 
         async def end():
@@ -177,6 +183,20 @@ class EngineMachine(RuleBasedStateMachine):
     def turns_pass(self, count):
         self.turn(count)
 
+    @rule(tier=st.sampled_from([0, 1, None]))
+    def hang(self, tier):
+        """Nothing ends any more in a tier, or it is released, and what has hung ends."""
+        self.world.hung = tier
+
+    @precondition(lambda self: self.world.hung is not None and not self.has_worked)
+    @rule()
+    def work_beside_the_hung_tier(self):
+        self.has_worked = True  # once a run: it costs
+        calls = [*(serving.task for serving in self.serving), *self.resets]
+        self.run(check_work_beside_the_hung_tier(self.world, calls, self.next_block))
+        self.next_block += 8
+        self.turn()
+
     @invariant()
     def the_invariants_hold(self):
         check_state(self.world.core)
@@ -197,6 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self):
         async def end():
+            self.world.hung = None
             await self.world.calm()
             await self.nobody_was_forgotten()
             await jump()  # stores may wait for room that requests who wait themselves hold
@@ -208,7 +229,8 @@ class EngineMachine(RuleBasedStateMachine):
             return asyncio.all_tasks() - {asyncio.current_task()}
 
         try:
-            assert not self.run(end())
+            if hasattr(self, "world"):
+                assert not self.run(end())
             for serving in self.serving:
                 if not serving.task.cancelled():
                     serving.task.result()

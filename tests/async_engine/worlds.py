@@ -194,13 +194,18 @@ def register(monkeypatch, name="scripted", tier_class=Tier):
 
 @dataclass(eq=False)
 class World:
-    """An engine, what it stands on, and short names for what is done with it."""
+    """An engine, what it stands on, and short names for what is done with it.
+
+    Attributes:
+        hung: Which tier hangs: nothing ends there. None: none does.
+    """
 
     engine: OffloadEngine
     transport: ParkedTransport
     tiers: list
     device: np.ndarray
     tensor: torch.Tensor = field(repr=False)
+    hung: int | None = None
 
     @property
     def core(self):
@@ -225,18 +230,23 @@ class World:
             for block_hash, block in zip(block_hashes, blocks, strict=True)
         )
 
+    @property
+    def healthy(self):
+        """The tiers that do not hang, by their numbers."""
+        return {index: tier for index, tier in enumerate(self.tiers) if index != self.hung}
+
     def settle_everything(self):
         self.transport.settle_all()
-        for tier in self.tiers:
+        for tier in self.healthy.values():
             tier.settle_all()
 
     async def calm(self):
         """Settle until nothing parks any more, nor waits for a tier that has failed."""
         while True:
             await turns(10)
-            if self.parked or any(tier.parked for tier in self.tiers):
+            if self.parked or any(tier.parked for tier in self.healthy.values()):
                 self.settle_everything()
-            elif self.core.cascades.owes_anything:
+            elif any(self.core.cascades.backlogs[index].count for index in self.healthy):
                 await jump(6.0)
             else:
                 return
@@ -303,6 +313,7 @@ async def opened(slots=8, tiers=(), bounds=None, device_blocks=64, per_chunk=1, 
         try:
             yield world
         finally:
+            world.hung = None
             await world.calm()
 
 

@@ -237,6 +237,7 @@ class TestCheckConfig:
         keys = {"cpu_bytes_to_use": 4096, "block_bytes": 1, "secondary_tiers": tiers}
         message = command.refusal("check-config", command.config(**keys))
         assert "secondary_tiers[1]: model: missing; " in message
+        assert '"run_config": {"model_name"' in message
         assert 'add "model"' in message
         assert not (command.directory / "new").exists()
         named = command.config(**keys, model="m")

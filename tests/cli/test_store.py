@@ -1,7 +1,9 @@
 """How `kvoffload store` is called, interrupted, and answers people."""
 
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +82,57 @@ class TestOldNames:
         assert verified["sealed"] + verified["unsealed"] == found["blocks"] > 0
         removed = store.run("gc", "--unknown-files")
         assert removed["strangers"] == removed["unknown_files"] != []
+
+
+class TestManyBadBlocks:
+    """What is wrong with many blocks is told in few lines, unless somebody wants to see all."""
+
+    @pytest.fixture
+    def damaged(self, store):
+        for path in store.blocks:
+            os.truncate(path, 1000)
+        return store
+
+    def test_verify_names_the_first_ten_and_counts_all(self, damaged):
+        num_blocks = len(damaged.blocks)
+        *named, rest = damaged.complaints("verify")
+        assert len(named) == 10
+        assert all(".bin: 1000 bytes instead of 4096" in line for line in named)
+        assert f"{damaged.folder.name}: and {num_blocks - 10:,} more; see --all" in rest
+        assert f"{num_blocks:,}" in damaged.command.run("store", "verify", damaged.root).stdout
+
+    def test_all_of_them_are_named_on_demand(self, damaged):
+        lines = damaged.complaints("verify", "--all")
+        assert {line.split(": ")[4] for line in lines} == {str(path) for path in damaged.blocks}
+
+    def test_a_report_counts_them_all_and_lists_ten_or_all(self, damaged):
+        num_blocks = len(damaged.blocks)
+        for arguments, num_listed in (([], 10), (["--all"], num_blocks)):
+            found = damaged.run("verify", *arguments, exit_code=1)["verification"]
+            assert (found["corrupt_blocks"], found["checked"]) == (num_blocks, num_blocks)
+            assert len({bad["path"] for bad in found["corrupt"]}) == num_listed
+
+    def test_ten_bad_blocks_are_all_that_there_is(self, store):
+        for path in store.blocks[:10]:
+            os.truncate(path, 1000)
+        assert len(store.complaints("verify")) == 10
+
+    def test_a_dry_run_of_gc_is_as_short(self, damaged):
+        lines = damaged.complaints("gc", "--corrupt", "--dry-run")
+        assert len(lines) == 11
+        assert len(damaged.complaints("gc", "--corrupt", "--dry-run", "--all")) == len(
+            damaged.blocks
+        )
+
+    def test_another_stores_problems_are_not_left_out(self, damaged):
+        other = shutil.copytree(damaged.folder, f"{str(damaged.folder)[:-1]}1")
+        result = damaged.command.run("store", "verify", damaged.root)
+        for name in (damaged.folder.name, Path(other).name):
+            assert sum(f"error: {name}: " in line for line in result.stderr.splitlines()) == 11
+
+
+def test_a_manifest_of_more_than_a_mebibyte_is_refused_unread(store):
+    path = store.command.file("", "large")
+    os.truncate(path, 1 << 43)
+    message = store.command.refusal("store", "repair", store.root, "--manifest", path)
+    assert f"--manifest {path}: more than 1048576 bytes; give a manifest.json" in message

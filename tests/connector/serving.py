@@ -6,9 +6,9 @@ device of its own and its own column of every slot.
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
 import numpy as np
+from connector.sequences import TOKENS_PER_HASH, Copy, Sequence
 from connector.worlds import Watched
 from facade.worlds import SLOT_BYTES, World
 
@@ -23,49 +23,8 @@ from kvoffload_async.facade.connector.scheduler import OffloadingConnectorSchedu
 from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
 
-TOKENS_PER_HASH, MAX_WORKERS = 2, SLOT_BYTES // 8
+MAX_WORKERS = SLOT_BYTES // 8
 GARBAGE = "garbage"
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request: `text` is prompt and output so far, one letter a token."""
-
-    request_id: str
-    text: str
-    num_prompt_tokens: int
-    max_tokens: int
-    num_computed_tokens: int = 0
-    kv_transfer_params: None = None
-    ended: bool = False
-    tables: list = field(default_factory=list)
-
-    @property
-    def num_tokens(self):
-        return len(self.text)
-
-    @property
-    def block_hashes(self):
-        ends = range(TOKENS_PER_HASH, len(self.text) + 1, TOKENS_PER_HASH)
-        return [self.text[:end].encode() for end in ends]
-
-    def is_finished(self):
-        return self.ended
-
-
-@dataclass(eq=False)
-class Copy:
-    """One job on one worker; `outcome` is None until it was performed."""
-
-    worker: int
-    job_id: int
-    job: object
-    is_store: bool
-    outcome: bool | None = None
-
-    @property
-    def blocks(self):
-        return self.job.device.block_ids.tolist()
 
 
 class Serving:
@@ -314,6 +273,10 @@ class Serving:
             self.contents.append(content)
         return self.numbers[content]
 
+    def number_of(self, key):
+        """Return the number of what a block must have in it."""
+        return self._number(self._expected(key))
+
     def report(self, *copies):
         """Tell the adapter, and the scheduler, that copies have ended."""
         completed = Counter(copy.job_id for copy in copies)
@@ -369,21 +332,27 @@ class Serving:
             for first in range(start, len(text), size)
         )
 
-    def rest(self, max_steps=400):
-        """Let everything that is still there run to its end, which it must reach."""
+    def run_until(self, is_at_rest, seconds=0.0, max_steps=400):
+        """Let everything that can end do so, step by step."""
         planner = self.world.manager.planner
         for _ in range(max_steps):
-            self.world.runner.advance(planner.cascades.wakes_in_s(planner.now_s) or 0.0)
+            self.world.settle_all()  # before any deadline passes
+            self.world.runner.advance(planner.cascades.wakes_in_s(planner.now_s) or seconds)
             self.world.settle_all()
             for copy in self.copies:
                 if copy.outcome is None:
                     self.perform(copy)
             self.report(*self.copies)
-            if not (self.live or planner.disowned or self.connector.has_pending_push_work()):
-                break
+            if not self.live and is_at_rest():
+                return
             self.step()
-        else:
-            raise AssertionError(f"not at rest: {self.live}")
+        raise AssertionError(f"not at rest: {self.live}")
+
+    def rest(self):
+        """Let everything that is still there run to its end, which it must reach."""
+        self.world.hung = None
+        planner = self.world.manager.planner
+        self.run_until(lambda: not (planner.disowned or self.connector.has_pending_push_work()))
         assert not self.connector._requests
         assert not len(self.connector._jobs)
         assert self.world.counts["pinned"] == self.world.counts["writing"] == 0

@@ -1,6 +1,7 @@
 """Scheduler, adapter, workers and tiers together, in whatever order; see `serving`."""
 
 import pytest
+from connector.beside_hung import check_work_beside_the_hung_tier
 from connector.serving import MAX_WORKERS, Serving
 from facade.worlds import EXCLUSIVE, PROBED, REQUEST_LEVEL
 from hypothesis import settings
@@ -17,12 +18,14 @@ WINDOW, WIDE_WINDOW = KVGroup(2, sliding_window_tokens=3), KVGroup(4, sliding_wi
 GROUPS = st.sampled_from(
     [(FULL,), (FULL, WINDOW), (WINDOW,), (FULL, WIDE), (WIDE, WINDOW), (WINDOW, WIDE_WINDOW)]
 )
+PAIRS = [(EXCLUSIVE, EXCLUSIVE), (PROBED, EXCLUSIVE)]
 SETUPS = st.fixed_dictionaries(
     {
         "groups": GROUPS,
         "num_blocks": st.sampled_from([24, 16, 12]),
         "num_slots": st.sampled_from([16, 8, 4]),
-        "tiers": st.sampled_from([(), (EXCLUSIVE,), (PROBED,), (REQUEST_LEVEL,)]),
+        "tiers": st.sampled_from([(), (EXCLUSIVE,), (PROBED,), (REQUEST_LEVEL,), *PAIRS, *PAIRS]),
+        "reserved_fraction": st.sampled_from([0.0, 0.25]),
         "num_workers": st.integers(1, min(2, MAX_WORKERS)),
         "blocks_per_chunk": st.sampled_from([1, 1, 2]),
         "offload_prompt_only": st.booleans(),
@@ -43,7 +46,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(setup=SETUPS)
     def build(self, setup):
-        self.serving = Serving(setup.pop("groups"), **setup)
+        limits = {"reserved_fraction": setup.pop("reserved_fraction")}
+        self.serving = Serving(setup.pop("groups"), limits=limits, **setup)
+        self.has_worked = False
         for text in ("abcdabc", "abcdab", "ababab"):
             self.serving.arrive(text)
 
@@ -100,10 +105,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.serving.connector.reset_cache()
         self.serving.check()
 
-    @precondition(lambda self: any(tier.parked for tier in self.serving.world.tiers))
+    @precondition(lambda self: any(t.parked for t in self.serving.world.healthy.values()))
     @rule(fails=st.sampled_from([False, False, True]))
     def settle_a_tier(self, fails):
-        self.serving.world.settle(error=TierUnavailableError("drawn") if fails else None)
+        world = self.serving.world
+        index = next(index for index, tier in world.healthy.items() if tier.parked)
+        world.settle(index, error=TierUnavailableError("drawn") if fails else None)
+
+    @precondition(lambda self: len(self.serving.world.tiers) > 1)
+    @rule(tier=st.sampled_from([0, 1, None]))
+    def hang(self, tier):
+        """Nothing ends any more in a tier, or it is released, and what has hung ends."""
+        self.serving.world.hung = tier
+
+    @precondition(lambda self: self.serving.world.hung is not None and not self.has_worked)
+    @rule()
+    def work_beside_the_hung_tier(self):
+        self.has_worked = True  # once a run: it costs
+        check_work_beside_the_hung_tier(self.serving)
 
     def teardown(self):
         if hasattr(self, "serving"):

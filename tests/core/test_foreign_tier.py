@@ -1,5 +1,7 @@
 """The state of a tier whose manager keeps its say."""
 
+from dataclasses import replace
+
 import pytest
 from core.terms import MISS, job, released, results
 
@@ -47,10 +49,31 @@ def test_a_late_result_of_a_job_that_was_given_up_says_that_its_copy_has_ended(l
 def test_a_job_that_was_given_up_by_both_is_released_once():
     tier = running(0)
     tier.abandon_rest()
-    with pytest.raises(StateError, match="not its job"):
-        tier.answer(JobResult(0, success=False, disowned=True))
+    tier.answer(JobResult(0, success=False, disowned=True))
+    assert released(tier) == []
     tier.release(0)
     assert released(tier) == [0]
+    with pytest.raises(StateError, match="not its job"):
+        tier.answer(JobResult(0, success=False, disowned=True))
+
+
+def test_only_jobs_that_are_old_enough_and_under_way_are_given_up():
+    tier = ForeignTierState("tier", Silent())
+    for job_id, submitted_s in enumerate([1.0, 2.0, 2.5]):
+        tier.submit(replace(job(job_id), submit_time=submitted_s))
+        if job_id != 1:
+            continue
+        tier.take_effects()
+    tier.fail(0, DOWN)
+    (error,) = tier.give_up(2.5, 30.0)
+    assert "job 1" in str(error)
+    failed, late = results(tier)
+    assert (failed.error, failed.disowned) == (DOWN, False)
+    assert (late.error, late.disowned) == (error, True)
+    assert tier.give_up(2.5, 30.0) == []
+    tier.take_effects()
+    assert tier.give_up(2.0, 30.0) == [], "it is younger than that"
+    assert len(tier.give_up(2.5, 30.0)) == 1
 
 
 def test_a_second_result_of_a_job_that_the_tier_disowned_does_not_release_it():

@@ -1,6 +1,7 @@
 """A world with a tier of every kind, for whoever draws what happens next."""
 
 import asyncio
+import itertools
 
 from facade.worlds import (
     EXCLUSIVE,
@@ -9,6 +10,7 @@ from facade.worlds import (
     REQUEST_LEVEL,
     SLOT_BYTES,
     Counting,
+    DeviceCopy,
     PooledScriptedIo,
     World,
     ks,
@@ -38,7 +40,7 @@ class FullWorld(World):
         loose: The manager of the tier alone.
     """
 
-    def __init__(self, foreign, cascade_fraction=1.0):
+    def __init__(self, foreign, cascade_fraction=1.0, reserved_fraction=0.0):
         self.example = ExampleTier()
         self.probed = ScriptedTier(PROBED, BOUNDS)
         self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
@@ -56,6 +58,7 @@ class FullWorld(World):
             deferral_timeout_s=20.0,
             promotion_fraction=0.5,
             cascade_fraction=cascade_fraction,
+            reserved_fraction=reserved_fraction,
         )
         self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
         self.loose = Counting(
@@ -70,6 +73,7 @@ class FullWorld(World):
         self.loads = []
         self.stored = set()
         self.gone = set()
+        self.fresh = itertools.count(100)
 
     # -- bytes ------------------------------------------------------------------------------
 
@@ -111,11 +115,19 @@ class FullWorld(World):
         self.gone.add((tier, key))
         tier.evict([key])
 
+    def drop(self, tier, parked, index):
+        """Have a tier drop a block that its load finds corrupt; a cancelled one announces it."""
+        key = parked.keys[index]
+        self.gone.add((tier, key))
+        if tier.blocks.pop(key, None) is not None and parked.task.cancelling():
+            tier.env.blocks_evicted([key])
+
     # -- what is under way ------------------------------------------------------------------
 
     def operations(self):
-        tiers = (self.probed, self.whole, self.loose_tier)
-        return [(tier, parked) for tier in tiers for parked in tier.parked]
+        """What may end: nothing of the tier that hangs does."""
+        tiers = [tier for tier in self.healthy.values() if tier is not self.example]
+        return [(tier, parked) for tier in (*tiers, self.loose_tier) for parked in tier.parked]
 
     def fallible(self):
         """All but the questions to a tier with an exact index: nobody else knows the answer."""
@@ -152,6 +164,9 @@ class FullWorld(World):
                 assert all(index.lookup(key, "") is HIT for key in blocks)
 
     def calls(self):
+        """The example tier's calls, if it does not hang; nobody else makes any."""
+        if self.hung == 0:
+            return []
         return [(pool, call) for pool in self.host.pools for call in pool.parked]
 
     def job_tasks(self):
@@ -168,9 +183,8 @@ class FullWorld(World):
                 pool.settle(call)
             self.runner.run_ready()
 
-    def come_to_rest(self):
-        for secondary in self.secondaries:
-            secondary.refuses = False  # only a foreign one ever refuses
+    def end_requests(self):
+        """Have every device copy end well, and every request."""
         for copies, complete in (
             (self.stores, self.manager.complete_store),
             (self.loads, self.manager.complete_load),
@@ -181,21 +195,86 @@ class FullWorld(World):
                     if copies is self.stores:
                         self.stored.update(copy.slots)
                 complete(list(copy.slots), copy.ctx, generation=copy.generation)
-        for ctx in self.contexts.values():
-            self.manager.on_request_finished(ctx)
+            copies.clear()
+        for req_id in list(self.contexts):
+            self.finish(req_id)
+
+    def settle_step(self, seconds=0.0):
+        """Let time pass, and end a step, with all that the tiers have begun."""
+        self.runner.advance(seconds)
+        self.manager.on_schedule_end()
+        self.runner.run_ready()
+        self.settle_everything()
+
+    def come_to_rest(self):
+        self.hung = None
+        for secondary in self.secondaries:
+            secondary.refuses = False  # only a foreign one ever refuses
+        self.end_requests()
         for _ in range(20):
-            self.manager.on_schedule_end()
-            self.runner.run_ready()
-            self.settle_everything()
+            self.settle_step()
         for _ in range(30):  # breakers close again, and pauses pass
             owes_anything = self.manager.planner.cascades.owes_anything
             if not owes_anything and not self.manager.has_pending_work():
                 break
-            self.runner.advance(6.0)
-            self.manager.on_schedule_end()
-            self.runner.run_ready()
-            self.settle_everything()
+            self.settle_step(6.0)
             self.manager.on_schedule_end()
         self.manager.on_schedule_end()
         assert not self.manager.planner.cascades.owes_anything
         assert not self.manager.has_pending_work()
+
+    # -- beside a tier that hangs -----------------------------------------------------------
+
+    def work_beside_the_hung_tier(self, source):
+        """The others take what is stored and give what they have; `source` says which gives."""
+        self.manager.on_reset_flushed()
+        for index in self.healthy:
+            self.secondaries[index].refuses = False
+        self.end_requests()
+        self.rest_beside_the_hung_tier()
+        for _ in range(3):  # what has begun in the one that hangs is overdue each time
+            self._store_beside_the_hung_tier()
+        self._promote_beside_the_hung_tier(sorted(self.healthy)[source])
+
+    def _store_beside_the_hung_tier(self):
+        keys = ks(*itertools.islice(self.fresh, self.check_what_the_hung_tier_leaves()))
+        ctx = self._begin_anew()
+        granted = self.manager.prepare_store(keys, ctx)
+        assert granted is not None
+        assert granted.keys_to_store == keys
+        spec = granted.store_spec
+        slots = spec.block_ids.tolist()
+        self.stores.append(DeviceCopy(ctx, dict(zip(keys, slots, strict=True)), spec.generation))
+        self.end_requests()
+        self.rest_beside_the_hung_tier()
+        for index in self.healthy:
+            assert self.blocks_of_tiers[index].keys() >= set(keys)
+
+    def rest_beside_the_hung_tier(self):
+        for _ in range(40):
+            self.settle_step(2.5)
+            if not any(self.owes(index) for index in self.healthy):
+                return
+        raise AssertionError("a healthy tier does not come to rest")
+
+    def _promote_beside_the_hung_tier(self, index):
+        (key,) = ks(next(self.fresh))
+        tier = self.tiers[index]
+        self.blocks_of_tiers[index][key] = content_of(key, SLOT_BYTES)
+        if tier is not self.probed:
+            (tier._env if tier is self.example else tier.env).blocks_appeared([key])
+        ctx = self._begin_anew()
+        self.runner.run_ready()
+        for _ in range(10):
+            if self.manager.lookup(key, ctx) is HIT:
+                break
+            self.settle_step(0.5)
+        else:
+            raise AssertionError(f"a block of tier {index} alone is not promoted")
+        self.check_bytes(key, self.primary.core.slot_of(key))
+        self.end_requests()
+
+    def _begin_anew(self):
+        req_id = f"fresh{next(self.fresh)}"
+        self.begin(req_id)
+        return self.contexts[req_id]

@@ -39,22 +39,24 @@ def quiet():
 
 
 class Facade(RuleBasedStateMachine):
-    def build(self, foreign, cascade_fraction=1.0):
-        self.world = FullWorld(foreign, cascade_fraction)
+    def build(self, foreign, **fractions):
+        self.world = FullWorld(foreign, **fractions)
         self.manager = self.world.manager
         self.runner = self.world.runner
         self.born = 0
         self.closed = False
+        self.has_worked = False
 
     @initialize(
         foreign=st.sampled_from([(), (0, 1, 2), (1,), (0, 2)]),
         num_requests=st.integers(1, 3),
         is_warm=st.sampled_from([True, True, False]),
         cascade_fraction=st.sampled_from([1.0, 0.34, 0.17]),
+        reserved_fraction=st.sampled_from([0.0, 0.25]),
     )
-    def start(self, foreign, num_requests, is_warm, cascade_fraction):
+    def start(self, foreign, num_requests, is_warm, **fractions):
         """Begin with requests and, mostly, with blocks in the tiers, so that much can happen."""
-        self.build(foreign, cascade_fraction)
+        self.build(foreign, **fractions)
         for _ in range(num_requests):
             self.begin(ALL_TIERS, 0)
         if is_warm:
@@ -207,10 +209,10 @@ class Facade(RuleBasedStateMachine):
             if not parked.job.is_promotion:
                 tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
                 return
-            for index in failed:  # as a tier does that finds a block corrupt
-                tier.blocks.pop(parked.keys[index], None)
-                self.world.gone.add((tier, parked.keys[index]))
+            for index in failed:
+                self.world.drop(tier, parked, index)
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
+            self.runner.run_ready()  # nothing comes between its dropping a block and its saying so
         else:
             tier.settle(parked, error=error)
 
@@ -250,6 +252,22 @@ class Facade(RuleBasedStateMachine):
     def cancel(self, data):
         tasks = self.world.job_tasks()
         tasks[data.draw(st.sampled_from(sorted(tasks)), "task")].cancel()
+
+    # -- a tier that hangs: what ends there, ends after its release ---------------------------
+
+    @precondition(lambda self: not self.closed and self.world.hung is None)
+    @rule(tier=st.sampled_from([None, None, 0, 1, 2]))
+    def hang(self, tier):
+        self.world.hung = tier
+
+    @precondition(lambda self: self.world.hung is not None)
+    @rule(works=st.booleans(), source=st.integers(0, 1))
+    def release(self, works, source):
+        """Once a run, as it costs: with the tier hanging, the others work and the rest is free."""
+        if works and not self.closed and not self.has_worked:
+            self.has_worked = True
+            self.world.work_beside_the_hung_tier(source)
+        self.world.hung = None
 
     # -- a tier alone: duplicate ids, empty jobs, jobs after its shutdown ---------------------
 
@@ -309,6 +327,7 @@ class Facade(RuleBasedStateMachine):
             self.world.check_nothing_is_lost_unseen()
             self.world.rows = None
             self.manager.shutdown(1.0)
+        self.world.hung = None
         self.world.loose.shutdown(1.0)
         self.world.settle_everything()
         managers = [*self.world.secondaries, self.world.loose]

@@ -229,6 +229,8 @@ def test_a_tier_on_disk_without_a_model_is_refused_before_anything_starts(
         TieringOffloadingSpec(config)
     assert str(raised.value).startswith("secondary_tiers[1]: model: missing;")
     assert 'add "model": "org/name" to the tier, or to the whole' in str(raised.value)
+    assert "those of another with equal sizes would be served as its own" in str(raised.value)
+    assert '"run_config": {"model_name": "org/name", ...} to the tier' in str(raised.value)
     assert not (tmp_path / "new").exists()
     assert not is_anything_started()
 

@@ -8,7 +8,12 @@ from facade.worlds import HIT, MISS, PENDING, k, ks
 
 from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.errors import ConfigError, OffloadError, TierUnavailableError
+from kvoffload_async.errors import (
+    ConfigError,
+    OffloadError,
+    TierTimeoutError,
+    TierUnavailableError,
+)
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
 from kvoffload_async.facade.reopening import ReopeningTierManager, pauses_s
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -248,7 +253,7 @@ def test_a_thread_that_hangs_after_an_opening_is_known_until_it_ends(mount):
     with RuntimeHost() as host:
         view = memoryview(bytearray(64)).cast("B", (1, 64))
         tier = SecondaryTierFactory.get_tier_class("mounted")()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TierTimeoutError):
             SecondaryTierManager(None, view, "t", tier, runtime=host.bridge, open_timeout_s=0.1)
         assert host.bridge.opening_hangs("t")
         assert not host.bridge.opening_hangs("other")

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from facade.worlds import HIT, MISS, PENDING, k, ks
 
 from kvoffload_async import (
@@ -164,6 +165,28 @@ def test_a_failing_first_tier_leaves_nothing_behind(noting):
         with pytest.raises(ConfigError):
             spec.get_manager()
         assert not threads()
+
+
+def test_a_tier_that_fails_to_open_gives_the_primarys_memory_back(noting):
+    class Spec(TieringOffloadingSpec):
+        def _create_buffer(self):
+            self.buffer = super()._create_buffer()
+            return self.buffer
+
+    spec = Spec({**CONFIG, "secondary_tiers": [{"type": "noting", "number": 0, "fails": True}]})
+    with pytest.raises(ConfigError, match="fails: True"):
+        spec.get_manager()
+    with pytest.raises(ValueError, match="released"):
+        spec.buffer.view[0, 0]
+
+
+@pytest.mark.parametrize("spec", [CPUOffloadingSpec, TieringOffloadingSpec])
+def test_tensors_whose_chunks_are_larger_than_a_block_are_refused(spec):
+    caches = {"layer": torch.zeros(4, 4097, dtype=torch.uint8)}
+    with pytest.raises(ConfigError, match=r"block_bytes: 4096 bytes do not hold .* takes 4097"):
+        spec(CONFIG).register_kv_caches(caches)
+    caches = {"layer": torch.zeros(4, 4096, dtype=torch.uint8)}
+    assert spec(CONFIG).register_kv_caches(caches).chunk_bytes == 4096
 
 
 def test_a_failing_close_is_raised_after_everything_else_has_been_closed(monkeypatch):

@@ -14,6 +14,7 @@ from kvoffload_async import (
     TierPlace,
     TierUnavailableError,
 )
+from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing import ScriptedTier
 
@@ -135,7 +136,7 @@ def test_the_places_of_tiers_of_ones_own_are_compared_too(tmp_path):
     [
         ("config", ConfigError, "x: 1 is wrong"),
         ("gone", TierUnavailableError, "nobody there"),
-        ("slow", TimeoutError, "did not open in time; give it more as open_timeout_s"),
+        ("slow", TierTimeoutError, "tier checked (CheckedTier): did not open within 30 s; look"),
         ("own", ConfigError, "host: h"),
         ("any", TierUnavailableError, "ZeroDivisionError: third-party code"),
         ("system", TierUnavailableError, "OSError: "),

@@ -29,12 +29,18 @@ class UnpooledInlineIo(InlineIo):
     def close(self, timeout_s):
         return 0
 
+    def abandon(self):
+        raise AssertionError("nothing hangs")
+
 
 class PooledScriptedIo(ScriptedIo):
     """A scripted pool: closing it leaves what is parked, like threads that hang in a call."""
 
     def close(self, timeout_s):
         return len(self.parked)
+
+    def abandon(self):
+        self.parked.clear()
 
 
 class FakeHost:
@@ -60,7 +66,11 @@ def ks(*numbers):
 
 
 class World:
-    """A tiering manager over scripted tiers, in virtual time, with real bytes."""
+    """A tiering manager over scripted tiers, in virtual time, with real bytes.
+
+    Attributes:
+        hung: Which tier hangs: nothing ends there. None: none does.
+    """
 
     def __init__(
         self,
@@ -75,6 +85,7 @@ class World:
         self.runner = self.host.runner
         self.bridge = self.host.bridge
         self.tiers = [t if not isinstance(t, TierCapabilities) else scripted(t) for t in tiers]
+        self.hung = None
         self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES, prefault=False)
         self.rows = np.asarray(self.buffer.view)
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -166,11 +177,30 @@ class World:
         self.tiers[index].settle(self.parked(index)[at], **outcome)
         self.runner.run_ready()
 
+    @property
+    def healthy(self):
+        """The tiers that do not hang, by their numbers."""
+        return {index: tier for index, tier in enumerate(self.tiers) if index != self.hung}
+
     def settle_all(self):
-        while any(tier.parked for tier in self.tiers):
-            for tier in self.tiers:
+        while any(tier.parked for tier in self.healthy.values()):
+            for tier in self.healthy.values():
                 tier.settle_all()
             self.runner.run_ready()
+
+    def owes(self, index):
+        """Tell whether a tier has jobs, or copies of late ones, or is owed blocks."""
+        planner = self.manager.planner
+        jobs = planner.tiers[index].jobs
+        is_owed = bool(planner.cascades.backlogs[index].count)
+        return is_owed or any(True for _ in (*jobs.unreported(), *jobs.disowned()))
+
+    def check_what_the_hung_tier_leaves(self):
+        """With nothing else under way: all but one share of the primary is there for stores."""
+        shares = self.manager.planner.shares
+        left = self.primary.core.num_slots - shares.each
+        assert self.counts["free"] + self.counts["idle"] >= left
+        return left
 
     def rest(self, steps=10):
         """Let everything end well, step by step."""
@@ -191,6 +221,7 @@ class World:
 
     def end(self):
         """Shut down; memory, loop and tasks must all be gone afterwards."""
+        self.hung = None
         try:
             self.manager.shutdown(1.0)
         finally:

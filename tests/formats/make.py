@@ -1,6 +1,6 @@
 """Makes the samples of the formats that this checkout writes.
 
-    PYTHONPATH=.:tests python -m formats.make fs-1 slab-1
+    PYTHONPATH=.:tests python -m formats.make fs-1-key slab-2 slab-2-key
 
 Each is what a killed process leaves: the files are copied while the tier is open.
 """
@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from formats.samples import Opened, Sample, content
 
-from kvoffload_async.tiers.fs.writers import boot_id
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 NUMBERS = range(24)
+WITH_KEY = "-key"
 NO_BOOT = "00000000-0000-4000-8000-000000000000"
 
 
@@ -51,9 +52,11 @@ def fill_slab(root: Path, options: dict, copy: Path) -> None:
         shutil.copytree(root, copy)
 
 
+INTEGRITY_KEY = "the key of the samples, and of nothing else"
+
 MAKERS = {
     "fs-1": (fill_fs, {"type": "fs", "model": "org/sample", "capacity_bytes": "1MiB"}),
-    "slab-1": (
+    "slab-2": (
         fill_slab,
         {
             "type": "slab",
@@ -67,12 +70,15 @@ MAKERS = {
 
 
 def make(name: str) -> None:
-    fill, options = MAKERS[name]
+    fill, tier = MAKERS[name.removesuffix(WITH_KEY)]
+    sample = Sample(name, tier)
+    if name.endswith(WITH_KEY):
+        sample.integrity_key = INTEGRITY_KEY
     with tempfile.TemporaryDirectory() as folder:
         copy, looked_at = Path(folder, "copy"), Path(folder, "looked-at")
+        options = sample.options(Path(folder))
         fill(Path(folder, "root"), options, copy)
         shutil.copytree(copy, looked_at)
-        sample = Sample(name, options)
         with Opened(looked_at, options) as opened:
             found = opened.load([key_of(number) for number in NUMBERS])
         for number in NUMBERS:

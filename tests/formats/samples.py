@@ -41,12 +41,14 @@ class Sample:
         tier: The options of the tier that made it; `root_dir` is left out.
         blocks: Key in hex digits -> the number that its bytes follow from.
         attributes: Path below the root -> attribute -> value, in hex digits.
+        integrity_key: What is in the file of the integrity key; empty without one.
     """
 
     name: str
     tier: dict[str, Any]
     blocks: dict[str, int] = field(default_factory=dict)
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    integrity_key: str = ""
 
     @classmethod
     def read(cls, name: str) -> Self:
@@ -79,6 +81,20 @@ class Sample:
                         raise
                     pytest.skip("no extended attributes here")
                 os.utime(root / path, (THEN_S, THEN_S))
+
+    def key_file(self, folder: Path) -> Path | None:
+        """Write the integrity key into a folder, where there is one."""
+        if not self.integrity_key:
+            return None
+        path = folder / "integrity-key"
+        path.write_text(self.integrity_key)
+        path.chmod(0o600)
+        return path
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """Return the tier's options; the key is written into a folder."""
+        path = self.key_file(folder)
+        return self.tier if path is None else self.tier | {"integrity_key_file": str(path)}
 
     def keys(self) -> list[OffloadKey]:
         return [OffloadKey(bytes.fromhex(key)) for key in self.blocks]

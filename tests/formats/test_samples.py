@@ -6,6 +6,8 @@ import pytest
 from command_line import command
 from formats.samples import FOLDER, Opened, Sample
 
+from kvoffload_async import ConfigError
+
 __all__ = ["command"]
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -24,7 +26,7 @@ def root(sample, tmp_path):
 
 
 def served(sample, root, **options):
-    with Opened(root, sample.tier | options) as opened:
+    with Opened(root, sample.options(root.parent) | options) as opened:
         return opened.load(sample.keys())
 
 
@@ -33,7 +35,7 @@ def truth(sample):
 
 
 def test_there_is_a_sample_of_every_version():
-    assert {"fs-1", "slab-1"} <= set(NAMES)
+    assert {"fs-1", "fs-1-key", "slab-1", "slab-2", "slab-2-key"} <= set(NAMES)
 
 
 def test_every_block_of_a_sample_is_served_with_its_bytes(sample, root):
@@ -49,7 +51,7 @@ def test_every_block_of_a_sample_has_a_checksum_that_is_right(sample, root):
 def test_a_sample_is_served_beside_new_blocks(sample, root):
     grown = {"capacity_bytes": "4MiB"}
     new = [key[:-1] + b"\xff" for key in sample.keys()[:4]]
-    with Opened(root, sample.tier | grown) as opened:
+    with Opened(root, sample.options(root.parent) | grown) as opened:
         opened.store(new, sample.truth()[:4])
         assert opened.load(sample.keys()) == truth(sample)
         assert list(opened.load(new).values()) == [bytes(row) for row in sample.truth()[:4]]
@@ -69,8 +71,20 @@ def test_a_damaged_block_of_a_sample_is_not_served(sample, root):
 
 def test_verify_finds_every_block_of_a_sample_right(sample, root, command):
     command.run("store", "gc", root, "--older-than", 0)  # what the killed process has left
-    result = command.run("store", "verify", root, "--json")
+    path = sample.key_file(root.parent)
+    key = () if path is None else ("--integrity-key-file", path)
+    result = command.run("store", "verify", root, "--json", *key)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     (found,) = report["namespaces"] + report["slab_stores"]
     assert found["verification"]["verified"] == len(sample.blocks)
+
+
+@pytest.mark.parametrize("sample", [n for n in NAMES if n.endswith("-key")], indirect=True)
+def test_a_sample_with_a_key_is_served_to_nobody_without_it(sample, root):
+    if sample.tier["type"] == "slab":
+        with pytest.raises(ConfigError, match="by the integrity key with the id"):
+            Opened(root, sample.tier)
+        return
+    with Opened(root, sample.tier) as opened:
+        assert opened.load(sample.keys()) == {}

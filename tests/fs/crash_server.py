@@ -6,7 +6,7 @@ import random
 import sys
 from pathlib import Path
 
-from crashes import answer, load, serve
+from crashes import answer, crew, load, serve
 from fs.places import Place
 
 from kvoffload_async.errors import BlockMissingError, TierFullError
@@ -17,6 +17,7 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 K = [key_of(number) for number in range(60)]
 BAD = K[5]
 CAPACITY = 16 * 1024 + 5 * 12 * 1024
+SHARED_CAPACITY = 32 * 1024 + 30 * 12 * 1024
 
 
 def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
@@ -35,12 +36,15 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
     return {"calls": [call.name for call in ops.calls]}
 
 
-def traffic(root: str, seed: int, rounds: int, capacity_bytes: int | None) -> dict:
+def traffic(
+    root: str, seed: int, rounds: int, capacity_bytes: int | None, verify: str = "when_present"
+) -> dict:
     """Random stores and loads until the rounds are done, or the process is killed."""
     draw = random.Random(seed)
     place = Place(Path(root))
     full = missing = served = 0
-    with place.open(capacity_bytes=capacity_bytes, rescan_interval_s=0.5) as harness:
+    options = {"capacity_bytes": capacity_bytes, "verify": verify, "rescan_interval_s": 0.5}
+    with place.open(**options) as harness:
         for _ in range(rounds):
             keys = draw.sample(K, draw.randint(1, 6))
             if draw.random() < 0.6:
@@ -68,8 +72,17 @@ def traffic(root: str, seed: int, rounds: int, capacity_bytes: int | None) -> di
     return done
 
 
+def several(root: str, kills: int, seed: int, verify: str) -> dict:
+    """Three processes at work on one directory, killed one after the other."""
+
+    def start(number: int) -> dict:
+        return traffic(root, number, 10**6, SHARED_CAPACITY, verify)
+
+    return crew(3, kills, seed, 0.08, start)
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         answer(traffic(**json.loads(sys.argv[1])))
     else:
-        serve(scripted=scripted, traffic=traffic)
+        serve(scripted=scripted, traffic=traffic, several=several)

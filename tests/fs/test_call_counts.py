@@ -17,7 +17,7 @@ COUNTED = WRITTEN | {"stat": 4}
 """The folder before and after, and the file: what the block did to the disk."""
 ROOT = {"stat": 1}
 """Of a job: whether the root is still the directory that was opened."""
-COUNT_CHANGES = {"lock": 2, "pread_into": 2, "pwrite": 2, "unlock": 2}
+COUNT_CHANGES = {"lock": 2, "fstat": 2, "pread_into": 2, "pwrite": 2, "unlock": 2}
 """What is set aside before a job, and given back after it."""
 
 

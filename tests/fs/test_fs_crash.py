@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 from crashes import DEADLINE_S, RANDOM_KILLS, Process
-from fs.crash_server import BAD, CAPACITY, K
+from fs.crash_server import BAD, CAPACITY, SHARED_CAPACITY, K
 from fs.places import KIB, Place
+from powercuts import problems
 
 from kvoffload_async.tiers.files.ops import disk_bytes
+from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
+
+UNIT = 12 * KIB
+"""What a block takes on disk with its folders."""
 
 SERVER = Path(__file__).with_name("crash_server.py")
 
@@ -20,16 +25,16 @@ def server():
         yield process
 
 
-def check_after_crash(place: Place) -> None:
+def check_after_crash(place: Place, capacity_bytes: int = CAPACITY) -> None:
     assert place.every_block_is_whole(), "a partial or wrong block was published"
-    with place.open(capacity_bytes=CAPACITY, rescan_interval_s=3600.0) as harness:
+    with place.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
         assert not place.temps(), "a temporary file of a dead writer is left"
-        assert place.counted_bytes() == place.disk_bytes() <= CAPACITY
+        assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
         assert not any(place.usage().reserved_bytes.values())
         assert harness.store(K[20:23]) == {}
         assert harness.load(K[20:23], [30, 31, 32]) == {}
         assert all(harness.holds(K[20 + i], 30 + i) for i in range(3))
-        assert place.counted_bytes() == place.disk_bytes() <= CAPACITY
+        assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
         known = sorted(place.blocks())
         failures = harness.load(known)
         assert {known[slot] for slot in failures} <= {BAD}
@@ -80,14 +85,32 @@ def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, 
         check_after_crash(place)
 
 
+@pytest.mark.timeout(120 + 2 * RANDOM_KILLS)
+@pytest.mark.parametrize("verify", ["when_present", "off"])
+def test_kills_of_three_processes_leave_no_partial_block_and_a_right_count(
+    server, tmp_path, verify
+):
+    """Each goes on where a killed one has left it; at the end of a round nobody is left."""
+    place = Place(tmp_path)
+    done = number = 0
+    while done < RANDOM_KILLS // 2:
+        largest = Largest(place)
+        said = server.run("several", root=str(tmp_path), kills=20, seed=number, verify=verify)
+        done, number = done + said[0]["kills"], number + 1
+        assert said[-1] == {"killed": False, "status": 0}
+        # A walk may meet a block twice while it moves.
+        assert largest.stop() <= SHARED_CAPACITY + 6 * UNIT
+        check_after_crash(place, SHARED_CAPACITY)
+        assert not problems(FsMaintenance, tmp_path)
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_count(
     tmp_path, processes
 ):
     """Capacity at a fifth of the working set, so that each evicts the others' blocks."""
     place = Place(tmp_path)
-    unit = 12 * KIB
-    capacity_bytes = 4 * KIB * (3 + processes) + len(K) // 5 * unit
+    capacity_bytes = 4 * KIB * (3 + processes) + len(K) // 5 * UNIT
     children = [
         Process(
             SERVER,
@@ -102,7 +125,7 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
         assert all(q["phase"] == "quiet" for q in quiet)
         assert sum(q["served"] for q in quiet) > 0
         # One job of up to 6 blocks at a time each; a walk may meet a block twice while it moves.
-        assert excess <= processes * 6 * unit
+        assert excess <= processes * 6 * UNIT
         assert place.every_block_is_whole()
         for child in children:
             child.tell()

@@ -97,6 +97,21 @@ def test_watermarks_in_the_wrong_order_are_refused(view, tmp_path):
         make(view, {"root_dir": str(tmp_path), "low_watermark": 0.9, "high_watermark": 0.8})
 
 
+def test_watermarks_that_are_the_same_are_fine(view, tmp_path):
+    options = {"capacity_bytes": "1MiB", "low_watermark": 0.9, "high_watermark": 0.9}
+    make(view, {"root_dir": str(tmp_path), **options}).shutdown()
+
+
+@pytest.mark.parametrize(
+    "option", [{"n_write_threads": "two"}, {"n_read_threads": 0}, {"io_timeout_s": -1}]
+)
+def test_what_every_tier_takes_is_checked_before_anything_is_made(view, tmp_path, option):
+    root = tmp_path / "new"
+    with pytest.raises(ConfigError, match=f"^{next(iter(option))}: "):
+        FileSystemTierManager(None, view, model="test", root_dir=str(root), **option)
+    assert not root.exists()
+
+
 @pytest.mark.parametrize("call", ["make_folders", "mkdir", "open"])
 def test_a_directory_that_cannot_be_written_is_refused(view, tmp_path, call):
     ops = FaultyFileOps()

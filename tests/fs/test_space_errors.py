@@ -11,7 +11,7 @@ from fs.places import BLOCK, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
 from log_records import errors_with_frames
 
-from kvoffload_async.errors import ConfigError, TierUnavailableError, drop_tracebacks
+from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError, drop_tracebacks
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness
 
@@ -20,7 +20,7 @@ def store_or_raise(harness: TierHarness, keys) -> dict:
     """Store; an error of the whole job is let go of as the tier's actor does."""
     try:
         return dict(harness.store(keys))
-    except (OSError, TierUnavailableError, ExceptionGroup) as error:
+    except (OSError, TierError, ExceptionGroup) as error:
         drop_tracebacks(error)
         return {0: str(error)}
 
@@ -55,8 +55,9 @@ def test_a_count_that_cannot_be_told_costs_no_block(place, caplog):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         number = iter(range(100))
-        # The first lock of a job is for the reservation, the second for the settlement.
-        ops.fail(errno.EIO, on="lock", when=lambda _call: next(number) == 1)
+        # The first lock of a job is for the reservation, the second for the settlement, which is
+        # tried with a new descriptor, too.
+        ops.fail(errno.EIO, on="lock", when=lambda _call: next(number) in {1, 2})
         assert harness.store(K[:2]) == {}
         assert "was not told" in caplog.text
         assert not errors_with_frames(caplog.records)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 
 from fs.places import BLOCK, KIB
 from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, trim
@@ -64,6 +65,30 @@ def test_room_is_made_at_the_start_the_oldest_first(place):
         assert kept == set(K[50 - len(kept) : 50])
         assert harness.store(K[60:63]) == {}
         check(place, harness, ROOM_FOR_8)
+
+
+def test_a_capacity_that_became_smaller_says_how_many_blocks_and_bytes_it_costs(place, caplog):
+    with place.open(capacity_bytes=8 * ROOM_FOR_8) as harness:
+        harness.store(K[:30])
+    before_bytes, num_blocks = place.disk_bytes(), len(place.blocks())
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        removed = num_blocks - len(place.blocks())
+        check(place, harness, ROOM_FOR_8)
+        after_bytes = place.disk_bytes()
+    assert removed > 20
+    (line,) = [line for line in caplog.messages if "capacity_bytes" in line]
+    assert f"capacity_bytes is {ROOM_FOR_8}: {removed} blocks were removed, the least" in line
+    assert f" {after_bytes} bytes are there now" in line
+    (there_bytes,) = re.findall(r": (\d+) bytes were there", line)
+    assert before_bytes <= int(there_bytes) <= before_bytes + 4 * KIB  # this writer's entry
+
+
+def test_a_capacity_that_suffices_is_not_remarked_upon(place, caplog):
+    for _ in range(2):
+        with place.open(capacity_bytes=ROOM_FOR_8, high=0.6, low=0.3) as h:
+            h.store(K[:40])
+            trim(h)
+    assert "capacity_bytes" not in caplog.text
 
 
 def test_the_count_is_right_after_a_restart_whatever_the_file_says(place):

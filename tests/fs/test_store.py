@@ -149,15 +149,15 @@ def test_the_bytes_are_on_the_device_before_the_block_is_published(place):
     ops = FaultyFileOps()
     store_key(place.files(ops, fsync=True), A)
     names = [call.name for call in ops.calls]
-    assert names.index("pwrite") < names.index("fdatasync") < names.index("publish")
-    assert names.index("set_xattr") < names.index("fdatasync")
+    assert names.index("pwrite") < names.index("fsync") < names.index("publish")
+    assert names.index("set_xattr") < names.index("fsync")
     assert names.index("close") < names.index("publish")
 
 
 def test_nothing_waits_for_the_device_unless_asked(place):
     ops = FaultyFileOps()
     store_key(place.files(ops), A)
-    assert not ops.counts()["fdatasync"]
+    assert not ops.counts()["fsync"]
 
 
 SCENARIOS = {

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -7,10 +8,11 @@ import pytest
 
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files import boot
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs import writers as writers_module
 from kvoffload_async.tiers.fs.inventory import sweep_folders, sweep_temps, writer_of
-from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry, boot_id
+from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
 
 A, B = key_of(1), key_of(2)
 
@@ -73,13 +75,12 @@ def test_on_another_host_an_unlocked_entry_is_dead_after_the_heartbeats_stop(reg
 
 def test_a_heartbeat_keeps_a_writer_on_another_host_alive(registered, folder):
     me, far = registered(), registered(host="another boot")
-    os.close(far._fd)  # its lock cannot be seen from here
+    fcntl.flock(far._fd, fcntl.LOCK_UN)  # its lock cannot be seen from here
     path = folder / ".writers" / far.writer_id
     age(path, DEAD_AFTER_S + 60)
     assert far.writer_id in me.others()[1]
     far.heartbeat()
     assert far.writer_id in me.others()[0]
-    far._fd = os.open(path, os.O_RDWR)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"host": 1}'])
@@ -120,19 +121,22 @@ def test_an_entry_that_goes_away_meanwhile_is_not_dead(registered, folder):
 
 def test_a_writer_waits_for_its_lock_while_another_looks_at_it(registered, folder):
     """Otherwise it would live on without a lock, and be taken for dead."""
-    looking = FaultyFileOps()
 
-    class Looked(FaultyFileOps):
-        waited = None
+    class LookedAt(FaultyFileOps):
+        look = None
 
         def lock(self, fd, *, wait):
-            self.waited = wait
+            if self.look is None:
+                self.look = os.open(self.open_fds[fd][0], os.O_RDWR)
+                fcntl.flock(self.look, fcntl.LOCK_EX)
+            elif self.counts()["lock"] == 2:
+                os.close(self.look)
             return super().lock(fd, wait=wait)
 
-    ops = Looked()
+    ops = LookedAt()
     writer = registered(ops)
-    assert ops.waited
-    assert registered(looking).others() == ({writer.writer_id}, set())
+    assert ops.counts()["lock"] > 2
+    assert registered().others() == ({writer.writer_id}, set())
 
 
 def test_a_lock_that_fails_otherwise_is_an_error(folder):
@@ -143,6 +147,7 @@ def test_a_lock_that_fails_otherwise_is_an_error(folder):
         writer.register()
     writer.unregister()
     assert not ops.open_fds
+    assert not list((folder / ".writers").iterdir())
 
 
 def test_unregistering_removes_the_entry_and_is_idempotent(registered, folder):
@@ -172,7 +177,7 @@ def test_the_entry_is_removed_from_memory_even_if_not_from_disk(registered):
 
 def test_the_boot_is_known_by_the_hosts_name_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
     assert boot_id() == boot_id()
-    monkeypatch.setattr(writers_module, "Path", lambda _path: tmp_path / "absent")
+    monkeypatch.setattr(boot, "Path", lambda _path: tmp_path / "absent")
     assert boot_id() == os.uname().nodename
 
 

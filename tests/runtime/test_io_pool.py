@@ -6,53 +6,13 @@ import threading
 import weakref
 
 import pytest
+from runtime.gates import DEADLINE_S, Gate, start
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
-from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopThread
 
 LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.NONE
-DEADLINE_S = 10.0
-
-
-class Gate:
-    """A call that waits until it is opened."""
-
-    def __init__(self, result=None):
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-        self.result = result
-
-    def __call__(self):
-        self.entered.set()
-        if not self.opened.wait(DEADLINE_S):
-            raise TimeoutError
-        return self.result
-
-
-@pytest.fixture
-def loop():
-    with LoopThread() as thread:
-        yield thread
-
-
-@pytest.fixture
-def pools():
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(IoPool(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for pool in made:
-        assert pool.close(DEADLINE_S) == 0
-
-
-def start(loop, coroutine):
-    """Start a coroutine; return a future of its end, for another thread."""
-    return asyncio.run_coroutine_threadsafe(coroutine, loop._loop)
 
 
 def queued(loop, pool, direction, call, *, helpers=0):

@@ -176,6 +176,7 @@ def test_a_tier_refuses_a_newer_store_and_writes_nothing(slab_store, on_mismatch
     body = json.loads(slab_store.manifest.read_bytes()) | {"version": VERSION + 1}
     slab_store.manifest.write_text(json.dumps(body))
     (slab_store.folder / "journal.tmp").write_bytes(b"x")
+    (slab_store.folder / "lock").write_bytes(b"not this process\n")
     before = {path.name: path.read_bytes() for path in slab_store.folder.iterdir()}
     with (
         pytest.raises(ConfigError, match=f"knows format {VERSION + 1}.*upgrade, or give another"),

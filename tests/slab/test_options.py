@@ -59,6 +59,16 @@ def test_a_bad_option_is_refused_with_key_value_and_remedy(view, tmp_path, optio
     assert not (tmp_path / "r").exists(), "nothing is touched before everything is checked"
 
 
+@pytest.mark.parametrize("option", [{"io_timeout_s": -1}, {"fingerprint": 3}, {"rank": "one"}])
+def test_what_every_tier_takes_is_checked_before_anything_is_made(view, tmp_path, option):
+    root = tmp_path / "new"
+    with pytest.raises(ConfigError, match=f"^{next(iter(option))}: "):
+        SlabTierManager(
+            None, view, model="test", root_dir=str(root), capacity_bytes="1MiB", **option
+        )
+    assert not root.exists()
+
+
 def test_the_least_capacity_that_an_error_names_is_enough(view, tmp_path):
     with pytest.raises(ConfigError) as raised:
         make(view, {"root_dir": str(tmp_path), "capacity_bytes": 1})

@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.features import NewerFormatError
+from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.places import place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
@@ -188,3 +190,40 @@ def test_a_checkpoint_is_frames_of_limited_size_with_rising_sequence_numbers(cou
     assert scanned.records.tobytes() == records.tobytes()
     assert scanned.sequence == (9 + len(frames) if count else 0)
     assert (scanned.records["flags"] == HAS_DIGEST).all()
+
+
+MANIFEST = Manifest(
+    4096, 4096, 2, "0123456789ab:2:4096", {"model_name": "m\u00fc", "dtype": "bf16"}
+).of_new_store()
+
+
+def test_a_manifest_comes_back():
+    assert Manifest.decode(MANIFEST.encode()) == MANIFEST
+
+
+@given(st.data())
+def test_a_flipped_bit_in_the_manifest_is_seen_or_changes_nothing(data):
+    content = bytearray(MANIFEST.encode())
+    offset = data.draw(st.integers(0, len(content) - 1))
+    content[offset] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        found = Manifest.decode(bytes(content))
+    except (UnreadableManifestError, NewerFormatError):  # the bit may be one of the version's
+        return
+    assert found == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"7", "no manifest of a slab store"),
+        (b"{}", "no manifest of a slab store"),
+        (MANIFEST.encode()[:-20], "no JSON"),
+    ],
+)
+def test_what_is_no_manifest_says_why(content, reason):
+    with pytest.raises(UnreadableManifestError, match=reason):
+        Manifest.decode(content)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from crashes import RANDOM_KILLS, Process
+from powercuts import problems
 from slab.crash_server import BAD, CAPACITY, OPTIONS, K, UnsyncedFileOps
 from slab.stores import SlabStore, sound
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
 
 SERVER = Path(__file__).with_name("crash_server.py")
 
@@ -46,6 +48,7 @@ def check_after_crash(slab_store: SlabStore, open_store=None, **options) -> None
         assert all(harness.holds(K[50 + i], 30 + i) for i in range(6))
         sound(harness.tier)
         assert slab_store.disk_bytes() <= CAPACITY
+    assert not problems(SlabMaintenance, slab_store.root)
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])

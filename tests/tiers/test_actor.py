@@ -17,6 +17,7 @@ from kvoffload_async.errors import (
     TierBusyError,
     TierClosedError,
     TierError,
+    TierFullError,
     TierTimeoutError,
     TierUnavailableError,
 )
@@ -187,6 +188,20 @@ def test_an_outcome_that_breaks_the_contract_fails_the_whole_job(worlds, outcome
     world.runner.run_ready()
     assert isinstance(world.settled()[0].job_error, TierUnavailableError)
     assert "contract" in str(world.settled()[0].job_error)
+
+
+def test_that_a_tier_is_full_is_logged_once_a_minute_with_a_count(worlds, caplog):
+    world = worlds()
+    for job_id in range(100):
+        world.start(job_id)
+        world.settle(0, error=TierFullError("no room"))
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    world.runner.run(asyncio.sleep(60.0), 61.0)
+    world.start(200)
+    world.settle(0, error=TierFullError("no room"))
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first.endswith("no room")
+    assert second.endswith("no room (99 more since the last time this was said)")
 
 
 def test_a_failed_job_is_logged_as_an_error_but_a_missing_block_is_not(worlds, caplog):

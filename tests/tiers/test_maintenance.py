@@ -99,6 +99,22 @@ def test_a_corrupt_block_is_a_problem_then_a_removal_then_gone(store):
     assert summary.figures["verification"]["checked"] == NUM_BLOCKS - 1
 
 
+@pytest.mark.parametrize(("max_listed", "num_listed"), [(10, 10), (3, 3), (None, NUM_BLOCKS)])
+def test_every_bad_block_is_found_and_counted_and_the_first_are_listed(
+    store, max_listed, num_listed
+):
+    for path in [*Path(store.folder).rglob("*.bin"), *Path(store.folder).glob("*.slab")]:
+        path.write_bytes(b"\xff" * (1 << 15))
+    *problems, summary = run("verify", store, MaintenanceControl(max_listed=max_listed))
+    assert len({problem.what for problem in problems}) == NUM_BLOCKS
+    found = summary.figures["verification"]
+    assert (found["corrupt_blocks"], found["unreadable_blocks"]) == (NUM_BLOCKS, 0)
+    assert (found["checked"], found["verified"]) == (NUM_BLOCKS, 0)
+    assert len(found["corrupt"]) == num_listed
+    assert found["unreadable"] == []
+    assert ("corrupt", str(NUM_BLOCKS)) in summary.rows
+
+
 def test_a_dry_run_finds_the_same_and_changes_nothing(store):
     damage_a_block(store.tier_type, store.folder)
     before = contents(store.folder)

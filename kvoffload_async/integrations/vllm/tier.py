@@ -105,7 +105,7 @@ class VllmTier(tiering.SecondaryTierManager):
         Raises:
             ConfigError: An option is unknown or unusable; nothing is left running.
             TierUnavailableError: The tier's place cannot be reached.
-            TimeoutError: It did not open in time.
+            TierTimeoutError: It did not open in time.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._reject_unknown(options)

@@ -17,10 +17,11 @@ class Anchor:
     """Remembers which directory was opened. Thread: an I/O thread."""
 
     def __init__(self, ops: FileOps, path: str) -> None:
-        """Remember the directory at a path; raises OSError."""
+        """Remember the directory at a path, which is the root or beneath it; raises OSError."""
         self._ops = ops
         self._path = path
-        self._identity = self._find()
+        opened = ops.stat(path)
+        self._identity = opened.st_dev, opened.st_ino
         self._watched: list[tuple[int, str]] = []
 
     def watch(self, fd: int, name: str) -> None:
@@ -49,8 +50,7 @@ class Anchor:
             raise self._lost(f"{name} was deleted")
 
     def _find(self) -> tuple[int, int]:
-        # The dot: of a symbolic link, where it leads.
-        status = self._ops.stat(f"{self._path}/.")
+        status = self._ops.leads_to(self._path)
         return status.st_dev, status.st_ino
 
     def _lost(self, why: str) -> LostDirectoryError:

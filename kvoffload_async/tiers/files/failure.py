@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 
-from kvoffload_async.errors import TierError, TierFullError, TierUnavailableError
+from kvoffload_async.errors import ConfigError, TierError, TierFullError, TierUnavailableError
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
@@ -16,3 +17,13 @@ def mapped(error: OSError) -> TierError:
     tier_error.__cause__ = error.with_traceback(None)  # its frames hold the primary's memory
     error.__context__ = None
     return tier_error
+
+
+def unusable(root_dir: str, error: OSError) -> ConfigError:
+    """Return the error of a tier whose directory cannot be used."""
+    remedy = "give a directory that this process may write"
+    if isinstance(error, (NotRegularFileError, NotADirectoryError)):
+        remedy = "remove that, or give another directory"
+    failure = ConfigError(f"root_dir: {root_dir!r} cannot be used ({error}); {remedy}")
+    failure.__cause__ = error
+    return failure

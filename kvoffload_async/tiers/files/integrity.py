@@ -59,27 +59,32 @@ def read_key_file(path: str) -> IntegrityKey:
     try:
         # A pipe or a device must not keep this waiting; a symbolic link is the operator's.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            _check_secrecy(path, os.fstat(fd))
+            content = os.read(fd, MOST_KEY_BYTES + len(_LINE_ENDS) + 1)
+        finally:
+            os.close(fd)
+    except ConfigError:  # which is a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         _refuse(path, f"cannot be read ({why})", f"give a file with a key: {_REMEDY}")
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat_module.S_ISREG(status.st_mode):
-            _refuse(path, "is not a regular file", f"give a file with a key: {_REMEDY}")
-        if status.st_mode & stat_module.S_IRWXO:
-            mode = stat_module.S_IMODE(status.st_mode)
-            _refuse(path, f"is open to every user (mode {mode:04o})", "run `chmod o= FILE` on it")
-        if status.st_uid not in {0, os.geteuid()}:
-            _refuse(path, "belongs to another user", "give a file of your own, or of root")
-        try:
-            secret = file.read(MOST_KEY_BYTES + len(_LINE_ENDS) + 1).rstrip(_LINE_ENDS)
-        except OSError as error:
-            _refuse(path, f"cannot be read ({error.strerror})", "give a file with a key")
+    secret = content.rstrip(_LINE_ENDS)
     if len(secret) < LEAST_KEY_BYTES:
         _refuse(path, f"has only {len(secret)} bytes", f"a key has 16 to 64: {_REMEDY}")
     if len(secret) > MOST_KEY_BYTES:
         _refuse(path, f"has more than {MOST_KEY_BYTES} bytes", f"a key has 16 to 64: {_REMEDY}")
     return IntegrityKey(secret)
+
+
+def _check_secrecy(path: str, status: os.stat_result) -> None:
+    if not stat_module.S_ISREG(status.st_mode):
+        _refuse(path, "is not a regular file", f"give a file with a key: {_REMEDY}")
+    if status.st_mode & stat_module.S_IRWXO:
+        mode = stat_module.S_IMODE(status.st_mode)
+        _refuse(path, f"is open to every user (mode {mode:04o})", "run `chmod o= FILE` on it")
+    if status.st_uid not in {0, os.geteuid()}:
+        _refuse(path, "belongs to another user", "give a file of your own, or of root")
 
 
 def _refuse(path: str, why: str, remedy: str) -> NoReturn:

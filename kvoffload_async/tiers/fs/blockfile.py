@@ -8,13 +8,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat as stat_module
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
+from kvoffload_async.tiers.files.roots import NotRegularFileError
+from kvoffload_async.tiers.fs.digest_attribute import (
+    ATTRIBUTE,
+    AttributeDigester,
+    DigestCache,
+    Origin,
+)
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
@@ -25,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 _SPARE = memoryview(bytearray(1))
 """Where what lies behind the end of a block goes: nobody reads it."""
+
+_INCOMPARABLE = {
+    Origin.NEWER: "of a newer release",
+    Origin.OTHER_KEY: "that is not made with this tier's integrity key, or lack of one",
+}
+"""Whose checksums nobody here can call wrong, and why."""
 
 
 class BlockFiles:
@@ -42,6 +56,7 @@ class BlockFiles:
         *,
         block_bytes: int,
         verify: Verify = Verify.WHEN_PRESENT,
+        integrity_key: IntegrityKey | None = None,
         direct_io: bool = False,
         fsync: bool = False,
         reuses_inodes: bool = False,
@@ -55,6 +70,7 @@ class BlockFiles:
             writer_id: Part of every temporary file's name; see `writers`.
             block_bytes: Length of every file.
             verify: See `Verify`.
+            integrity_key: What checksums are made with; then `verify` must be `REQUIRED`.
             direct_io: Bypass the page cache where that works.
             fsync: Wait for the device before a file is published.
             reuses_inodes: Whether a victim's inode may be overwritten, as long as nobody reads
@@ -68,7 +84,7 @@ class BlockFiles:
         self._verify = verify
         self._folders = LeafFolders(ops, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
-        self._digester = AttributeDigester(namespace.layout_of(block_bytes))
+        self._digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
         self._digest_cache = DigestCache()
         self.writer = BlockWriter(
             ops,
@@ -76,6 +92,7 @@ class BlockFiles:
             self._folders,
             self._direct,
             writer_id,
+            digester=self._digester,
             digest_cache=self._digest_cache,
             block_bytes=block_bytes,
             verify=verify,
@@ -83,6 +100,11 @@ class BlockFiles:
             reuses_inodes=reuses_inodes,
             counts_bytes=counts_bytes,
         )
+
+    def rename_writer(self, writer_id: str) -> None:
+        """Name new temporary files for another writer; nothing is known of the folders any more."""
+        self.writer.writer_id = writer_id
+        self._folders.forget_all()
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -115,15 +137,19 @@ class BlockFiles:
         """Load a block; return why it must not be served, and what deleting it has freed."""
         try:
             fd = self._ops.open(path, os.O_RDONLY | direct)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
             return BlockMissingError(f"block {key.hex()} is not stored"), 0
+        except PermissionError:  # of another user, who keeps it to himself
+            return BlockMissingError(f"block {key.hex()} may not be read"), None
         try:
             if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
                 return None
             bad = self._read(fd, key, row, direct)
-            if bad is None:
-                return None
-            return bad, self._remove_bad(fd, path) if isinstance(bad, CorruptBlockError) else None
+            if not isinstance(bad, CorruptBlockError):
+                return None if bad is None else (bad, None)
+            if self._verify is Verify.OFF and self._is_newer(fd):
+                return BlockMissingError(f"{bad}, and is of a newer release"), None
+            return bad, self._remove_bad(fd, path)
         finally:
             self._ops.close(fd)
 
@@ -143,8 +169,11 @@ class BlockFiles:
         """Read a block into the row; return why it must not be served, or None."""
         # Before the bytes: of a file that is overwritten meanwhile, they must not match.
         digest = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
-        if digest is None and self._verify is Verify.REQUIRED:
-            return BlockMissingError(f"block {key.hex()} has no checksum, and one is required")
+        if digest is None:
+            if self._verify is Verify.REQUIRED:
+                return BlockMissingError(f"block {key.hex()} has no checksum, and one is required")
+        elif why := _INCOMPARABLE.get(self._digester.origin_of(digest)):  # the file stays
+            return BlockMissingError(f"block {key.hex()} has a checksum {why}")
         if direct:  # behind the end of a short file such a read is misaligned
             size_bytes = self._ops.fstat(fd).st_size
             if size_bytes != self._block_bytes:
@@ -178,6 +207,10 @@ class BlockFiles:
             done += count
         return done
 
+    def _is_newer(self, fd: int) -> bool:
+        value = self._ops.get_xattr(fd, ATTRIBUTE)
+        return value is not None and self._digester.origin_of(value) is Origin.NEWER
+
     def _remove_bad(self, fd: int, path: str) -> int | None:
         """Delete a bad file, unless its path names another by now; see `LoadFailure`."""
         try:
@@ -199,7 +232,7 @@ class BlockFiles:
         found = set()
         for key in keys:
             with contextlib.suppress(OSError):
-                if self._ops.exists(self._namespace.get_file_name(key)):
+                if self._ops.has_file(self._namespace.get_file_name(key)):
                     found.add(key)
         return frozenset(found)
 
@@ -209,13 +242,15 @@ class BlockFiles:
         for key in keys:
             path = self._namespace.get_file_name(key)
             try:
-                freed_bytes = disk_bytes(self._ops.stat(path))
+                status = self._ops.stat(path)
+                if not stat_module.S_ISREG(status.st_mode):
+                    continue  # no block of ours
                 self._ops.unlink(path)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
                 logger.warning("an evicted block stays behind: %s", str(error))
                 continue
-            change.removed_bytes += freed_bytes
+            change.removed_bytes += disk_bytes(status)
             self._folders.remove_empty(self._namespace.leaf_of(key), change)
         return change

@@ -6,6 +6,7 @@ Thread: an I/O thread.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
@@ -24,6 +25,7 @@ class LeafFolders:
         self._counts_bytes = counts_bytes
         self._mutex = threading.Lock()
         self._made: set[str] = set()
+        self._synced: set[str] = set()
         self._new_bytes = 0
         self._grown: dict[str, int] = {}
         """Folders that have grown here -> disk bytes up to which that is counted."""
@@ -48,6 +50,28 @@ class LeafFolders:
         self._forget(parent)
         self._ops.make_folders(_parent_of(parent))
         self.ensure(leaf, change)
+
+    def forget_all(self) -> None:
+        """Know of none again: somebody has removed them all."""
+        with self._mutex:
+            self._made.clear()
+            self._grown.clear()
+            self._synced.clear()
+
+    def sync(self, leaf: str) -> None:
+        """Wait until the names in a leaf folder are on the device, and that of the folder itself.
+
+        The latter once, so not if another process removes the folder and makes it again meanwhile.
+
+        Raises:
+            OSError: They may not be, now or ever.
+        """
+        sync_folder(self._ops, leaf)
+        if leaf not in self._synced:
+            parent = _parent_of(leaf)
+            sync_folder(self._ops, parent)
+            sync_folder(self._ops, _parent_of(parent))
+            self._synced.add(leaf)
 
     def growing(self, folder: str, change: DiskChange) -> contextlib.AbstractContextManager[None]:
         """Count by how much a folder grows meanwhile: none of its entries pays for that.
@@ -83,7 +107,7 @@ class LeafFolders:
 
     def _make(self, folder: str, change: DiskChange) -> None:
         with self.growing(_parent_of(folder), change), contextlib.suppress(FileExistsError):
-            self._ops.mkdir(folder)
+            self._ops.mkdir_own(folder)
             # Also if it was removed and taken off the count at once: then as much as the last.
             self._new_bytes = self._size_of(folder) or self._new_bytes
             change.added_bytes += self._new_bytes
@@ -97,8 +121,18 @@ class LeafFolders:
 
     def _forget(self, folder: str) -> None:
         self._made.discard(folder)
+        self._synced.discard(folder)
         with self._mutex:
             self._grown.pop(folder, None)
+
+
+def sync_folder(ops: FileOps, folder: str) -> None:
+    """Wait until the names in a folder are on the device; raises OSError."""
+    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        ops.fsync(fd)
+    finally:
+        ops.close(fd)
 
 
 def _parent_of(folder: str) -> str:

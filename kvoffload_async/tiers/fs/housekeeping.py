@@ -17,6 +17,7 @@ from kvoffload_async.errors import ConfigError, OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.format import require_known_format
 from kvoffload_async.tiers.fs.inventory import (
     Inventory,
     sweep_folders,
@@ -25,6 +26,7 @@ from kvoffload_async.tiers.fs.inventory import (
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
+from kvoffload_async.tiers.fs.recovery import Recovery
 from kvoffload_async.tiers.fs.space import Footprint, Space, SpaceSettings
 from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
@@ -38,6 +40,10 @@ _CREATE = os.O_WRONLY | os.O_CREAT
 _LEAVE_TIMEOUT_S = 1.0
 _REST = 5.0
 """How many times as long as a walk took, none is made on demand."""
+
+
+def _unchecked() -> None:
+    """Check nothing, before it is known what there is to check."""
 
 
 class Housekeeping:
@@ -58,8 +64,12 @@ class Housekeeping:
         self._env = env
         self._usage: UsageFile | None = None
         self._space: Space | None = None
+        self._verify = Verify.OFF
+        self._check_root: Callable[[], None] = _unchecked
+        self._capacity_bytes = 0
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
+        self._recovery = Recovery(writers, self._run, self._enter_again, self._recount)
         self._walks = 0
         self._next_walk_s = 0.0
 
@@ -68,18 +78,22 @@ class Housekeeping:
 
         Raises:
             OSError: The directory cannot be made or written.
-            ConfigError: The filesystem lacks what `verify` requires.
+            ConfigError: The filesystem lacks what `verify` requires, or a newer release has changed
+                what is in the directory.
 
         Thread: an I/O thread.
         """
+        self._verify = verify
+        require_known_format(self._ops, self._namespace.folder)
         self._ops.make_folders(self._namespace.folder)
         self._writers.register()  # before any other file: temporary ones name their writer
         self._write_config()
         if verify is Verify.OFF:
             marker = f"{self._namespace.folder}/{UNVERIFIED_MARKER}"
-            self._ops.close(self._ops.open(marker, _CREATE))
+            self._ops.close(self._ops.open_own(marker, os.O_WRONLY))
         if verify is Verify.REQUIRED:
             self._require_attributes()
+        self._files.writer.sync_root()
         self._sweep_stale()
 
     async def open_space(
@@ -106,6 +120,7 @@ class Housekeeping:
         )
         await self._run(usage.open)
         self._usage = usage
+        self._capacity_bytes = settings.capacity_bytes
         inventory = await self._run(self._take_stock)
         await self._run(partial(self._join_count, usage, inventory))
         self._space = Space(
@@ -121,8 +136,14 @@ class Housekeeping:
         await self._trim(usage, self._space)
         return self._space
 
-    def start(self, rescan_interval_s: float) -> None:
-        """Start housekeeping in the background."""
+    def start(self, rescan_interval_s: float, check_root: Callable[[], None]) -> None:
+        """Start housekeeping in the background.
+
+        Args:
+            rescan_interval_s: Seconds between two walks.
+            check_root: Raises OSError if the root is not the directory that was opened.
+        """
+        self._check_root = check_root
         self._task = asyncio.get_running_loop().create_task(
             self._run_periodically(rescan_interval_s), name="fs:housekeeping"
         )
@@ -149,6 +170,10 @@ class Housekeeping:
                 )
                 return False
             return True
+
+    async def recover(self) -> bool:
+        """Tell, when a store has failed, whether the tier had to register and has done so."""
+        return await self._recovery.try_beat()
 
     async def leave(self) -> None:
         """Stop, give back what was reserved, and unregister."""
@@ -208,6 +233,20 @@ class Housekeeping:
             for writer_id in dead:
                 self._writers.forget(writer_id)
 
+    def _enter_again(self) -> None:
+        """Register, and make what must be there, as at the opening. Thread: an I/O thread."""
+        self._check_root()
+        self._writers.renew_id()
+        self._files.rename_writer(self._writers.writer_id)
+        if self._usage is not None:
+            self._usage.rename_writer(self._writers.writer_id)
+        self.enter(self._verify)
+
+    async def _recount(self) -> None:
+        if self._usage is not None and self._space is not None:
+            async with self._walking:
+                await self._rescan(self._usage, self._space)
+
     def _take_stock(self) -> Inventory:
         return take_inventory(self._ops, self._namespace)
 
@@ -240,7 +279,7 @@ class Housekeeping:
         while True:
             await asyncio.sleep(min(HEARTBEAT_S, rescan_interval_s))
             try:
-                await self._run(self._writers.heartbeat)
+                await self._recovery.beat()
                 if self._space is None or self._usage is None:
                     continue
                 if loop.time() >= rescan_at_s:
@@ -271,7 +310,19 @@ class Housekeeping:
 
     async def _trim(self, usage: UsageFile, space: Space) -> None:
         """Remove blocks while the count is above the watermark."""
-        trimming = False
-        while victims := space.trim_batch(await self._run(usage.read), trimming=trimming):
-            trimming = True
+        before = now = await self._run(usage.read)
+        num_blocks = 0
+        while victims := space.trim_batch(now, trimming=num_blocks > 0):
             await space.remove(victims, self._run)
+            num_blocks += len(victims)
+            now = await self._run(usage.read)
+        if num_blocks and before.total_bytes > self._capacity_bytes:
+            logger.warning(
+                "%s: %d bytes were there, and capacity_bytes is %d: %d blocks were removed, the "
+                "least valuable first, and %d bytes are there now",
+                self._namespace.folder,
+                before.total_bytes,
+                self._capacity_bytes,
+                num_blocks,
+                now.total_bytes,
+            )

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.layout import BLOCK_FOLDER, TEMP_SUFFIX, Namespace
 from kvoffload_async.types import OffloadKey
 
 _TEMP_PARTS = 5
@@ -58,10 +58,13 @@ def take_inventory(ops: FileOps, namespace: Namespace) -> Inventory:
         if name.startswith("."):
             continue
         if stat_module.S_ISDIR(status.st_mode):
-            found.folders[path] = disk_bytes(status)
+            if BLOCK_FOLDER.fullmatch(name):
+                found.folders[path] = disk_bytes(status)
             continue
         key = namespace.key_of(path)
-        if key is not None:
+        if not stat_module.S_ISREG(status.st_mode):
+            found.unknown_files.append(path)
+        elif key is not None:
             found.blocks[key] = (status.st_mtime, disk_bytes(status))
         elif path.endswith(TEMP_SUFFIX):
             found.temps[path] = disk_bytes(status)

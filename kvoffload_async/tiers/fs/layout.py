@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -25,6 +26,9 @@ from kvoffload_async.types import (
 )
 
 _DIGEST_DIGITS = 12
+BLOCK_FOLDER = re.compile(r"[0-9a-f]{1,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
+"""What folders for blocks are called, in their namespace."""
+
 BLOCK_SUFFIX = ".bin"
 TEMP_SUFFIX = ".tmp"
 

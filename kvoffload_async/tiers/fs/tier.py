@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,13 +17,16 @@ from kvoffload_async.abc.tier import (
     TierEnvironment,
 )
 from kvoffload_async.errors import (
-    ConfigError,
     TierClosedError,
     TierError,
     TierFullError,
+    TierTimeoutError,
     TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.failure import mapped, unusable
+from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
@@ -57,6 +60,7 @@ class FsSettings:
     run_config: Mapping[str, Any]
     rank: int = 0
     verify: Verify = Verify.WHEN_PRESENT
+    integrity_key: IntegrityKey | None = None
     space: SpaceSettings | None = None
     direct_io: bool = False
     fsync: bool = False
@@ -64,6 +68,7 @@ class FsSettings:
     rescan_interval_s: float = 60.0
     io_threads: int = 3
     locality: Locality = Locality.LOCAL
+    modes: Modes = field(default_factory=Modes)
 
 
 class FsTier(AsyncTier):
@@ -102,6 +107,7 @@ class FsTier(AsyncTier):
         self._row_bytes = 0
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
+        self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
         """Make the folders, sweep what dead writers left, and take stock if there is a capacity.
@@ -109,6 +115,7 @@ class FsTier(AsyncTier):
         Raises:
             ConfigError: The directory cannot be made or written, the filesystem lacks what
                 `verify` requires, or the capacity is below one block.
+            TierTimeoutError: A lock in it was not given back in time.
         """
         settings = self._settings
         self._env = env
@@ -122,6 +129,7 @@ class FsTier(AsyncTier):
             writers.writer_id,
             block_bytes=self._row_bytes,
             verify=settings.verify,
+            integrity_key=settings.integrity_key,
             direct_io=settings.direct_io,
             fsync=settings.fsync,
             reuses_inodes=settings.reuse_inodes,
@@ -129,6 +137,7 @@ class FsTier(AsyncTier):
         )
         self._housekeeping = Housekeeping(self._ops, namespace, writers, self._files, env)
         try:
+            await env.io.run(Direction.NONE, self._enter)
             await env.io.run(Direction.NONE, partial(self._housekeeping.enter, settings.verify))
             self._root = await env.io.run(
                 Direction.NONE, partial(Anchor, self._ops, settings.root_dir)
@@ -137,12 +146,11 @@ class FsTier(AsyncTier):
                 self._space = await self._housekeeping.open_space(
                     settings.space, self._create_policy, self._row_bytes
                 )
+        except TimeoutError as error:  # of a lock that another does not give back
+            raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
-            raise ConfigError(
-                f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
-                "give a directory that this process may write"
-            ) from error
-        self._housekeeping.start(settings.rescan_interval_s)
+            raise unusable(settings.root_dir, error) from error
+        self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
@@ -170,7 +178,7 @@ class FsTier(AsyncTier):
         ]
         self._space.pin(keys)
         try:
-            return await self._store_within(self._space, items, check)
+            return await self._store_on(self._space, items, check)
         except BaseException:
             # The job fails as a whole, but the files that were written stay.
             self._opened().blocks_appeared(self._space.present(keys))
@@ -214,6 +222,9 @@ class FsTier(AsyncTier):
             if housekeeping is not None:
                 await housekeeping.leave()
         finally:
+            if self._has_entered:
+                self._has_entered = False
+                self._ops.leave(self._settings.root_dir)
             self._env = None
             rows, self._rows = self._rows, None
             if rows is not None:
@@ -225,6 +236,17 @@ class FsTier(AsyncTier):
 
     # -- storing within a capacity --------------------------------------------------------------
 
+    async def _store_on(
+        self, space: Space, items: list[StoreItem], check: Callable[[], None]
+    ) -> BlockFailures:
+        """Store blocks, once more if the tier had to register again meanwhile."""
+        try:
+            return await self._store_within(space, items, check)
+        except OSError:  # of the count, which nobody can keep where there is no folder
+            if self._housekeeping is None or not await self._housekeeping.recover():
+                raise
+            return await self._store_within(space, items, check)
+
     async def _store_within(
         self, space: Space, items: list[StoreItem], check: Callable[[], None]
     ) -> BlockFailures:
@@ -233,7 +255,10 @@ class FsTier(AsyncTier):
         async def run_checked(call: Callable[[], T], /) -> T:
             def checked() -> T:
                 check()
-                return call()
+                try:
+                    return call()
+                except OSError as error:  # of the count; a full disk is no fault
+                    raise mapped(error) from None
 
             return await self._run_store(checked)
 
@@ -282,6 +307,13 @@ class FsTier(AsyncTier):
         return await self._opened().io.run(Direction.STORE, call)
 
     # -- the rest -------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Open the root, which is made if it is not there. Thread: an I/O thread."""
+        root_dir = self._settings.root_dir
+        self._ops.enter(root_dir, self._settings.modes)
+        self._has_entered = True
+        warn_of_others(root_dir, self._ops.stat(root_dir))
 
     def _write(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome], turn: range) -> None:
         self._files.writer.store(items[turn.start : turn.stop], outcomes)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile, held
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
@@ -56,29 +57,33 @@ class UsageFile:
     """The shared count's file."""
 
     def __init__(
-        self, ops: FileOps, namespace_folder: str, writer_id: str, count_disk: Callable[[], int]
+        self,
+        ops: FileOps,
+        namespace_folder: str,
+        writer_id: str,
+        count_disk: Callable[[], int],
+        *,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         """Describe where; `count_disk` counts anew if the file is unreadable."""
         self._ops = ops
         self._path = f"{namespace_folder}/{FILE_NAME}"
         self._writer_id = writer_id
         self._count_disk = count_disk
-        self._fd: int | None = None
-        # The file's lock is the descriptor's, and so does not part this tier's own threads.
-        self._mutex = threading.Lock()
+        self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
+        self._is_open = False
         self._entry_bytes = 0
         self._reserved_bytes = 0
         self._untold = DiskChange()
+        self._ended: deque[tuple[int, DiskChange]] = deque()
+        """What jobs have given back and done: noted at once, also where the lock cannot be had."""
 
     def open(self) -> None:
-        """Open or make the file; a new one takes its place on disk before that is counted."""
-        self._fd = self._ops.open(self._path, os.O_RDWR | os.O_CREAT)
-        self._ops.lock(self._fd, wait=True)
-        try:
-            if not self._ops.fstat(self._fd).st_size:
-                self._write(self._fd, Usage(), 0)
-        finally:
-            self._ops.unlock(self._fd)
+        """Make the file if it is not there: it takes its place on disk before that is counted."""
+        with self._file.held() as fd:
+            if not self._ops.fstat(fd).st_size:
+                self._write(fd, Usage(), 0)
+        self._is_open = True
 
     def start(
         self, living: Callable[[], Collection[str]], disk_bytes: int, entry_bytes: int = 0
@@ -105,15 +110,19 @@ class UsageFile:
 
     def close(self) -> None:
         """Give back what this writer had set aside, and close; idempotent."""
-        if self._fd is None:
+        if not self._is_open:
             return
         try:
             with self._changed() as usage:
                 del usage.reserved_bytes[self._writer_id]
                 usage.settled_bytes = max(0, usage.settled_bytes - self._entry_bytes)
         finally:
-            fd, self._fd = self._fd, None
-            self._ops.close(fd)
+            self._is_open = False
+            self._file.close()
+
+    def rename_writer(self, writer_id: str) -> None:
+        """Go on under another id; what the old one had set aside is the new one's."""
+        self._writer_id = writer_id
 
     def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
         """Set room aside for up to `count` units; return for how many there was room."""
@@ -129,9 +138,7 @@ class UsageFile:
         Raises:
             OSError: The file could not be changed; the next change will tell.
         """
-        with self._mutex:
-            self._reserved_bytes = max(0, self._reserved_bytes - released_bytes)
-            self._untold += change
+        self._ended.append((released_bytes, change))
         return self.read()
 
     def correct(
@@ -168,27 +175,28 @@ class UsageFile:
 
     @contextlib.contextmanager
     def _changed(self) -> Iterator[Usage]:
-        with self._mutex:
-            fd = self._fd
-            if fd is None:
-                raise OSError(f"{self._path} is closed")
-            self._ops.lock(fd, wait=True)
-            try:
-                buffer = bytearray(_MAX_BYTES)
-                count = self._ops.pread_into(fd, memoryview(buffer), 0)
-                usage = _parsed(bytes(buffer[:count]))
-                if usage is None:
-                    usage = Usage(self._count_disk())
-                else:
-                    self._tell(usage)
-                usage.reserved_bytes[self._writer_id] = self._reserved_bytes
-                yield usage
-                self._write(fd, usage, count)
-                self._untold = DiskChange()
-                self._reserved_bytes = usage.reserved_bytes.get(self._writer_id, 0)
-            finally:
-                with contextlib.suppress(OSError):  # else the next change gives the lock back
-                    self._ops.unlock(fd)
+        if not self._is_open:
+            raise OSError(f"{self._path} is closed")
+        with self._file.held() as fd:
+            self._take_ended()
+            buffer = bytearray(_MAX_BYTES)
+            count = self._ops.pread_into(fd, memoryview(buffer), 0)
+            usage = _parsed(bytes(buffer[:count]))
+            if usage is None:
+                usage = Usage(self._count_disk())
+            else:
+                self._tell(usage)
+            usage.reserved_bytes[self._writer_id] = self._reserved_bytes
+            yield usage
+            self._write(fd, usage, count)
+            self._untold = DiskChange()
+            self._reserved_bytes = usage.reserved_bytes.get(self._writer_id, 0)
+
+    def _take_ended(self) -> None:
+        while self._ended:
+            released_bytes, change = self._ended.popleft()
+            self._reserved_bytes = max(0, self._reserved_bytes - released_bytes)
+            self._untold += change
 
     def _tell(self, usage: Usage) -> None:
         added, removed = self._untold.added_bytes, self._untold.removed_bytes
@@ -220,14 +228,15 @@ def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     Raises:
         OSError: There is none, or it cannot be read.
     """
-    fd = ops.open(f"{namespace_folder}/{FILE_NAME}", os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # no locks here: half a change does not parse
-            ops.lock(fd, wait=True)
-        buffer = bytearray(_MAX_BYTES)
+    path = f"{namespace_folder}/{FILE_NAME}"
+    buffer = bytearray(_MAX_BYTES)
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = stack.enter_context(held(ops, path, os.O_RDONLY))
+        except OSError:  # no locks here: half a change does not parse
+            fd = ops.open(path, os.O_RDONLY)
+            stack.callback(ops.close, fd)
         count = ops.pread_into(fd, memoryview(buffer), 0)
-    finally:
-        ops.close(fd)
     return _parsed(bytes(buffer[:count]))
 
 
@@ -235,5 +244,5 @@ def _parsed(text: bytes) -> Usage | None:
     try:
         settled, reserved, changed = json.loads(text)
         return Usage(int(settled), {str(k): int(v) for k, v in reserved.items()}, int(changed))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

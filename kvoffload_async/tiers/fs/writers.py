@@ -5,11 +5,17 @@ boot id, and keeps an advisory lock on it, which the kernel releases when the pr
 however it ends. The writer's id is part of the name of each of its temporary files.
 
 A writer is dead if its file can be locked and was written on this very boot of this very kernel:
-there the lock is certain. For a writer on another host the lock may not be visible (NFS without
-locking, Lustre with local locks), so there it must also have missed its heartbeat for ten
-minutes: every tier touches its file once a minute. The same goes for a filesystem without locks.
-Both times are the filesystem's, so clocks of hosts are not compared. A temporary file that names
-no known writer is left alone here; `kvoffload store gc` removes it when it is old.
+there the lock is certain, whatever any clock says. For a writer on another host the lock may not
+be visible (NFS without locking, Lustre with local locks), so there it must also have missed its
+heartbeat for ten minutes: every tier touches its file once a minute. The same goes for a
+filesystem without locks, and for a file that says nothing. All times are the filesystem's, so
+clocks of hosts are not compared. A file from the future, as a clock that was set back leaves
+them, is that of a dead writer if it is seen unchanged for ten minutes. If the filesystem's clock
+is set forward, or a host was suspended, a living writer may be taken for dead: it notices at its
+next heartbeat that its file is gone, and registers again under a new id.
+
+A temporary file that names no known writer is left alone here; `kvoffload store gc` removes it
+when it is old.
 """
 
 from __future__ import annotations
@@ -18,66 +24,108 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
+import stat as stat_module
+import time
 import uuid
+from collections.abc import Callable, Mapping
 
 from kvoffload_async.tiers.files.boot import boot_id
+from kvoffload_async.tiers.files.locks import held
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 
 HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0
 FOLDER = ".writers"
 
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+_WRITER_ID = re.compile(r"[0-9]{1,10}-[0-9a-z]{1,64}")
+_ENTRY_START = b'{"boot_id": "'
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_MAX_ENTRY_BYTES = 4096
+
+_Ahead = tuple[str, float]
+"""A writer, and the time of its file, which is ahead; mapped to when it was first seen so."""
 
 
 class WriterRegistry:
-    """This tier's own entry, and the judgement over the others'. Thread: an I/O thread."""
+    """This tier's own entry, and the judgement over the others'. Thread: an I/O thread.
 
-    def __init__(self, ops: FileOps, namespace_folder: str) -> None:
+    Attributes:
+        writer_id: Names this tier; another after `renew_id`.
+    """
+
+    def __init__(
+        self,
+        ops: FileOps,
+        namespace_folder: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ops = ops
         self._folder = f"{namespace_folder}/{FOLDER}"
+        self._clock = clock
         self._boot_id = boot_id()
-        self.writer_id = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self.writer_id = _new_id()
         self._fd: int | None = None
+        self._entry = contextlib.ExitStack()
+        self._ahead: dict[_Ahead, float] = {}
 
     def register(self) -> None:
         """Make and lock this tier's entry."""
         with contextlib.suppress(FileExistsError):
-            self._ops.mkdir(self._folder)
+            self._ops.mkdir_own(self._folder)
         path = self._path(self.writer_id)
-        self._fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
+        with contextlib.ExitStack() as entry:
             # Waits for those who look whether it is locked: unlocked it would be taken for dead.
-            self._ops.lock(self._fd, wait=True)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-        entry = json.dumps({"boot_id": self._boot_id, "host": socket.gethostname()})
-        self._ops.pwrite(self._fd, memoryview(entry.encode()), 0)
+            self._fd = self._lock(entry, path)
+            self._entry = entry.pop_all()
+        text = json.dumps({"boot_id": self._boot_id, "host": socket.gethostname()})
+        self._ops.pwrite(self._fd, memoryview(text.encode()), 0)
 
-    def heartbeat(self) -> None:
-        """Show that this tier lives."""
-        self._ops.utime(self._path(self.writer_id))
+    def renew_id(self) -> None:
+        """Take another id, to register under: others may be sweeping what the old one has left.
+
+        What is there of the old entry stays, unlocked: whoever finds it sweeps after it.
+        """
+        self.die()
+        self.writer_id = _new_id()
+
+    def heartbeat(self) -> bool:
+        """Show that this tier lives; tell whether its entry is there still, and its own."""
+        fd = self._fd
+        path = self._path(self.writer_id)
+        try:
+            if fd is None or not os.path.samestat(self._ops.fstat(fd), self._ops.stat(path)):
+                return False
+            self._ops.utime(path)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return False
+        return True
 
     def entry_bytes(self) -> int:
         """Return the disk bytes of this tier's entry."""
-        return disk_bytes(self._ops.stat(self._path(self.writer_id)))
+        return disk_bytes(self._own_status())
 
     def others(self) -> tuple[set[str], set[str]]:
         """Return the ids of the other writers: the living, and the dead."""
-        return self.judged(self._ops.stat(self._path(self.writer_id)).st_mtime)
+        return self.judged(self._own_status().st_mtime)
 
     def judged(self, now_s: float) -> tuple[set[str], set[str]]:
         """Return the same as of a given time, also for one who has not registered."""
         living: set[str] = set()
         dead: set[str] = set()
+        ahead, self._ahead = self._ahead, {}
         for path, status in self._ops.walk(self._folder):
             writer_id = path.rpartition("/")[2]
-            if writer_id == self.writer_id:
+            if writer_id == self.writer_id or not _is_entry(path, status, self._folder):
                 continue
-            silent_s = now_s - status.st_mtime
-            (dead if self._is_dead(path, silent_s) else living).add(writer_id)
+            is_silent = self._is_silent(writer_id, status.st_mtime, now_s, ahead)
+            (dead if self._is_dead(path, is_silent=is_silent) else living).add(writer_id)
         return living, dead
 
     def living(self) -> set[str]:
@@ -85,54 +133,114 @@ class WriterRegistry:
         return self.others()[0]
 
     def forget(self, writer_id: str) -> None:
-        """Remove a dead writer's entry, once nothing of it is left."""
-        with contextlib.suppress(FileNotFoundError):
-            self._ops.unlink(self._path(writer_id))
+        """Remove a dead writer's entry, once nothing of it is left; what may not be, stays."""
+        with contextlib.suppress(FileNotFoundError, PermissionError, NotRegularFileError):
+            remove_entry(self._ops, self._path(writer_id))
 
     def unregister(self) -> None:
         """Remove this tier's entry; idempotent."""
         if self._fd is not None:
             try:
-                self.forget(self.writer_id)
+                with contextlib.suppress(FileNotFoundError):
+                    self._ops.unlink(self._path(self.writer_id))
             finally:
                 self.die()
 
     def die(self) -> None:
         """Leave this tier's entry behind, unlocked: something is left for others to sweep."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            self._ops.close(fd)
+        self._fd = None
+        self._entry.close()
 
     def _path(self, writer_id: str) -> str:
         return f"{self._folder}/{writer_id}"
 
-    def _is_dead(self, path: str, silent_s: float) -> bool:
+    def _own_status(self) -> os.stat_result:
+        if self._fd is None:
+            raise OSError(f"{self._path(self.writer_id)} is not registered")
+        return self._ops.fstat(self._fd)  # which is there also when the file was deleted
+
+    def _lock(self, entry: contextlib.ExitStack, path: str) -> int:
+        """Make and lock an entry until `entry` is closed; unlocked where there are no locks."""
+        try:
+            return entry.enter_context(held(self._ops, path, _NEW))
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                fd = self._ops.open(path, os.O_RDWR)
+                entry.callback(self._ops.close, fd)
+                return fd
+            with contextlib.suppress(OSError):  # nobody sweeps it before it is old
+                self._ops.unlink(path)
+            raise
+
+    def _is_silent(
+        self, writer_id: str, touched_s: float, now_s: float, ahead: Mapping[_Ahead, float]
+    ) -> bool:
+        """Tell whether an entry was not touched for so long that its writer may be dead."""
+        if touched_s <= now_s + DEAD_AFTER_S:
+            return now_s - touched_s > DEAD_AFTER_S
+        seen_s = self._clock()
+        since_s = self._ahead[writer_id, touched_s] = ahead.get((writer_id, touched_s), seen_s)
+        return seen_s - since_s > DEAD_AFTER_S
+
+    def _is_dead(self, path: str, *, is_silent: bool) -> bool:
         try:
             fd = self._ops.open(path, os.O_RDWR)
         except FileNotFoundError:
             return False  # it has just said goodbye
         except OSError:
-            return silent_s > DEAD_AFTER_S
+            return is_silent
         try:
             is_locked, is_certain = self._look_at_lock(fd)
             if is_locked:
                 return False
-            return (is_certain and self._is_of_this_boot(fd)) or silent_s > DEAD_AFTER_S
+            return (is_certain and self._is_of_this_boot(fd)) or is_silent
         finally:
             self._ops.close(fd)
 
     def _look_at_lock(self, fd: int) -> tuple[bool, bool]:
         """Return whether somebody has the lock, and whether locks tell anything here."""
         try:
-            return not self._ops.lock(fd, wait=False), True
+            if not self._ops.lock(fd, wait=False):
+                return True, True
+            self._ops.unlock(fd)  # a child that is forked now would keep it
         except OSError:
             return False, False
+        return False, True
 
     def _is_of_this_boot(self, fd: int) -> bool:
-        buffer = bytearray(4096)
-        count = self._ops.pread_into(fd, memoryview(buffer), 0)
+        """Tell whether an entry says so; one that cannot be read says nothing."""
+        buffer = bytearray(_MAX_ENTRY_BYTES)
         try:
+            count = self._ops.pread_into(fd, memoryview(buffer), 0)
             entry = json.loads(bytes(buffer[:count]))
-        except ValueError:
-            return False  # it is just being written
+        except (OSError, ValueError, RecursionError):
+            return False  # it may be being written at this moment
         return isinstance(entry, dict) and entry.get("boot_id") == self._boot_id
+
+
+def _new_id() -> str:
+    return f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def _is_entry(path: str, status: os.stat_result, folder: str) -> bool:
+    """Tell whether something in the folder of writers is called, and is a file, like an entry."""
+    is_file = stat_module.S_ISREG(status.st_mode)
+    return is_file and bool(_WRITER_ID.fullmatch(path.removeprefix(f"{folder}/")))
+
+
+def remove_entry(ops: FileOps, path: str) -> None:
+    """Remove a writer's entry.
+
+    Raises:
+        PermissionError: Its content is no entry's, not even a torn one's, or may not be read.
+        OSError: It cannot be removed.
+    """
+    fd = ops.open(path, os.O_RDONLY)
+    try:
+        buffer = bytearray(len(_ENTRY_START))
+        count = ops.pread_into(fd, memoryview(buffer), 0)
+    finally:
+        ops.close(fd)
+    if not _ENTRY_START.startswith(buffer[:count]):
+        raise PermissionError(errno.EPERM, "this is no entry of a writer", path)
+    ops.unlink(path)

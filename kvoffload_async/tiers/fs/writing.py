@@ -16,8 +16,14 @@ from collections.abc import Sequence
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
-from kvoffload_async.tiers.fs.folders import LeafFolders
+from kvoffload_async.tiers.files.roots import NotRegularFileError
+from kvoffload_async.tiers.fs.digest_attribute import (
+    ATTRIBUTE,
+    AttributeDigester,
+    DigestCache,
+    Origin,
+)
+from kvoffload_async.tiers.fs.folders import LeafFolders, sync_folder
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
@@ -30,6 +36,11 @@ UNVERIFIED_MARKER = ".unverified-readers"
 _TRIES = 8
 """How often a folder may vanish before something is put there: others remove empty ones."""
 
+_WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
+_VERIFIED_BY_ALL = {Origin.OWN, Origin.OTHER_KEY, Origin.NOBODY}
+"""Whose blocks no reader serves without comparing; what a newer release does nobody knows here."""
+_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
+
 # A full disk is not among them: a block without its checksum is no way out of that.
 _NO_XATTR = {errno.EOPNOTSUPP, errno.E2BIG, errno.EPERM}
 
@@ -38,6 +49,7 @@ class BlockWriter:
     """Writes the block files of one namespace.
 
     Attributes:
+        writer_id: Part of every temporary file's name.
         litter: Temporary files that could not be removed; `sweep_litter` tries again.
     """
 
@@ -49,6 +61,7 @@ class BlockWriter:
         direct: DirectIo,
         writer_id: str,
         *,
+        digester: AttributeDigester,
         digest_cache: DigestCache,
         block_bytes: int,
         verify: Verify,
@@ -62,14 +75,14 @@ class BlockWriter:
         self._folders = folders
         self._direct = direct
         self._digest_cache = digest_cache
-        self._writer_id = writer_id
+        self.writer_id = writer_id
         self._block_bytes = block_bytes
         self._verify = verify
         self._fsync = fsync
         self._reuses_inodes = reuses_inodes
         self._counts_bytes = counts_bytes
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
-        self._digester = AttributeDigester(namespace.layout_of(block_bytes))
+        self._digester = digester
         self._serial = itertools.count()
         self._warned = False
         self.litter: list[str] = []
@@ -79,13 +92,46 @@ class BlockWriter:
 
         The outcomes are appended one by one, so that none is lost if the caller is.
         """
+        leaves: dict[str, list[StoreOutcome]] = {}
         for item in items:
             outcome = StoreOutcome(item)
             try:
-                outcome.status = self._store_one(item, outcome)
+                with self._ops.batch():
+                    outcome.status = self._store_one(item, outcome)
             except OSError as error:
                 outcome.error = mapped(error)
             outcomes.append(outcome)
+            if outcome.status in _STORED:
+                leaves.setdefault(self._namespace.leaf_of(item.key), []).append(outcome)
+        if self._fsync:
+            for leaf, stored in leaves.items():
+                self._sync_names(leaf, stored)
+
+    def _sync_names(self, leaf: str, stored: Sequence[StoreOutcome]) -> None:
+        """Wait until blocks in a leaf folder will be found again; those that may not be, fail."""
+        try:
+            self._folders.sync(leaf)
+        except OSError as error:
+            for outcome in stored:
+                self._take_back(outcome)
+                outcome.status, outcome.error = StoreStatus.FAILED, mapped(error)
+
+    def _take_back(self, outcome: StoreOutcome) -> None:
+        """Remove a block that was written, as nothing later proves that its name is durable."""
+        if outcome.status is StoreStatus.WRITTEN:
+            path = self._namespace.get_file_name(outcome.item.key)
+            try:
+                freed_bytes = disk_bytes(self._ops.stat(path))
+                self._ops.unlink(path)
+            except OSError as error:
+                logger.warning("a block that may not be durable stays behind: %s", str(error))
+            else:
+                outcome.change.removed_bytes += freed_bytes
+
+    def sync_root(self) -> None:
+        """Wait until the namespace's own folder is on the device; raises OSError."""
+        if self._fsync:
+            sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_litter(self) -> None:
         """Try again to remove what could not be removed.
@@ -100,15 +146,24 @@ class BlockWriter:
 
     def _store_one(self, item: StoreItem, outcome: StoreOutcome) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
-        if self._ops.exists(path):
+        is_there = self._ops.has_file(path)
+        if is_there and not self._is_worthless(path):
             return StoreStatus.PRESENT
         if not item.may_write:
             return StoreStatus.ABSENT
-        temp = f"{path}.{self._writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
+        if is_there:
+            self._discard_worthless(path, outcome)
         leaf = path.rpartition("/")[0]
         self._folders.ensure(leaf, outcome.change)
         with self._folders.growing(leaf, outcome.change):
-            return self._store_by_way_of(temp, path, item, outcome)
+            try:
+                return self._store_by_way_of(self._temp_of(path), path, item, outcome)
+            except FileNotFoundError:
+                # Swept by somebody who took this writer for dead, or removed with its folder.
+                return self._store_by_way_of(self._temp_of(path), path, item, outcome)
+
+    def _temp_of(self, path: str) -> str:
+        return f"{path}.{self.writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
 
     def _store_by_way_of(
         self, temp: str, path: str, item: StoreItem, outcome: StoreOutcome
@@ -134,11 +189,42 @@ class BlockWriter:
         return StoreStatus.WRITTEN
 
     def _publish(self, temp: str, path: str) -> bool:
+        for _ in range(_TRIES):
+            try:
+                self._ops.publish(temp, path)
+            except FileExistsError:
+                if self._ops.has_file(path):
+                    return False  # somebody else was faster: the same bytes, by definition
+                with contextlib.suppress(FileNotFoundError):
+                    self._ops.clear(path)
+            else:
+                return True
+        raise NotRegularFileError(path)
+
+    # -- a block in its place that nobody here may serve -----------------------------------------
+
+    def _is_worthless(self, path: str) -> bool:
+        """Tell whether a block's file is to be replaced, as no tier with this key ever serves it.
+
+        Without a key none is: the file may be of use to those who have it. A newer release's stays.
+        """
+        if not self._digester.is_keyed:
+            return False
         try:
-            self._ops.publish(temp, path)
-        except FileExistsError:
-            return False  # somebody else was faster: the same bytes, by definition
-        return True
+            fd = self._ops.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return True
+        try:
+            value = self._ops.get_xattr(fd, ATTRIBUTE)
+        finally:
+            self._ops.close(fd)
+        return value is None or self._digester.origin_of(value) in _WORTHLESS
+
+    def _discard_worthless(self, path: str, outcome: StoreOutcome) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            freed_bytes = disk_bytes(self._ops.stat(path))
+            self._ops.unlink(path)
+            outcome.change.removed_bytes += freed_bytes
 
     # -- the victim -----------------------------------------------------------------------------
 
@@ -149,9 +235,11 @@ class BlockWriter:
         old = self._namespace.get_file_name(victim)
         leaf = self._namespace.leaf_of(key)
         try:
-            freed_bytes = disk_bytes(self._ops.stat(old))
-        except FileNotFoundError:
+            status = self._ops.stat(old)
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        if stat_module.S_ISDIR(status.st_mode):
+            return False  # no block of ours; a link or pipe goes by its own name
         for _ in range(_TRIES):
             try:
                 self._ops.rename(old, temp)
@@ -163,7 +251,7 @@ class BlockWriter:
         else:
             return False
         outcome.victim_taken = True
-        outcome.change.removed_bytes += freed_bytes
+        outcome.change.removed_bytes += disk_bytes(status)
         self._folders.remove_empty(self._namespace.leaf_of(victim), outcome.change)
         return True
 
@@ -189,7 +277,8 @@ class BlockWriter:
                 return False
             fd = self._ops.open(temp, os.O_RDWR)
             try:
-                return self._ops.get_xattr(fd, ATTRIBUTE) is not None
+                value = self._ops.get_xattr(fd, ATTRIBUTE)
+                return value is not None and self._digester.origin_of(value) in _VERIFIED_BY_ALL
             finally:
                 self._ops.close(fd)
         except PermissionError:
@@ -217,7 +306,7 @@ class BlockWriter:
         for _ in range(_TRIES):
             try:
                 return self._ops.open(temp, flags)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 self._folders.make_again(temp.rpartition("/")[0], outcome.change)
         return self._ops.open(temp, flags)
 
@@ -233,7 +322,7 @@ class BlockWriter:
             if digest is not None:
                 self._set_digest(fd, digest, is_vital=recycled)
             if self._fsync:
-                self._ops.fdatasync(fd)
+                self._ops.fsync(fd)  # the digest as well: `fdatasync` does not wait for attributes
             return digest
         finally:
             self._ops.close(fd)

@@ -5,7 +5,8 @@ slots of a few large files that are allocated once, neighbours are moved in one 
 a journal says what lies where.
 
 The format, versions 1 and 2
-============================
+=====================
+Byte by byte, and what became of version 1, in docs/formats.md.
 
 All numbers are little-endian. A store is a folder; its files are
 
@@ -29,6 +30,7 @@ leaves an empty store of the old layout.
 bytes depends on), `layout` (text `<digest>:<rank>:<block_bytes>`, the digest being the first 12
 hex digits of the SHA-256 of `run_config` as JSON with sorted keys and no blanks), and `xxh3`: 16
 hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no blanks.
+Version 2 has `features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
 
 **Segment.** With the feature "segment-headers", a header of 4096 bytes: "KVSLABS1", the 16 bytes of
 the store's UUID, the segment's number and the bytes of a slot, 8 bytes each, XXH3-64 of these 40
@@ -44,19 +46,22 @@ store's or says nothing is left alone; the blocks that the journal has in them a
     offset  bytes  header                      offset  bytes  record
     0       8      "KVSLABF1"                  0       1      1: put, 2: remove
     8       8      sequence number             1       1      bytes of the key, at most 96
-    16      4      records that follow         2       2      flags: 1 has a checksum, 2 suspect
+    16      4      records that follow         2       2      flags, see below
     20      4      numbers that are skipped    4       4      slot
     24      8      checksum of the frame       8       4      segment
     32      96     0                           12      4      tick of the last use
                                                16      16     checksum of the block, or zeros
                                                32      96     the key, then zeros
 
+Flags of a record: 1, it has a checksum; 2, it is suspect; 4, the checksum is by the integrity key.
+
 The sequence number of a record is its frame's. It is one more than that of the frame before, and as
 many more as the frame says it skips: those are of appends that failed. (Releases that write version
 1 skip numbers without a word.) The frame's checksum is XXH3-64 of the header's first 24 bytes and
 all records, seeded with XXH3-64 of `layout`; with "segment-headers", of `layout`, a zero byte and
 the store's UUID as text. The block's is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`, a
-zero byte and the key: right bytes in a wrong slot do not verify.
+zero byte and the key, or with an integrity key a MAC over the same: right bytes in a wrong slot do
+not verify.
 
 A reader takes the last record of every place. Of a removal only the place means anything. Ticks
 rise with the uses; blocks that have the same one are in the order of their records.

@@ -9,7 +9,6 @@ but for what says otherwise.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from typing import Final
 
@@ -66,7 +65,7 @@ class NextJournal:
         self.synced_bytes = 0
         self.is_syncing = False
         self.is_abandoned = False
-        self.fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self.fd = ops.create_anew(path)
         try:
             ops.reserve(self.fd, max_units * RECORD_BYTES)
         except OSError:

@@ -115,7 +115,7 @@ class Journal:
             OSError: The file cannot be had, or not be cut.
         """
         self.sequence = sequence
-        self._fd = self._ops.open(self._path, os.O_RDWR | os.O_CREAT)
+        self._fd = self._ops.open_own(self._path, os.O_RDWR)
         self._end_units = end_bytes // RECORD_BYTES
         if self._ops.fstat(self._fd).st_size != end_bytes:
             self._ops.truncate(self._fd, end_bytes)

@@ -42,6 +42,8 @@ _LAYOUT: Final = re.compile(r"[0-9a-f]{12}:[0-9]{1,9}:[1-9][0-9]{0,14}")
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _KEY_ID: Final = re.compile(r"[0-9a-f]{16}")
 
+_MAX_NUMBER = 1 << 53
+
 
 class UnreadableManifestError(Exception):
     """The bytes are no manifest, or no longer what was written."""
@@ -145,7 +147,7 @@ class Manifest:
             version, features = check_format(body, VERSION, KNOWN, for_writing=for_writing)
         except MalformedFormatError as error:
             raise UnreadableManifestError(str(error)) from error
-        if body.pop("xxh3", None) != _check(body):
+        if not _is_sound(body, body.pop("xxh3", None)):
             raise UnreadableManifestError("its checksum is wrong")
         if not _is_possible(body, version, features):
             raise UnreadableManifestError("a value in it is missing or impossible")
@@ -162,11 +164,18 @@ class Manifest:
         )
 
 
+def _is_sound(body: Mapping[str, Any], checksum: object) -> bool:
+    try:
+        return checksum == _check(body)
+    except RecursionError:
+        return False
+
+
 def _is_possible(body: Mapping[str, Any], version: int, features: Features) -> bool:
     numbers: list[Any] = [body.get(name) for name in ("block_bytes", "slot_bytes", "rank")]
     layout = body.get("layout")
     return (
-        all(type(number) is int for number in numbers)
+        all(type(number) is int and number <= _MAX_NUMBER for number in numbers)
         and 0 < numbers[0] <= numbers[1]
         and numbers[2] >= 0
         and isinstance(layout, str)

@@ -277,7 +277,7 @@ class OpenStore:
 
         Not as long as the journal says what only the last session's end tells to be doubtful.
         """
-        self._session_fd = self._ops.open(f"{self.folder}/{SESSION}", os.O_RDWR | os.O_CREAT)
+        self._session_fd = self._ops.open_own(f"{self.folder}/{SESSION}", os.O_RDWR)
         if self._vouches:
             uses = {} if last is None else last.uses
             session = Session(boot_id(), self.data_path.journal.sequence, uses=uses)
@@ -338,7 +338,7 @@ def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
 
 def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
     temp = f"{folder}/{MANIFEST}{TEMP_SUFFIX}"
-    fd = ops.open(temp, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    fd = ops.create_anew(temp)
     try:
         write_all(ops, fd, manifest.encode(), 0)
         ops.fdatasync(fd)

@@ -5,6 +5,7 @@ Thread: an I/O thread; a call blocks for as long as the filesystem does.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.slab.layout import (
     BAD_JOURNAL,
     JOURNAL,
@@ -30,6 +32,7 @@ from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES, SegmentHeade
 from kvoffload_async.tiers.slab.session import Session
 
 _READ_BYTES = 1 << 24
+MAX_MANIFEST_BYTES = 1 << 20
 _TEMPS = {NEXT_JOURNAL, *(name + TEMP_SUFFIX for name in (MANIFEST, JOURNAL, SESSION))}
 
 
@@ -106,17 +109,17 @@ def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Man
         OSError: It cannot be read.
     """
     try:
-        content = read_file(ops, f"{folder}/{MANIFEST}")
+        content = read_file(ops, f"{folder}/{MANIFEST}", MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     return Manifest.decode(bytes(content), for_writing=for_writing)
 
 
 def read_journal(ops: FileOps, folder: str, seed: int) -> Scan:
-    """Return what a journal whose frames are bound by this seed says; a missing one: nothing."""
+    """Return what a journal whose frames are bound by this seed says; no file: nothing."""
     try:
         content = read_file(ops, f"{folder}/{JOURNAL}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotRegularFileError):
         content = memoryview(bytearray())
     return scan(content, seed)
 
@@ -181,16 +184,18 @@ def read_session(ops: FileOps, folder: str, seed: int) -> Session | None:
         content = read_file(ops, f"{folder}/{SESSION}")
     except FileNotFoundError:
         return None
+    except NotRegularFileError:
+        return Session()
     return Session.decode(content, seed)
 
 
-def read_file(ops: FileOps, path: str, most_bytes: int | None = None) -> memoryview:
-    """Return a file's content, or its first bytes; raises OSError."""
+def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
+    """Return a file's content, or its first `max_bytes`; raises OSError."""
     fd = ops.open(path, os.O_RDONLY)
     try:
         size_bytes = ops.fstat(fd).st_size
-        if most_bytes is not None:
-            size_bytes = min(size_bytes, most_bytes)
+        if max_bytes is not None:
+            size_bytes = min(size_bytes, max_bytes)
         buffer = memoryview(bytearray(size_bytes))
         done = 0
         while done < len(buffer):
@@ -199,5 +204,7 @@ def read_file(ops: FileOps, path: str, most_bytes: int | None = None) -> memoryv
                 break
             done += count
         return buffer[:done]
+    except MemoryError as error:  # whoever makes a file with holes can claim any length
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
     finally:
         ops.close(fd)

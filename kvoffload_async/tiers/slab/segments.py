@@ -68,7 +68,9 @@ class Segments:
         self._open: dict[int, Segment] = {}
         self._bounce: deque[mmap.mmap] = deque()
         self._next = 0
-        self._syncing = threading.Lock()
+        self._syncing = threading.Condition()
+        self._waits: set[object] = set()
+        """Those who wait for the device now."""
         self.sync_failures = 0
         """How often waiting for the device has failed."""
 
@@ -106,10 +108,12 @@ class Segments:
             OSError: It could not be made, ENOSPC included; nothing of it is left.
         """
         self._anchor.check()
-        number = self._next
-        self._next += 1
-        path = self._path(number)
-        fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        path, fd = self._path(self._next), None
+        while fd is None:
+            number, path = self._next, self._path(self._next)
+            self._next += 1
+            with contextlib.suppress(FileExistsError):  # somebody else's, and no segment
+                fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             if self._manifest.header_bytes:
                 header = SegmentHeader(
@@ -156,15 +160,24 @@ class Segments:
         Raises:
             OSError: It is not, or may not be.
         """
+        mine = object()
+        try:
+            with self._syncing:
+                self._waits.add(mine)
+            for number in sorted(numbers):
+                self._ops.fdatasync(self._open[number].fd)
+        except OSError:
+            self.sync_failures += 1
+            raise
+        finally:
+            with self._syncing:
+                self._waits.remove(mine)
+                self._syncing.notify_all()
         with self._syncing:
-            try:
-                for number in sorted(numbers):
-                    self._ops.fdatasync(self._open[number].fd)
-            except OSError:
-                self.sync_failures += 1
-                raise
-            if failures_before is not None and failures_before != self.sync_failures:
-                raise OSError(errno.EIO, "what was written beside it could not be synced")
+            others = self._waits.copy()  # one of these may have been told of what is ours
+            self._syncing.wait_for(lambda: not self._waits & others)
+        if failures_before is not None and failures_before != self.sync_failures:
+            raise OSError(errno.EIO, "what was written beside it could not be synced")
 
     # -- bytes ----------------------------------------------------------------------------------
 

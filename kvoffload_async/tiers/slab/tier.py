@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,9 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tables.arrays import MAX_NUMBERS
+from kvoffload_async.tiers.files.failure import unusable
 from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.allocator import Allocator
 from kvoffload_async.tiers.slab.batches import Blocks, LoadBatch, StoreBatch
@@ -69,6 +71,7 @@ class SlabSettings:
     stripes: int = 1
     piece_bytes: int = 4 << 20
     locality: Locality = Locality.LOCAL
+    modes: Modes = field(default_factory=Modes)
 
     def budget(self, block_bytes: int) -> Budget:
         """Return how many blocks fit.
@@ -146,13 +149,9 @@ class SlabTier(AsyncTier):
         budget = settings.budget(block_bytes)
         self._rows = Rows(env.kv_view, budget.slot_bytes)
         key = settings.integrity_key
-        layout = StoreLayout(
-            settings.root_dir,
-            settings.run_config,
-            settings.rank,
-            block_bytes,
-            None if key is None else key.id.hex(),
-        )
+        key_id = None if key is None else key.id.hex()
+        identity = settings.run_config, settings.rank, block_bytes, key_id
+        layout = StoreLayout(settings.root_dir, *identity)
         store_settings = StoreSettings(
             budget=budget,
             verify=settings.verify,
@@ -162,16 +161,11 @@ class SlabTier(AsyncTier):
             fdatasync=settings.fdatasync,
             piece_bytes=settings.piece_bytes,
         )
-        construct = partial(
-            OpenStore, self._ops, layout, store_settings, self._create_policy, self._rows
-        )
+        construct = partial(self._open_store, layout, store_settings, self._rows)
         try:
             self._store = await env.io.run(Direction.NONE, construct)
         except OSError as error:
-            raise ConfigError(
-                f"root_dir: {settings.root_dir!r} cannot be used ({error}); "
-                "give a directory that this process may write"
-            ) from error
+            raise unusable(settings.root_dir, error) from error
         self._allocator = Allocator(self._store, self._store.budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
@@ -262,7 +256,7 @@ class SlabTier(AsyncTier):
             if store is not None and env is not None:
                 await self._loads.close()
                 await self._stores.close()
-                await env.io.run(Direction.NONE, store.close)
+                await env.io.run(Direction.NONE, partial(self._close_store, store))
         finally:
             if rows is not None:
                 rows.release()
@@ -360,6 +354,27 @@ class SlabTier(AsyncTier):
         store.catalog.admit(keys, places)
 
     # -- the rest -------------------------------------------------------------------------------
+
+    def _open_store(self, layout: StoreLayout, settings: StoreSettings, rows: Rows) -> OpenStore:
+        """Open the root, which is made if it is not there, and the store in it.
+
+        Thread: an I/O thread.
+        """
+        root_dir = self._settings.root_dir
+        self._ops.enter(root_dir, self._settings.modes)
+        try:
+            warn_of_others(root_dir, self._ops.stat(root_dir))
+            return OpenStore(self._ops, layout, settings, self._create_policy, rows)
+        except BaseException:
+            self._ops.leave(root_dir)
+            raise
+
+    def _close_store(self, store: OpenStore) -> None:
+        """Close the store, and then the root. Thread: an I/O thread."""
+        try:
+            store.close()
+        finally:
+            self._ops.leave(self._settings.root_dir)
 
     def _opened(self) -> OpenStore:
         if self._store is None:

@@ -45,10 +45,10 @@ def test_verify_names_what_cannot_be_read(store, monkeypatch):
     reading, listed = FileOps.pread_into, FileOps.open
     descriptors = set()
 
-    def open_(self, path, flags, mode=0o644):
+    def open_(self, path, flags):
         if path == str(store.blocks[4]):
             raise PermissionError(13, "Permission denied", path)
-        fd = listed(self, path, flags, mode)
+        fd = listed(self, path, flags)
         (descriptors.add if path == victim else descriptors.discard)(fd)
         return fd
 
@@ -97,10 +97,10 @@ class TestChecker:
         victim = str(store.blocks[0])
         open_ = FileOps.open
 
-        def gone(self, path, flags, mode=0o644):
+        def gone(self, path, flags):
             if path == victim:
                 raise FileNotFoundError(path)
-            return open_(self, path, flags, mode)
+            return open_(self, path, flags)
 
         monkeypatch.setattr(FileOps, "open", gone)
         assert store.run("verify")["verification"]["gone"] == 1

@@ -54,6 +54,7 @@ def test_it_is_refused_with_what_it_needs_and_left_as_it_is(slab, make_newer, ve
     (slab.folder / "journal.tmp").write_bytes(b"a newer release's")
     flip(slab.journal, 300)
     need = make_newer(slab)
+    (slab.folder / "lock").write_bytes(b"not this process\n")
     before = slab.files(), (slab.folder / "lock").read_bytes()
     (complaint,) = slab.complaints(verb)
     assert need in complaint

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvoffload_async.abc.maintenance import Finding, GcOptions, Problem, Removal
 from kvoffload_async.errors import InputError
@@ -22,7 +23,7 @@ from kvoffload_async.tiers.fs.maintenance.scan import FoundFile, Scan
 from kvoffload_async.tiers.fs.maintenance.verification import Outcome
 from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
-from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry
+from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, remove_entry
 
 
 @dataclass(slots=True)
@@ -190,8 +191,8 @@ class Cleanup:
             path = self._entry(writer_id)
             with contextlib.suppress(FileNotFoundError):
                 size_bytes = disk_bytes(self._ops.stat(path))
-                removed = self.removed.writers
-                self._remove(path, size_bytes, removed, "of a dead writer", self._ops.unlink)
+                remove = partial(remove_entry, self._ops)
+                self._remove(path, size_bytes, self.removed.writers, "of a dead writer", remove)
 
     def _remove_folders(self, scan: Scan) -> None:
         """Remove empty folders, the deepest first. A writer makes one again that it misses."""

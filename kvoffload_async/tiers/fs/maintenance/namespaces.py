@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat as stat_module
 from collections.abc import Mapping
 from typing import Any, Final
 
-import aiofiles
-import anyio
-
 from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.layout import Namespace
 
 _FOLDER: Final = re.compile(
@@ -47,42 +47,40 @@ class FoundNamespace(Namespace):
         return length if is_own and type(length) is int and length > 0 else None
 
 
-async def find_namespaces(directory: str) -> list[FoundNamespace]:
+def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
     """Return the namespaces below a directory, given by its absolute path, by name.
 
     Raises:
         InputError: It cannot be read.
+
+    Thread: any; blocks.
     """
     try:
-        names = [
-            entry.name
-            async for entry in anyio.Path(directory).iterdir()
-            if await entry.is_dir() and not await entry.is_symlink()
+        ops.enter(directory, make=False)
+        found = [
+            path.rpartition("/")[2]
+            for path, status in ops.entries(directory)
+            if stat_module.S_ISDIR(status.st_mode)
         ]
     except OSError as error:
         raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
-    matches = [match for name in sorted(names) if (match := _FOLDER.fullmatch(name))]
-    manifests: dict[str, Mapping[str, Any] | None] = {}
-
-    async def read(path: str) -> None:
-        manifests[path] = await read_manifest(path)
-
-    paths = [_manifest_path(directory, match) for match in matches]
-    async with anyio.create_task_group() as group:
-        for path in set(paths):
-            group.start_soon(read, path)
+    matches = [match for name in sorted(found) if (match := _FOLDER.fullmatch(name))]
     return [
-        FoundNamespace(directory, match, manifests[path])
-        for match, path in zip(matches, paths, strict=True)
+        FoundNamespace(directory, match, read_manifest(ops, _manifest_path(directory, match)))
+        for match in matches
     ]
 
 
-async def read_manifest(path: str) -> Mapping[str, Any] | None:
+def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
     """Return a run configuration, or None if there is no readable one."""
     try:
-        async with aiofiles.open(path, "rb") as file:
-            text = await file.read(_MAX_MANIFEST_BYTES)
-        fields = json.loads(text)
+        fd = ops.open(path, os.O_RDONLY)
+        try:
+            buffer = bytearray(_MAX_MANIFEST_BYTES)
+            count = ops.pread_into(fd, memoryview(buffer), 0)
+        finally:
+            ops.close(fd)
+        fields = json.loads(bytes(buffer[:count]))
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None

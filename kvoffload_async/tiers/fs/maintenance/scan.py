@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import stat as stat_module
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
 
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX
+from kvoffload_async.tiers.fs.layout import BLOCK_FOLDER, TEMP_SUFFIX
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.types import OffloadKey
 
-_BLOCK_FOLDER: Final = re.compile(r"[0-9a-f]{1,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
 _Entries = list[tuple[str, os.stat_result]]
 
 
@@ -76,7 +73,7 @@ class Scan:
         name = path[len(namespace.folder) + 1 :]
         if stat_module.S_ISDIR(status.st_mode):
             self.grown_bytes += max(0, allocated_bytes - status.st_blksize)
-            if _BLOCK_FOLDER.fullmatch(name):
+            if BLOCK_FOLDER.fullmatch(name):
                 self.folders.append(path)
             elif name and not name.startswith("."):
                 self.other_folders.append(path)
@@ -118,12 +115,7 @@ def _list(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
     entries: _Entries = []
     try:
         entries.append((folder, ops.stat(folder)))
-        with os.scandir(folder) as found:
-            for entry in found:
-                try:
-                    entries.append((entry.path, entry.stat(follow_symlinks=False)))
-                except FileNotFoundError:
-                    continue
+        entries.extend(ops.entries(folder))
     except FileNotFoundError:
         return entries, None
     except OSError as error:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import ClassVar, Self
+
+import anyio.to_thread
 
 from kvoffload_async.abc.maintenance import (
     Findings,
@@ -15,8 +18,11 @@ from kvoffload_async.abc.maintenance import (
     StoreMaintenance,
     Summary,
 )
+from kvoffload_async.tiers.files.features import NewerFormatError
+from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo, figures_of
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.format import check_namespace
 from kvoffload_async.tiers.fs.maintenance.cleanup import Cleanup
 from kvoffload_async.tiers.fs.maintenance.inspection import inspect_namespace
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace, find_namespaces
@@ -32,17 +38,27 @@ class FsMaintenance(StoreMaintenance):
     appearance: ClassVar[str] = "a folder called <model>_<digest>_r<rank>"
     has_generic_name: ClassVar[bool] = True
 
-    def __init__(self, namespace: FoundNamespace) -> None:
+    def __init__(self, namespace: FoundNamespace, ops: FileOps) -> None:
+        """Look after a namespace; `ops` has entered the directory in which it was found."""
         self.folder = namespace.folder
         self._namespace = namespace
-        self._ops = FileOps()
+        self._ops = ops
+        self._key: IntegrityKey | None = None
+
+    def use_integrity_key_file(self, path: str) -> None:
+        self._key = read_key_file(path)
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
-        return [cls(namespace) for namespace in await find_namespaces(directory)]
+        ops = FileOps()
+        namespaces = await anyio.to_thread.run_sync(find_namespaces, ops, directory)
+        return [cls(namespace, ops) for namespace in namespaces]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
-        found, _ = await inspect_namespace(MaintenanceIo(self._ops, control), self._namespace)
+        io = MaintenanceIo(self._ops, control)
+        if refusal := await self._refusal(io, for_writing=False):
+            yield Problem(refusal)
+        found, _ = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
         yield Summary("Store", found.rows, figures_of(found))
@@ -52,8 +68,12 @@ class FsMaintenance(StoreMaintenance):
         found, scan = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
-        verified = FileVerification()
-        async with aclosing(verify_blocks(io, self._namespace, scan.blocks)) as outcomes:
+        verified = FileVerification(max_listed=control.max_listed)
+        blocks = scan.blocks
+        if refusal := await self._refusal(io, for_writing=False):
+            yield Problem(refusal)
+            blocks = []
+        async with aclosing(verify_blocks(io, self._namespace, blocks, self._key)) as outcomes:
             async for outcome in outcomes:
                 problem = verified.take_in(outcome)
                 if problem is not None:
@@ -69,6 +89,10 @@ class FsMaintenance(StoreMaintenance):
         """
         io = MaintenanceIo(self._ops, control)
         cleanup = Cleanup(self._ops, self._namespace, options)
+        if refusal := await self._refusal(io, for_writing=True):
+            yield Problem(refusal)
+            yield Summary(cleanup.removed.title, cleanup.removed.rows, figures_of(cleanup.removed))
+            return
         try:
             await io.run(cleanup.register)
             async with aclosing(self._clean_up(io, cleanup, options)) as findings:
@@ -86,6 +110,15 @@ class FsMaintenance(StoreMaintenance):
         del options  # there is no manifest that could be lost
         return self.gc(GcOptions(corrupt=True), control)
 
+    async def _refusal(self, io: MaintenanceIo, *, for_writing: bool) -> str | None:
+        """Return why the namespace is not for this release, or None if it is."""
+        check = partial(check_namespace, self._ops, self.folder, for_writing=for_writing)
+        try:
+            await io.run(check)
+        except NewerFormatError as error:
+            return f"it is of a newer release: {error}"
+        return None
+
     async def _clean_up(self, io: MaintenanceIo, cleanup: Cleanup, options: GcOptions) -> Findings:
         scan = await scan_namespace(io, self._namespace)
         for reason in scan.unreadable:
@@ -93,7 +126,7 @@ class FsMaintenance(StoreMaintenance):
         writers = await io.run(cleanup.other_writers)
         if options.corrupt:
             checks = verify_blocks(
-                io, self._namespace, scan.blocks, remove_corrupt=not options.dry_run
+                io, self._namespace, scan.blocks, self._key, remove_corrupt=not options.dry_run
             )
             async with aclosing(checks) as outcomes:
                 async for outcome in outcomes:

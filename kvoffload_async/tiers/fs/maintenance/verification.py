@@ -9,17 +9,19 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.files.verdicts import Verdict, Verification
-from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.tiers.fs.maintenance.scan import FoundBlock
 
 BATCH_BYTES = 4 << 20
 """What a thread reads before it looks whether to go on."""
 
-_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # it was a plain file a moment ago
+
+_NOT_COMPARED = {None: Verdict.WITHOUT_DIGEST, Origin.OTHER_KEY: Verdict.OTHER_KEY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class BadFile:
         return self.path
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class FileVerification(Verification[BadFile]):
     """What reading the blocks has shown; `gone` have vanished meanwhile."""
 
@@ -72,11 +74,12 @@ async def verify_blocks(
     io: MaintenanceIo,
     namespace: FoundNamespace,
     blocks: Sequence[FoundBlock],
+    key: IntegrityKey | None = None,
     *,
     remove_corrupt: bool = False,
 ) -> AsyncGenerator[Outcome, None]:
     """Read and judge blocks, several side by side; optionally remove the corrupt ones."""
-    checker = BlockChecker(io.ops, namespace, blocks, remove_corrupt=remove_corrupt)
+    checker = BlockChecker(io.ops, namespace, blocks, key, remove_corrupt=remove_corrupt)
     io.control.expect(sum(block.length_bytes for block in blocks))
     async with aclosing(io.share_out(_batches(blocks), checker.check)) as checked:
         async for batch, outcomes in checked:
@@ -93,10 +96,20 @@ class BlockChecker:
         ops: FileOps,
         namespace: FoundNamespace,
         blocks: Sequence[FoundBlock],
+        key: IntegrityKey | None = None,
         *,
         remove_corrupt: bool = False,
     ) -> None:
-        """Note how long a block is: as the manifest says, else as most of `blocks` are."""
+        """Note how long a block is: as the manifest says, else as most of `blocks` are.
+
+        Args:
+            ops: The system calls.
+            namespace: Where the blocks are.
+            blocks: All of them.
+            key: The integrity key that checksums are compared with.
+            remove_corrupt: Whether the files of corrupt blocks are removed.
+        """
+        self._key = key
         self._ops = ops
         self._namespace = namespace
         self._remove_corrupt = remove_corrupt
@@ -110,7 +123,7 @@ class BlockChecker:
 
     def _check(self, block: FoundBlock) -> Outcome:
         try:
-            fd = self._ops.open(block.path, _OPEN_FLAGS)
+            fd = self._ops.open(block.path, os.O_RDONLY)
         except FileNotFoundError:
             return Outcome(block, Verdict.GONE)
         except OSError as error:
@@ -122,8 +135,8 @@ class BlockChecker:
             return self._corrupt(fd, block, reason)
         except FileNotFoundError:
             return Outcome(block, Verdict.GONE)
-        except OSError as error:
-            return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
+        except (OSError, MemoryError) as error:
+            return Outcome(block, Verdict.UNREADABLE, _why(error))
         finally:
             self._ops.close(fd)
 
@@ -131,24 +144,33 @@ class BlockChecker:
         length = self._ops.fstat(fd).st_size
         # Before the bytes: of a file that is overwritten meanwhile, they must not match.
         digest = self._ops.get_xattr(fd, ATTRIBUTE)
+        digester = AttributeDigester(self._namespace.layout_of(length), self._key)
+        origin = None if digest is None else digester.origin_of(digest)
+        if origin is Origin.NEWER:  # whose blocks may have another length
+            return Verdict.NEWER, ""
         wanted = self._block_bytes
         if wanted is None and digest is None:
             wanted = self._usual_bytes
         if wanted is not None and length != wanted:
             return Verdict.CORRUPT, f"{length} bytes instead of {wanted}"
         data = memoryview(bytearray(length))
-        done = 0
-        while done < length:
-            count = self._ops.pread_into(fd, data[done:], done)
-            if count == 0:
-                return Verdict.CORRUPT, f"ends after {done} bytes"
-            done += count
-        if digest is None:
-            return Verdict.WITHOUT_DIGEST, ""
-        digester = AttributeDigester(self._namespace.layout_of(length))
+        if (done := self._fill(fd, data)) < length:
+            return Verdict.CORRUPT, f"ends after {done} bytes"
+        if verdict := _NOT_COMPARED.get(origin):
+            return verdict, ""
         if digest != digester.attribute_value(block.key, data):
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
+
+    def _fill(self, fd: int, data: memoryview) -> int:
+        """Read a file's beginning; return how many bytes there are, up to those asked for."""
+        done = 0
+        while done < len(data):
+            count = self._ops.pread_into(fd, data[done:], done)
+            if count == 0:
+                break
+            done += count
+        return done
 
     def _corrupt(self, fd: int, block: FoundBlock, reason: str) -> Outcome:
         """Make sure that the path still names the file that was read, and remove it if asked."""
@@ -165,6 +187,12 @@ class BlockChecker:
             reason = f"{reason}, and cannot be removed: {error.strerror or error}"
             return Outcome(block, Verdict.CORRUPT, reason)
         return Outcome(block, Verdict.CORRUPT, reason, is_removed=True)
+
+
+def _why(error: OSError | MemoryError) -> str:
+    if isinstance(error, MemoryError):  # whoever makes a file with holes can claim any length
+        return "more bytes than fit into memory"
+    return error.strerror or str(error)
 
 
 def _batches(blocks: Sequence[FoundBlock]) -> Iterator[Sequence[FoundBlock]]:

@@ -6,7 +6,6 @@ leaves what it found. Thread: an I/O thread, one at a time; calls block.
 
 from __future__ import annotations
 
-import os
 import stat as stat_module
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ import numpy as np
 from kvoffload_async.abc.maintenance import Finding, GcOptions, Problem, Removal, Rewrite
 from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, write_all
+from kvoffload_async.tiers.files.verdicts import Verdict, problem_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, SESSION, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.maintenance.inspection import inspection_of
 from kvoffload_async.tiers.slab.maintenance.stores import Contents, SlabStore, read_contents
@@ -106,7 +106,8 @@ class Changes:
         manifest, scanned, changed = contents.manifest, contents.scanned, self.changed
         if manifest is None:
             return
-        self._drop([*judged.found.corrupt, *judged.found.unreadable])
+        self._drop(judged, Verdict.CORRUPT)
+        self._drop(judged, Verdict.UNREADABLE)
         kept = contents.live[judged.is_good]
         kept["flags"] &= np.uint16(0xFFFF ^ SUSPECT)  # they have verified
         is_damaged = (
@@ -140,18 +141,17 @@ class Changes:
         Raises:
             OSError: The journal cannot be written.
         """
-        for bad in judged.found.unreadable:
-            self.fail(f"unreadable: {bad}", bad.what)
-        if not judged.found.corrupt:
+        for verdict, bad in judged.bad(Verdict.UNREADABLE):
+            self.fail(problem_of(verdict, bad).text, bad.what)
+        self._drop(judged, Verdict.CORRUPT)
+        if not self.changed.dropped:
             return
-        self._drop(judged.found.corrupt)
         kept = contents.live[judged.is_good | judged.is_unreadable]
         self.changed.blocks = len(kept)
         if not self.changed.dry_run:
             self._write_journal(contents, kept)
             return
-        for bad in judged.found.corrupt:
-            self._findings.append(Problem(f"corrupt: {bad}", bad.what))
+        self._findings += (problem_of(verdict, bad) for verdict, bad in judged.bad(Verdict.CORRUPT))
 
     def remove_files(self, contents: Contents, options: GcOptions) -> None:
         """Remove what killed writers have left and, where that is wanted, unknown files."""
@@ -170,8 +170,8 @@ class Changes:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _drop(self, bad_blocks: Iterable[BadSlot]) -> None:
-        for bad in bad_blocks:
+    def _drop(self, judged: Judged, verdict: Verdict) -> None:
+        for _, bad in judged.bad(verdict):
             self.changed.dropped.append(bad)
             self._findings.append(Removal(bad.what, bad.reason))
 
@@ -205,7 +205,7 @@ class Changes:
     def _replace(self, name: str, parts: Iterable[bytes]) -> None:
         """Write a file beside the old one, and rename it over that once it is on the device."""
         ops, path = self._ops, f"{self._store.folder}/{name}"
-        fd = ops.open(path + TEMP_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = ops.create_anew(path + TEMP_SUFFIX)
         try:
             offset = 0
             for part in parts:

@@ -80,7 +80,7 @@ async def inspect_slab(io: MaintenanceIo, store: SlabStore) -> tuple[SlabInspect
     Raises:
         OSError: A file cannot be read.
     """
-    user = await io.run(user_of, store)
+    user = await io.run(user_of, io.ops, store)
     contents = await io.run(read_contents, io.ops, store)
     return inspection_of(store, contents, user), contents
 

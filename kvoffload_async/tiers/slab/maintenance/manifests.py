@@ -7,11 +7,11 @@ names a layout is tried, and right is under what name the journal verifies.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from kvoffload_async.errors import ConfigError
@@ -34,7 +34,7 @@ from kvoffload_async.tiers.slab.manifest import (
     Manifest,
     UnreadableManifestError,
 )
-from kvoffload_async.tiers.slab.reading import list_folder, read_file
+from kvoffload_async.tiers.slab.reading import MAX_MANIFEST_BYTES, list_folder, read_file
 from kvoffload_async.tiers.slab.records import KEYED, scan
 from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES, SegmentHeader
 
@@ -67,7 +67,7 @@ def newer_format(ops: FileOps, store: SlabStore) -> str | None:
         OSError: The manifest cannot be read.
     """
     try:
-        content = bytes(read_file(ops, f"{store.folder}/{MANIFEST}"))
+        content = bytes(read_file(ops, f"{store.folder}/{MANIFEST}", MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         return None
     try:
@@ -134,17 +134,26 @@ def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Itera
     if given is not None:
         yield given
         yield from _of_ranks(given, ranks)
-    for path in sorted(Path(store.folder).parent.glob(f"*/{MANIFEST}")):
+    for path, _ in sorted(_beside(ops, store)):
         try:
-            yield from _of_ranks(Manifest.decode(path.read_bytes(), for_writing=False), ranks)
+            content = bytes(read_file(ops, f"{path}/{MANIFEST}", MAX_MANIFEST_BYTES))
+            yield from _of_ranks(Manifest.decode(content, for_writing=False), ranks)
         except (OSError, UnreadableManifestError, NewerFormatError):
             continue
+
+
+def _beside(ops: FileOps, store: SlabStore) -> list[tuple[str, os.stat_result]]:
+    """Return what lies beside a store, where that may be read."""
+    try:
+        return ops.entries(store.folder.rpartition("/")[0] or "/")
+    except OSError:
+        return []
 
 
 def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
     """Yield what a damaged manifest may have said."""
     try:
-        content = bytes(read_file(ops, path))
+        content = bytes(read_file(ops, path, MAX_MANIFEST_BYTES))
     except OSError:
         return
     try:

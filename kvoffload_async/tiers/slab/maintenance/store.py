@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
-from typing import ClassVar, Self
+from itertools import islice
+from typing import ClassVar, Final, Self
 
 import anyio.to_thread
 
@@ -40,6 +40,8 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
 from kvoffload_async.tiers.slab.maintenance.verification import verify_slab
 from kvoffload_async.tiers.slab.manifest import Manifest
 
+_PROBLEMS_AT_ONCE: Final = 1000
+
 
 class SlabMaintenance(StoreMaintenance):
     """Looks after a slab store; only `gc` and `repair` need it for themselves."""
@@ -48,10 +50,11 @@ class SlabMaintenance(StoreMaintenance):
     report_key: ClassVar[str] = "slab_stores"
     appearance: ClassVar[str] = f"a folder with {MANIFEST}, a journal or segments"
 
-    def __init__(self, store: SlabStore) -> None:
+    def __init__(self, store: SlabStore, ops: FileOps) -> None:
+        """Look after a store; `ops` has entered the directory in which it was found."""
         self.folder = store.folder
         self._store = store
-        self._ops = FileOps()
+        self._ops = ops
         self._key: IntegrityKey | None = None
 
     def use_integrity_key_file(self, path: str) -> None:
@@ -59,8 +62,9 @@ class SlabMaintenance(StoreMaintenance):
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
-        stores = await anyio.to_thread.run_sync(find_slab_stores, Path(directory))
-        return [cls(store) for store in stores]
+        ops = FileOps()
+        stores = await anyio.to_thread.run_sync(find_slab_stores, ops, directory)
+        return [cls(store, ops) for store in stores]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         found, _ = await inspect_slab(MaintenanceIo(self._ops, control), self._store)
@@ -80,10 +84,13 @@ class SlabMaintenance(StoreMaintenance):
         if problem := key_problem(contents, self._key):
             yield Problem(problem)
         judged = await verify_slab(io, self._store, contents, self._key)
-        for bad in judged.problems:
-            yield bad
-        rows = [*judged.found.rows, ("changed meanwhile", f"{judged.found.changed:,}")]
-        figures = figures_of(found) | {"verification": figures_of(judged.found)}
+        problems = judged.problems
+        while some := await io.run(_next_of, problems):
+            for bad in some:
+                yield bad
+        verified = await io.run(judged.verification, control.max_listed)
+        rows = [*verified.rows, ("changed meanwhile", f"{verified.changed:,}")]
+        figures = figures_of(found) | {"verification": figures_of(verified)}
         yield Summary("Blocks", rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
@@ -164,3 +171,7 @@ class SlabMaintenance(StoreMaintenance):
             return
         if not io.control.should_stop():
             await io.run(lambda: changes.rebuild(contents, judged, is_recovered=is_recovered))
+
+
+def _next_of(problems: Iterator[Problem]) -> list[Problem]:
+    return list(islice(problems, _PROBLEMS_AT_ONCE))

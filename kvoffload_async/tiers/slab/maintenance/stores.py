@@ -6,12 +6,11 @@ that what it names and is not there has gone meanwhile. Thread: any; calls block
 
 from __future__ import annotations
 
-import fcntl
 import os
+import stat as stat_module
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_number
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.reading import (
@@ -59,25 +59,30 @@ class SlabStore:
         return os.path.basename(self.folder)  # noqa: PTH119 - paths are text here, as in the tier
 
 
-def find_slab_stores(directory: Path) -> list[SlabStore]:
+def find_slab_stores(ops: FileOps, directory: str) -> list[SlabStore]:
     """Return the store that a directory, given by its absolute path, is, or those in it, by name.
 
     Raises:
         InputError: It cannot be read.
     """
     try:
-        folders = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
-        found = [path for path in (directory, *sorted(folders)) if _is_store(path)]
+        ops.enter(directory, make=False)
+        inside = ops.entries(directory)
+        folders = sorted(path for path, status in inside if stat_module.S_ISDIR(status.st_mode))
+        found = [path for path in (directory, *folders) if _is_store(ops, path)]
     except OSError as error:
         raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
-    return [SlabStore(str(path)) for path in found]
+    return [SlabStore(path) for path in found]
 
 
-def _is_store(folder: Path) -> bool:
+def _is_store(ops: FileOps, folder: str) -> bool:
     try:
-        names = {entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)}
-    except PermissionError:
+        entries = ops.entries(folder)
+    except (PermissionError, FileNotFoundError, NotADirectoryError):
         return False
+    names = {
+        path.rpartition("/")[2] for path, status in entries if stat_module.S_ISREG(status.st_mode)
+    }
     return not names.isdisjoint({MANIFEST, JOURNAL}) or any(map(_is_segment, names))
 
 
@@ -85,19 +90,20 @@ def _is_segment(name: str) -> bool:
     return segment_number(name) is not None
 
 
-def user_of(store: SlabStore) -> str | None:
+def user_of(ops: FileOps, store: SlabStore) -> str | None:
     """Return the id of the process that has a store open, "unknown" if it does not say; or None."""
     try:
-        fd = os.open(f"{store.folder}/{LOCK}", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = ops.open(f"{store.folder}/{LOCK}", os.O_RDONLY)
+    except (FileNotFoundError, NotRegularFileError):
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given up by closing, microseconds later
-    except BlockingIOError:
-        return os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "unknown"
+        if not ops.is_locked(fd):  # given up by closing, microseconds later
+            return None
+        buffer = bytearray(_HOLDER_BYTES)
+        count = ops.pread_into(fd, memoryview(buffer), 0)
+        return buffer[:count].decode(errors="replace").strip() or "unknown"
     finally:
-        os.close(fd)
-    return None
+        ops.close(fd)
 
 
 @contextmanager
@@ -113,8 +119,9 @@ def locked(ops: FileOps, store: SlabStore) -> Iterator[None]:
         raise InputError(f"{store.folder}: cannot be written: {error.strerror or error}") from error
     try:
         if not ops.lock(fd, wait=False):
+            user = user_of(ops, store) or "unknown"
             raise InputError(
-                f"{store.folder}: already opened by process {user_of(store) or 'unknown'}; close "
+                f"{store.folder}: already opened by process {user}; close "
                 "it there first, since gc and repair need a store for themselves (inspect and "
                 "verify do not)"
             )
@@ -174,6 +181,8 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
             problem, is_newer = f"the store is of a newer release: {error}", True
         except UnreadableManifestError as error:
             problem = f"the manifest is unreadable: {error}"
+        except NotRegularFileError:
+            problem = "the manifest is no file"
     journal = read_journal_bytes(ops, store)
     scanned = scan(journal if manifest else bytearray(), manifest.journal_seed if manifest else 0)
     found = list_folder(ops, store.folder)
@@ -211,7 +220,7 @@ def read_journal_bytes(ops: FileOps, store: SlabStore) -> memoryview:
     """Return the journal as it is; nothing if there is none."""
     try:
         return read_file(ops, f"{store.folder}/{JOURNAL}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotRegularFileError):
         return memoryview(bytearray())
 
 

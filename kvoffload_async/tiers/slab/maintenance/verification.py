@@ -7,9 +7,10 @@ again. So a block that does not verify is wrong only if the journal, read once m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.files.verdicts import Verdict, Verification
+from kvoffload_async.tiers.files.verdicts import Verdict, Verification, problem_of
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
@@ -33,6 +34,7 @@ from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
+    RECORD_BYTES,
     SUSPECT,
     Records,
     keys_of,
@@ -50,7 +52,7 @@ Rows = npt.NDArray[np.int64]
 Judgement = tuple[Verdict, str]
 """A verdict and, of a bad block, the reason."""
 
-_DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
+DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
 """What may be only that a block was replaced meanwhile."""
 
 
@@ -72,28 +74,77 @@ class BadSlot:
         return f"{self.key} (segment {self.segment}, slot {self.slot})"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SlabVerification(Verification[BadSlot]):
     """What reading the blocks has shown; `changed` were removed or replaced meanwhile."""
 
     changed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class Judged:
-    """A verification, and what it says of each of the records that were checked.
+    """What is found about each of the records that were checked, in a few bytes each.
 
-    Attributes:
-        found: The figures.
-        is_good: Which blocks may be kept.
-        is_unreadable: Of which blocks nobody knows.
-        problems: What is wrong, in the order of the records.
+    Thread: one at a time.
     """
 
-    found: SlabVerification
-    is_good: npt.NDArray[np.bool_]
-    is_unreadable: npt.NDArray[np.bool_]
-    problems: list[Problem] = field(default_factory=list)
+    def __init__(self, checker: SlotChecker | None, count: int) -> None:
+        """Begin with nothing judged; without a checker nothing ever is."""
+        self._checker = checker
+        self._verdicts = np.zeros(count, dtype=np.uint8)  # of a `Verdict`, 0: none yet
+        self._reasons = np.zeros(count, dtype=np.int32)
+        self._texts: dict[str, int] = {"": 0}
+
+    def take_in(self, judgements: Mapping[int, Judgement]) -> None:
+        """Note judgements by row, in the place of earlier ones."""
+        for row, (verdict, reason) in judgements.items():
+            self._verdicts[row] = verdict.value
+            self._reasons[row] = self._texts.setdefault(reason, len(self._texts))
+
+    def are(self, *verdicts: Verdict) -> npt.NDArray[np.bool_]:
+        """Tell of each row whether its verdict is one of these."""
+        return np.isin(self._verdicts, [verdict.value for verdict in verdicts])
+
+    def bad(self, *verdicts: Verdict) -> Iterator[tuple[Verdict, BadSlot]]:
+        """Yield the blocks of these verdicts, in the order of the records."""
+        texts = list(self._texts)
+        if self._checker is not None:
+            for row in np.flatnonzero(self.are(*verdicts)).tolist():
+                bad = self._checker.named(row, texts[self._reasons[row]])
+                yield Verdict(self._verdicts[row]), bad
+
+    @property
+    def is_good(self) -> npt.NDArray[np.bool_]:
+        """Which blocks may be kept."""
+        return self.are(Verdict.VERIFIED, Verdict.WITHOUT_DIGEST)
+
+    @property
+    def is_unreadable(self) -> npt.NDArray[np.bool_]:
+        """Of which blocks nobody knows."""
+        return self.are(Verdict.UNREADABLE)
+
+    @property
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong, in the order of the records."""
+        for verdict, bad in self.bad(*DOUBTFUL):
+            yield problem_of(verdict, bad)
+
+    def verification(self, max_listed: int | None) -> SlabVerification:
+        """Return the figures, which list that many blocks of a kind."""
+        counts = {verdict: int(self.are(verdict).sum()) for verdict in Verdict}
+        read = (Verdict.VERIFIED, Verdict.WITHOUT_DIGEST, Verdict.CORRUPT)
+        return SlabVerification(
+            max_listed=max_listed,
+            checked=sum(counts[verdict] for verdict in read),
+            verified=counts[Verdict.VERIFIED],
+            without_digest=counts[Verdict.WITHOUT_DIGEST],
+            newer=counts[Verdict.NEWER],
+            other_key=counts[Verdict.OTHER_KEY],
+            corrupt_blocks=counts[Verdict.CORRUPT],
+            unreadable_blocks=counts[Verdict.UNREADABLE],
+            corrupt=[bad for _, bad in islice(self.bad(Verdict.CORRUPT), max_listed)],
+            unreadable=[bad for _, bad in islice(self.bad(Verdict.UNREADABLE), max_listed)],
+            changed=counts[Verdict.GONE],
+        )
 
 
 async def verify_slab(
@@ -107,34 +158,25 @@ async def verify_slab(
         OSError: The journal cannot be read again.
     """
     live = contents.live
-    found = SlabVerification()
-    judged = Judged(found, np.zeros(len(live), dtype=np.bool_), np.zeros(len(live), dtype=np.bool_))
     if contents.manifest is None:
-        return judged
+        return Judged(None, len(live))
     if key_problem(contents, key):
-        found.other_key = len(live)
+        judged = Judged(None, len(live))
+        judged.take_in(dict.fromkeys(range(len(live)), (Verdict.OTHER_KEY, "")))
         return judged
-    checker = SlotChecker(io.ops, store, contents.manifest, live, key)
+    checker = await io.run(SlotChecker, io.ops, store, contents.manifest, live, key)
+    judged = Judged(checker, len(live))
     io.control.expect(len(live))
-    judgements = await _check(io, checker, np.argsort(live["place"], kind="stable"))
+    await _check(io, checker, judged, np.argsort(live["place"], kind="stable"))
     for _ in range(_LOOKS - 1):
-        doubtful = [row for row, (verdict, _) in judgements.items() if verdict in _DOUBTFUL]
-        if not doubtful or io.control.should_stop():
+        doubtful = np.flatnonzero(judged.are(*DOUBTFUL))
+        if not len(doubtful) or io.control.should_stop():
             break
         now = await io.run(read_contents, io.ops, store, contents.manifest)
-        here = {bytes(record) for record in _identities(now.live)}
-        gone = [row for row in doubtful if bytes(_identities(live[row : row + 1])[0]) not in here]
-        judgements |= dict.fromkeys(gone, (Verdict.GONE, ""))
-        still = np.array(sorted(set(doubtful) - set(gone)), dtype=np.int64)
-        io.control.expect(len(still))
-        judgements |= await _check(io, checker, still)
-    for row, (verdict, reason) in sorted(judgements.items()):
-        if verdict is Verdict.GONE:
-            found.changed += 1
-        elif problem := found.count(verdict, checker.named(row, reason)):
-            judged.problems.append(problem)
-        judged.is_good[row] = verdict in {Verdict.VERIFIED, Verdict.WITHOUT_DIGEST}
-        judged.is_unreadable[row] = verdict is Verdict.UNREADABLE
+        is_here = await io.run(_are_in, live[doubtful], now.live)
+        judged.take_in(dict.fromkeys(doubtful[~is_here].tolist(), (Verdict.GONE, "")))
+        io.control.expect(int(is_here.sum()))
+        await _check(io, checker, judged, doubtful[is_here])
     return judged
 
 
@@ -216,21 +258,30 @@ class SlotChecker:
         return Verdict.VERIFIED, ""
 
 
-async def _check(io: MaintenanceIo, checker: SlotChecker, rows: Rows) -> dict[int, Judgement]:
-    judgements: dict[int, Judgement] = {}
+async def _check(io: MaintenanceIo, checker: SlotChecker, judged: Judged, rows: Rows) -> None:
     async with aclosing(io.share_out(checker.batches(rows), checker.check)) as checked:
-        async for batch, judged in checked:
-            judgements.update(judged)
+        async for batch, judgements in checked:
+            judged.take_in(judgements)
             io.control.advance(len(batch))
-    return judgements
 
 
-def _identities(live: Records) -> Records:
-    """Return what makes a record that of one block in one place."""
-    same = live.copy()
+def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
+    """Tell of each record whether it is among those of a store, in which each has its place."""
+    if not len(live):
+        return np.zeros(len(records), dtype=np.bool_)
+    by_place = np.argsort(live["place"], kind="stable")
+    at = np.searchsorted(live["place"], records["place"], sorter=by_place)
+    there = live[by_place[np.minimum(at, len(live) - 1)]]
+    is_same: npt.NDArray[np.bool_] = (_identities(records) == _identities(there)).all(axis=1)
+    return is_same
+
+
+def _identities(records: Records) -> npt.NDArray[np.uint8]:
+    """Return the bytes of records that make them that of one block in one place."""
+    same = records.copy()
     same["flags"] = 0
-    same["spare"] = 0
-    return same
+    same["use"] = 0
+    return same.view(np.uint8).reshape(-1, RECORD_BYTES)
 
 
 def _unreadable(error: OSError) -> Judgement:

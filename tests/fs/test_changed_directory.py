@@ -1,0 +1,315 @@
+"""Directories that are removed beneath a running tier, and tiers that others took for dead."""
+
+import asyncio
+import errno
+import os
+import shutil
+import threading
+
+import pytest
+from fs.places import BLOCK, Place
+
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
+from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.fs.folders import LeafFolders
+from kvoffload_async.tiers.fs.inventory import sweep_temps
+from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.usage import FILE_NAME
+
+K = [key_of(number) for number in range(16)]
+ROOMY = {"capacity_bytes": 256 * BLOCK, "rescan_interval_s": 3600.0}
+OPTIONS = [{"rescan_interval_s": 3600.0}, ROOMY]
+
+
+def remove_all(place: Place) -> None:
+    shutil.rmtree(place.folder)
+
+
+def remove_writers(place: Place) -> None:
+    shutil.rmtree(place.folder / ".writers")
+
+
+def remove_count(place: Place) -> None:
+    (place.folder / FILE_NAME).unlink(missing_ok=True)
+
+
+def remove_blocks(place: Place) -> None:
+    for path in place.folder.iterdir():
+        if not path.name.startswith("."):
+            shutil.rmtree(path)
+
+
+REMOVALS = [remove_all, remove_writers, remove_count, remove_blocks]
+
+
+def beat(harness: TierHarness) -> bool:
+    return harness.run(harness.tier._housekeeping._recovery.beat())
+
+
+def rescan(harness: TierHarness) -> None:
+    housekeeping = harness.tier._housekeeping
+    harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
+
+
+def writer_of(harness: TierHarness) -> str:
+    return harness.tier._housekeeping._writers.writer_id
+
+
+def entries(place: Place) -> set[str]:
+    return {path.name for path in (place.folder / ".writers").iterdir()}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_a_store_after_a_removal_succeeds(place, options, remove):
+    with place.open(**options) as harness:
+        assert harness.store(K[:4]) == {}
+        remove(place)
+        assert harness.store(K[4:8]) == {}
+        assert harness.load(K[4:8]) == {}
+        assert set(K[4:8]) <= place.blocks()
+
+
+@pytest.mark.parametrize("remove", REMOVALS)
+def test_after_a_removal_and_a_heartbeat_the_count_is_that_of_the_disk(place, remove):
+    with place.open(**ROOMY) as harness:
+        assert harness.store(K[:4]) == {}
+        remove(place)
+        beat(harness)
+        assert harness.store(K[4:8]) == {}
+        rescan(harness)
+        assert place.counted_bytes() == place.disk_bytes()
+        assert harness.tier._space.known() == place.blocks()
+        assert harness.announced() <= place.blocks()
+    assert not entries(place)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("remove", [remove_all, remove_writers])
+def test_a_tier_whose_entry_is_gone_registers_under_a_new_id(place, options, remove, caplog):
+    with place.open(**options) as harness:
+        old = writer_of(harness)
+        assert not beat(harness)
+        remove(place)
+        assert beat(harness)
+        assert not beat(harness)
+        assert entries(place) == {writer_of(harness)} != {old}
+        assert "registered again" in caplog.text
+        with place.open(**options) as other:
+            assert other.tier._housekeeping._writers.others() == ({writer_of(harness)}, set())
+
+
+def test_an_entry_in_whose_place_is_another_file_is_not_the_tiers_own(place):
+    with place.open() as harness:
+        old = writer_of(harness)
+        path = place.folder / ".writers" / old
+        path.rename(path.with_name("moved"))
+        path.write_bytes(b"")
+        assert beat(harness)
+        assert entries(place) == {old, writer_of(harness)}  # what was moved is swept
+
+
+@pytest.mark.parametrize("on", ["stat", "fstat", "utime"])
+def test_an_entry_that_has_gone_stale_is_made_anew(place, on):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        ops.fail(errno.ESTALE, on=on, when=lambda call: "/.writers/" in call.path, times=1)
+        assert beat(harness)
+        assert not beat(harness)
+
+
+def test_a_heartbeat_that_fails_otherwise_is_no_reason_to_register_again(place):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        ops.fail(errno.EIO, on="utime")
+        with pytest.raises(OSError, match="injected"):
+            beat(harness)
+        ops.heal()
+        assert not beat(harness)
+
+
+def test_a_tier_that_was_taken_for_dead_goes_on(place):
+    """Suspended for longer than ten minutes: another host has swept what it left."""
+    with place.open(**ROOMY) as sleeper, place.open(**ROOMY) as other:
+        assert sleeper.store(K[:4]) == {}
+        old = writer_of(sleeper)
+        other.tier._housekeeping._writers.forget(old)
+        rescan(other)
+        assert sleeper.store(K[4:8]) == {}
+        assert beat(sleeper)
+        assert entries(place) == {writer_of(sleeper), writer_of(other)}
+        assert sleeper.store(K[8:12]) == {}
+        for harness in (sleeper, other):
+            rescan(harness)
+        assert place.counted_bytes() == place.disk_bytes()
+        assert place.usage().reserved_bytes == {writer_of(sleeper): 0, writer_of(other): 0}
+
+
+class Sweeping(FaultyFileOps):
+    """Sweeps temporary files the moment before a call about one, once."""
+
+    def __init__(self, on: str) -> None:
+        super().__init__()
+        self.on = on
+        self.place: Place | None = None
+
+    def _before(self, name, path, flags=0):
+        if self.place is not None and name == self.on and path.endswith(".tmp"):
+            place, self.place = self.place, None
+            temps = place.temps()
+            sweep_temps(FaultyFileOps(), temps, {temp.split(".")[-3] for temp in temps})
+            remove_blocks(place)
+        return super()._before(name, path, flags)
+
+
+@pytest.mark.parametrize("on", ["open", "pwrite", "set_xattr", "stat", "publish"])
+def test_a_store_whose_temporary_file_was_swept_is_made_again(place, on):
+    ops = Sweeping(on)
+    with place.open(ops, **ROOMY) as harness:
+        ops.place = place
+        assert harness.store(K[:1]) == {}
+        assert ops.place is None
+        assert harness.load(K[:1]) == {}
+        assert not place.temps()
+        rescan(harness)
+        assert place.counted_bytes() == place.disk_bytes()
+
+
+@pytest.mark.parametrize("on", ["get_xattr", "open", "pwrite", "publish"])
+def test_a_store_in_the_place_of_a_victim_is_made_again_too(place, on):
+    ops = Sweeping(on)
+    capacity_bytes = 28 * 1024 + 2 * (BLOCK + 8 * 1024) + 3 * 4096
+    with place.open(ops, capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
+        for key in K[:3]:
+            assert harness.store([key]) == {}
+        ops.place = place
+        before = len(ops.calls)
+        assert harness.store(K[3:4]) == {}
+        assert ops.place is None
+        assert ops.counts(before)["rename"] == 1  # of the victim
+        assert harness.load(K[3:4]) == {}
+        rescan(harness)
+        assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
+
+
+def test_a_store_whose_temporary_file_is_swept_again_and_again_fails(place):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        ops.fail(errno.ENOENT, on="publish", when=is_temp)
+        failures = harness.store(K[:1])
+        assert isinstance(failures[0], TierUnavailableError)
+        ops.heal()
+        assert harness.store(K[:1]) == {}
+        assert not place.temps()
+
+
+def test_a_lost_root_is_not_made_again(place):
+    with place.open(**ROOMY) as harness:
+        away = place.root.with_name("away")
+        place.root.rename(away)
+        with pytest.raises(OSError, match="is not what was opened any more"):
+            beat(harness)
+        assert not place.root.exists()
+        away.rename(place.root)
+        assert not beat(harness)
+
+
+def test_while_it_cannot_register_again_a_store_fails_and_later_ones_do_not(place, caplog):
+    ops = FaultyFileOps()
+    with place.open(ops, **ROOMY) as harness:
+        remove_all(place)
+        ops.fail(errno.EIO, on="mkdir make_folders")
+        with pytest.raises(OSError, match="No such file"):
+            harness.store(K[:4])
+        assert "registering again failed" in caplog.text
+        ops.heal()
+        assert harness.store(K[:4]) == {}
+
+
+def test_several_stores_that_fail_register_once(place):
+    with place.open(**ROOMY) as harness:
+        recovery = harness.tier._housekeeping._recovery
+
+        async def together():
+            async with asyncio.TaskGroup() as group:
+                beats = [group.create_task(recovery.beat()) for _ in range(3)]
+            return [task.result() for task in beats]
+
+        remove_all(place)
+        assert harness.run(together()) == [True, True, True]
+        assert len(entries(place)) == 1
+
+
+def test_readers_that_do_not_verify_are_announced_again(place):
+    with place.open(verify="off") as harness:
+        remove_all(place)
+        assert beat(harness)
+        assert (place.folder / ".unverified-readers").exists()
+
+
+def test_after_registering_again_temporary_files_are_named_for_the_new_id(place):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        assert harness.store(K[:1]) == {}
+        remove_writers(place)
+        assert beat(harness)
+        before = len(ops.calls)
+        assert harness.store(K[1:2]) == {}
+        temps = {call.path for call in ops.calls[before:] if is_temp(call)}
+        assert {temp.split(".")[-3] for temp in temps} == {writer_of(harness)}
+
+
+def test_folders_that_were_all_removed_are_made_and_measured_anew(tmp_path):
+    ops = FaultyFileOps()
+    folders = LeafFolders(ops)
+    leaf = tmp_path / "a" / "b"
+    sizes = {}
+    ops.stat = lambda path: sizes.get(path) or FaultyFileOps.stat(ops, path)
+
+    def grow(number: int) -> int:
+        """Put something into the leaf that makes it grow; return by how much that is counted."""
+        change = DiskChange()
+        folders.ensure(str(leaf), DiskChange())
+        with folders.growing(str(leaf), change):
+            status = leaf.stat()
+            sizes[str(leaf)] = os.stat_result(status, {"st_blocks": status.st_blocks + number})
+        del sizes[str(leaf)]
+        return change.added_bytes
+
+    assert grow(8) == 4096
+    assert grow(8) == 0  # that was counted
+    shutil.rmtree(tmp_path / "a")
+    folders.forget_all()
+    assert grow(8) == 4096
+
+
+def test_registering_again_drops_the_blocks_that_are_gone(place):
+    with place.open(**ROOMY) as harness:
+        assert harness.store(K[:4]) == {}
+        remove_all(place)
+        assert beat(harness)
+        assert not harness.tier._space.known()
+        assert not harness.announced()
+        assert place.counted_bytes() == place.disk_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 256 * BLOCK}])
+def test_housekeeping_registers_again_by_itself(place, options):
+    class Noticing(FaultyFileOps):
+        """Says when an entry is made after the first."""
+
+        entries = 0
+        made = threading.Event()
+
+        def open(self, path, flags):
+            if "/.writers/" in path and flags & os.O_EXCL:
+                self.entries += 1
+            if self.entries > 1:
+                self.made.set()
+            return super().open(path, flags)
+
+    ops = Noticing()
+    with place.open(ops, rescan_interval_s=0.01, **options):
+        remove_writers(place)
+        assert ops.made.wait(10)

@@ -1,0 +1,90 @@
+"""A directory after a power cut: no wrong byte, and with `fsync` nothing lost."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from fs.places import KIB, Place
+from powercuts import PER_STEP, check_each, problems, sampled, states
+
+from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.testing.powercut import MetadataOrder
+from kvoffload_async.testing.recording import RecordingFileOps
+from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
+
+pytestmark = pytest.mark.timeout(120 + 60 * PER_STEP)
+
+K = [key_of(number) for number in range(24)]
+CAPACITY = 16 * KIB + 5 * 12 * KIB
+
+
+def recorded(root: Path, work, **options) -> RecordingFileOps:
+    ops = RecordingFileOps(str(root))
+    with Place(root).open(ops, **options) as harness:
+        work(harness, ops)
+    return ops
+
+
+def stores(harness, ops) -> None:
+    for first in range(0, 4, 2):
+        assert harness.store(K[first : first + 2]) == {}
+        ops.mark(K[first : first + 2])
+
+
+def stores_and_evicts(harness, ops) -> None:
+    for first in range(0, 24, 3):
+        harness.store(K[first : first + 3])
+        harness.load(K[max(0, first - 3) : first])
+
+
+def age(root: Path) -> None:
+    """Let two hours pass, so that a writer whose entry is not whole counts as dead."""
+    then_s = time.time() - 7200
+    for path in root.rglob("*"):
+        if path.is_file():
+            os.utime(path, (then_s, then_s))
+
+
+def check(root: Path, acknowledged=(), **options) -> None:
+    """Open what is there: nothing is served wrong, and nothing that was acknowledged is missing."""
+    place = Place(root)
+    age(root)
+    with place.open(**options) as harness:
+        failures = harness.load(K)
+        served = {key for slot, key in enumerate(K) if slot not in failures}
+        assert all(harness.holds(key, K.index(key)) for key in served), "wrong bytes were served"
+        lost = {key for keys in acknowledged for key in keys} - served
+        assert not lost, f"{len(lost)} acknowledged blocks are lost"
+        assert harness.store(K[20:22]) == {}
+        if "capacity_bytes" in options:
+            housekeeping = harness.tier._housekeeping
+            harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
+            assert place.counted_bytes() == place.disk_bytes() <= options["capacity_bytes"]
+    assert not [f for f in problems(FsMaintenance, root) if isinstance(f, Problem)]
+    assert not place.temps()
+
+
+@pytest.mark.parametrize("order", MetadataOrder)
+@pytest.mark.parametrize("verify", ["required", "when_present"])
+def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, verify):
+    ops = recorded(tmp_path / "work", stores, verify="required")
+    found = states(ops.recording, order)
+    assert check_each(found, tmp_path, lambda root, _: check(root, verify=verify)) > 50
+
+
+@pytest.mark.parametrize("order", MetadataOrder)
+def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fsync(tmp_path, order):
+    ops = recorded(tmp_path / "work", stores, fsync=True)
+    found = states(ops.recording, order)
+    assert check_each(found, tmp_path, check) > 20
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+@pytest.mark.parametrize("order", MetadataOrder)
+def test_after_a_power_cut_while_blocks_are_evicted_the_count_is_right(tmp_path, order, fsync):
+    options = {"capacity_bytes": CAPACITY, "rescan_interval_s": 3600.0}
+    ops = recorded(tmp_path / "work", stores_and_evicts, fsync=fsync, **options)
+    found = sampled(ops.recording, order)
+    check_each(found, tmp_path, lambda root, _: check(root, **options))

@@ -1,0 +1,89 @@
+"""A wait for the device that fails: a later one that succeeds proves nothing."""
+
+import errno
+
+import pytest
+from fs.places import Place, load_key, store, store_key
+from fs.places import item as block_of
+
+from kvoffload_async.errors import TierFullError, TierUnavailableError
+from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs.outcome import StoreStatus
+
+A, B = key_of(1), key_of(2)
+
+
+def names(call) -> bool:
+    """Tell whether a call is about a folder."""
+    return not is_temp(call) and not call.path.endswith(".bin")
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_block_whose_bytes_may_not_be_on_the_device_fails_and_is_discarded(place, code):
+    ops = FaultyFileOps()
+    files = place.files(ops, fsync=True)
+    ops.fail(code, on="fsync", when=is_temp, times=1)
+    outcome = store_key(files, A)
+    assert outcome.status is StoreStatus.FAILED
+    assert isinstance(outcome.error, TierUnavailableError if code == errno.EIO else TierFullError)
+    assert not place.blocks()
+    assert not place.temps()
+    assert store_key(files, A).status is StoreStatus.WRITTEN, "into another file"
+    assert load_key(files, A) is None
+
+
+def test_a_block_whose_name_may_not_be_on_the_device_fails_and_is_discarded(place):
+    ops = FaultyFileOps()
+    files = place.files(ops, fsync=True)
+    ops.fail(errno.EIO, on="fsync", when=names, times=1)
+    outcome = store_key(files, A)
+    assert outcome.status is StoreStatus.FAILED
+    assert isinstance(outcome.error, TierUnavailableError)
+    assert not place.blocks()
+    grown = outcome.change.added_bytes - outcome.change.removed_bytes
+    files.remove([A])
+    assert grown == sum(place.inventory().folders.values())
+    assert store_key(files, A).status is StoreStatus.WRITTEN
+
+
+def test_a_block_that_cannot_be_discarded_fails_all_the_same(place, caplog):
+    ops = FaultyFileOps()
+    files = place.files(ops, fsync=True)
+    ops.fail(errno.EIO, on="fsync", when=names)
+    ops.fail(errno.EROFS, on="unlink")
+    outcome = store_key(files, A)
+    assert outcome.status is StoreStatus.FAILED
+    assert place.blocks() == {A}
+    assert "stays behind" in caplog.text
+
+
+def test_a_block_of_another_writer_is_not_discarded_for_a_name_that_is_not_durable(place):
+    ops = FaultyFileOps()
+    files = place.files(ops, fsync=True)
+    place.put(A, has_digest=True)
+    ops.fail(errno.EIO, on="fsync", when=names)
+    assert store_key(files, A).status is StoreStatus.FAILED
+    assert place.blocks() == {A}
+
+
+def test_the_folders_above_a_block_are_waited_for_until_they_are_known_to_be_there(place):
+    ops = FaultyFileOps()
+    files = place.files(ops, fsync=True)
+    store(files, block_of(A))
+    folders = [call.path for call in ops.calls if call.name == "fsync" and names(call)]
+    leaf = place.namespace.leaf_of(A)
+    assert folders == [leaf, leaf.rpartition("/")[0], place.namespace.folder]
+    since = len(ops.calls)
+    store(files, block_of(A))
+    assert ops.counts(since)["fsync"] == 1, "the leaf: somebody may have published it just now"
+    files.remove([A])
+    since = len(ops.calls)
+    store(files, block_of(A))
+    assert ops.counts(since)["fsync"] == 1 + 3, "the folders were made anew"
+
+
+def test_the_root_is_waited_for_when_a_tier_opens(tmp_path):
+    ops = FaultyFileOps()
+    with Place(tmp_path).open(ops, fsync=True):
+        assert [call.path for call in ops.calls if call.name == "fsync"] == [str(tmp_path)]

@@ -1,0 +1,143 @@
+"""Whatever call of one tier fails, another on the same directory is not kept waiting."""
+
+import errno
+import threading
+
+import pytest
+from fs.places import BLOCK, KIB, Place
+
+from kvoffload_async.errors import (
+    ConfigError,
+    TierTimeoutError,
+    TierUnavailableError,
+    drop_tracebacks,
+)
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.files.locks import held
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+
+K = [key_of(number) for number in range(12)]
+FULL = 28 * KIB + 3 * (BLOCK + 8 * KIB) + 3 * 4 * KIB
+WAIT_S = 5.0
+
+
+def rescan(harness: TierHarness) -> None:
+    housekeeping = harness.tier._housekeeping
+    harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
+
+
+def store(harness: TierHarness, keys) -> None:
+    """Store in trouble: it may fail."""
+    try:
+        harness.store(keys)
+    except (OSError, TierUnavailableError) as error:
+        drop_tracebacks(error)
+
+
+def number_of_calls(place: Place) -> int:
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=FULL) as harness, place.open(capacity_bytes=FULL):
+        before = len(ops.calls)
+        store(harness, K[:2])
+        return len(ops.calls) - before
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_after_a_failure_at_any_call_of_a_store_another_tier_goes_on(place, code):
+    count = number_of_calls(place)
+    for number in range(1, count + 1):
+        place = Place(place.root.with_name(f"{code}-{number}"))
+        ops = FaultyFileOps()
+        with (
+            place.open(ops, capacity_bytes=FULL) as harness,
+            place.open(capacity_bytes=FULL) as other,
+        ):
+            ops.fail(code, at=len(ops.calls) + number)
+            store(harness, K[:2])
+            rescan(other)
+            ops.heal()
+            store(other, K[2:4])
+            rescan(harness)
+        assert not ops.open_fds
+
+
+def test_a_count_that_another_never_gives_back_ends_the_wait(place):
+    """A process that is stopped inside a change, or hangs in the filesystem."""
+    place.folder.mkdir(parents=True)
+    ops = FaultyFileOps()
+    usage = UsageFile(ops, str(place.folder), "me", lambda: 0, lock_timeout_s=0.01)
+    usage.open()
+    with (
+        held(FileOps(), str(place.folder / FILE_NAME)),
+        pytest.raises(TimeoutError, match=r"its lock was held by another for 0.01 s: .*\.usage"),
+    ):
+        usage.reserve(BLOCK, 1, FULL)
+    assert usage.reserve(BLOCK, 1, FULL) == 1
+    usage.close()
+    assert not ops.open_fds
+
+
+def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place):
+    place.folder.mkdir(parents=True)
+    ops = FaultyFileOps()
+    usage = UsageFile(ops, str(place.folder), "me", lambda: 0, lock_timeout_s=0.01)
+    usage.open()
+    hang = ops.hang(on="pread_into")
+    stuck = threading.Thread(target=usage.read)
+    stuck.start()
+    assert hang.entered.wait(WAIT_S)
+    for call in (usage.read, lambda: usage.settle(0, DiskChange(1))):
+        with pytest.raises(TimeoutError, match=r"held by another for 0.01 s"):
+            call()
+    ops.heal()
+    stuck.join(WAIT_S)
+    assert usage.read().total_bytes == 1
+    usage.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_filesystem_without_locks_is_refused_with_a_capacity_and_used_without(place, code):
+    ops = FaultyFileOps()
+    ops.fail(code, on="lock")
+    with pytest.raises(ConfigError, match=r"root_dir: .* \(.*cannot be locked: .*\.usage"):
+        place.open(ops, capacity_bytes=FULL)
+    assert not ops.open_fds
+    with place.open(ops) as harness:
+        assert harness.store(K[:2]) == {}
+    assert not ops.open_fds
+
+
+def test_a_count_that_is_locked_for_ever_is_a_timeout_of_the_opening(place):
+    place.folder.mkdir(parents=True)
+    ops = FaultyFileOps()
+    ops.fail(errno.ETIMEDOUT, on="lock", when=lambda call: call.path.endswith(FILE_NAME))
+    with pytest.raises(TierTimeoutError, match=r"root_dir: .*\.usage"):
+        place.open(ops, capacity_bytes=FULL)
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(place, times):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=FULL) as harness:
+        is_count = lambda call: call.path.endswith(FILE_NAME)  # noqa: E731 - a rule
+        ops.fail(errno.ESTALE, on="lock", when=is_count, times=times)
+        if times == 1:
+            assert harness.store(K[:2]) == {}
+        else:
+            with pytest.raises(OSError, match="cannot be locked"):
+                harness.store(K[:2])
+            ops.heal()
+            assert harness.store(K[:2]) == {}
+
+
+def test_a_root_whose_handle_went_stale_is_a_fault_until_it_answers(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=FULL) as harness:
+        ops.fail(errno.ESTALE, on="stat", when=lambda call: call.path.startswith(f"{place.root}/."))
+        with pytest.raises(TierUnavailableError, match="Stale file handle"):
+            harness.store(K[:2])
+        ops.heal()
+        assert harness.store(K[:2]) == {}

@@ -1,0 +1,122 @@
+"""What a newer release has left in a namespace: never wrong, never removed, never overwritten."""
+
+import json
+import os
+
+import pytest
+from fs.places import BLOCK, Place, load_key, store_key
+
+from kvoffload_async import BlockMissingError, ConfigError, CorruptBlockError
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import content_of, key_of
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
+from kvoffload_async.tiers.fs.outcome import StoreStatus
+
+A, B = key_of(0), key_of(1)
+NEWER = [b"\x03", b"\x03" + bytes(16), b"\x03" + bytes(24), b"\xff" + bytes(60)]
+DAMAGED = [b"", b"\x00" + bytes(16), b"\x01" + bytes(15), b"\x02" + bytes(16), b"\x01" + bytes(16)]
+
+
+def put(place: Place, value: bytes, content: bytes | None = None):
+    path = place.put(A, content)
+    try:
+        os.setxattr(path, ATTRIBUTE, value)
+    except OSError:
+        pytest.skip("no extended attributes here")
+    return path
+
+
+@pytest.mark.parametrize("verify", ["when_present", "required"])
+@pytest.mark.parametrize("length", [0, 100, BLOCK, BLOCK + 1])
+@pytest.mark.parametrize("value", NEWER)
+def test_a_newer_block_is_a_miss_and_its_file_stays(place, value, length, verify):
+    path = put(place, value, bytes(length))
+    failure = load_key(place.files(verify=verify), A)
+    assert isinstance(failure.error, BlockMissingError)
+    assert "of a newer release" in str(failure.error)
+    assert failure.freed_bytes is None
+    assert path.stat().st_size == length
+
+
+@pytest.mark.parametrize("length", [0, 100, BLOCK + 1])
+def test_one_of_another_length_stays_without_verification_too(place, length):
+    path = put(place, NEWER[0], bytes(length))
+    failure = load_key(place.files(verify="off"), A)
+    assert isinstance(failure.error, BlockMissingError)
+    assert failure.freed_bytes is None
+    assert path.exists()
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+def test_a_damaged_checksum_is_no_newer_one(place, value):
+    path = put(place, value)
+    failure = load_key(place.files(), A)
+    assert isinstance(failure.error, CorruptBlockError)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("capacity_bytes", [None, 1 << 20])
+def test_its_store_reports_it_as_present_and_leaves_it(place, capacity_bytes):
+    path = put(place, NEWER[1], b"newer")
+    with place.open(capacity_bytes=capacity_bytes) as harness:
+        assert harness.store([A, B]) == {}
+        assert harness.contains([A]) == {A}
+        assert set(harness.load([A, B])) == {0}
+    assert path.read_bytes() == b"newer"
+    assert os.getxattr(path, ATTRIBUTE) == NEWER[1]
+
+
+def test_one_that_is_evicted_is_not_overwritten_but_removed(place):
+    """What a newer release's readers compare with what, nobody here knows."""
+    ops = FaultyFileOps()
+    files = place.files(ops, reuses_inodes=True)
+    for value, is_overwritten in [(NEWER[1], False), (place.attribute_of(A), True)]:
+        path = put(place, value)
+        with path.open("rb") as reader:
+            outcome = store_key(files, B, victim=A)
+            assert outcome.status is StoreStatus.WRITTEN
+            assert outcome.victim_taken
+            is_new = reader.read() == content_of(B, BLOCK).tobytes()
+        assert is_new is is_overwritten
+        place.path(B).unlink()
+
+
+# -- the namespace --------------------------------------------------------------------------------
+
+FORMAT = {"format": "kvoffload-fs", "version": 1}
+
+
+def write_format(place: Place, body: object) -> None:
+    place.folder.mkdir(parents=True, exist_ok=True)
+    text = body if isinstance(body, str) else json.dumps(body)
+    (place.folder / ".format").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("body", "need"),
+    [
+        (FORMAT | {"version": 2}, "knows format 2"),
+        (FORMAT | {"features": {"incompatible": ["x"]}}, "knows feature 'x'"),
+        (FORMAT | {"features": {"read_only_compatible": ["x"]}}, "this one may only read it"),
+        ({"format": "other", "version": 1}, "says nothing that this one knows"),
+        (FORMAT | {"version": "x"}, "says nothing that this one knows"),
+        (FORMAT | {"features": {"incompatible": 7}}, "says nothing that this one knows"),
+        ("", "says nothing that this one knows"),
+        ("[" * 50_000, "says nothing that this one knows"),
+        ("\xff", "says nothing that this one knows"),
+    ],
+    ids=range(9),
+)
+def test_a_tier_refuses_a_namespace_of_a_newer_release_and_writes_nothing(place, body, need):
+    write_format(place, body)
+    before = sorted(place.root.rglob("*"))
+    with pytest.raises(ConfigError, match=f"root_dir: .*{need}.*; upgrade, or give"), place.open():
+        pass
+    assert sorted(place.root.rglob("*")) == before
+
+
+def test_a_namespace_with_features_that_do_not_matter_is_used(place):
+    write_format(place, FORMAT | {"features": {"compatible": ["x"]}})
+    with place.open() as harness:
+        assert harness.store([A]) == {}
+        assert harness.load([A]) == {}

@@ -1,0 +1,60 @@
+"""Plans of jobs that overlap: a block's room, and the last place, go to one of them alone."""
+
+import asyncio
+
+from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs.outcome import StoreItem
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+
+K = [key_of(number) for number in range(4)]
+
+
+class Granting:
+    """A shared count that has room for everything."""
+
+    granted_blocks = 0
+
+    def reserve(self, unit_bytes, count, limit_bytes):
+        self.granted_blocks += count
+        return count
+
+
+def space_of(place, capacity_blocks):
+    usage = Granting()
+    space = Space(
+        SpaceSettings(1 << 20),
+        LruPolicy(capacity_blocks),
+        usage,
+        place.files(),
+        block_bytes=10,
+        folder_bytes=0,
+        announce=lambda _keys: None,
+    )
+    return space, usage
+
+
+def plan(space, *keys):
+    async def run_io(call):
+        return call()
+
+    items = [StoreItem(index, key, memoryview(b"")) for index, key in enumerate(keys)]
+    return asyncio.run(space.plan(items, run_io, squeeze=False))
+
+
+def test_a_block_that_a_job_is_about_to_write_gets_no_room_from_another(place):
+    space, usage = space_of(place, capacity_blocks=8)
+    first, second = plan(space, K[0], K[1]), plan(space, K[1], K[2])
+    assert [(item.key, item.may_write) for item in first.items] == [(K[0], True), (K[1], True)]
+    assert [(item.key, item.may_write) for item in second.items] == [(K[1], False), (K[2], True)]
+    assert usage.granted_blocks == 3
+
+
+def test_two_jobs_do_not_take_the_same_last_place(place):
+    space, _ = space_of(place, capacity_blocks=1)
+    first = plan(space, K[0])
+    space.pin([K[0]])
+    assert [item.key for item in first.items] == [K[0]]
+    second = plan(space, K[1])
+    assert not second.items
+    assert [item.key for item in second.roomless] == [K[1]]

@@ -1,0 +1,80 @@
+"""Opening a store over every state that a disk may have after a power cut."""
+
+import asyncio
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+from kvoffload_async.abc.maintenance import (
+    Finding,
+    GcOptions,
+    MaintenanceControl,
+    Problem,
+    Removal,
+    StoreMaintenance,
+)
+from kvoffload_async.testing.changes import Recording
+from kvoffload_async.testing.powercut import MetadataOrder, PowerCuts, State
+
+PER_STEP = int(os.environ.get("KVOFFLOAD_POWER_CUTS", "16"))
+"""How many states are tried at most after each step of a small workload."""
+
+SAMPLED = 2 * PER_STEP
+"""How many states of a large workload are tried."""
+
+
+def states(recording: Recording, order: MetadataOrder, seed: int = 7) -> Iterator[State]:
+    """Yield the states after a cut at every step, each once, for the last step that has it.
+
+    Whatever was acknowledged before an earlier step was so before the last one, too.
+    """
+    cuts, draw, seen = PowerCuts(recording, order), random.Random(seed), set()
+    for step in range(recording.num_steps, -1, -1):
+        for state in cuts.all_states(step, PER_STEP, draw):
+            digest = state.digest()
+            if digest not in seen:
+                seen.add(digest)
+                yield state
+
+
+def sampled(recording: Recording, order: MetadataOrder, seed: int = 7) -> Iterator[State]:
+    """Yield some states of a large workload."""
+    cuts, draw = PowerCuts(recording, order), random.Random(seed)
+    for _ in range(SAMPLED):
+        yield cuts.sample(draw.randrange(recording.num_steps + 1), draw)
+
+
+def check_each(
+    found: Iterator[State], folder: Path, check: Callable[[Path, list[object]], None]
+) -> int:
+    """Build each state and check it, given what was acknowledged; return how many there were."""
+    count = 0
+    for state in found:
+        root = folder / str(count)
+        state.build(root)
+        try:
+            check(root, state.recording.marked(state.step))
+        except BaseException as error:
+            error.add_note(str(state))
+            raise
+        shutil.rmtree(root)
+        count += 1
+    return count
+
+
+def problems(maintenance: type[StoreMaintenance], root: Path) -> list[Finding]:
+    """Return what `gc` removes, and then what `verify` finds to be wrong."""
+    return asyncio.run(_problems(maintenance, str(root)))
+
+
+async def _problems(maintenance: type[StoreMaintenance], root: str) -> list[Finding]:
+    found: list[Finding] = []
+    for store in await maintenance.find(root):
+        control = MaintenanceControl()
+        for run in (store.gc(GcOptions(), control), store.verify(control)):
+            async with aclosing(run) as findings:
+                found += [f async for f in findings if isinstance(f, Problem | Removal)]
+    return found

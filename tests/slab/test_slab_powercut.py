@@ -1,0 +1,89 @@
+"""A store after a power cut: no wrong byte, and with `fdatasync` nothing lost."""
+
+from pathlib import Path
+
+import pytest
+from powercuts import PER_STEP, check_each, problems, sampled, states
+from slab.stores import BLOCK, FIXED, KIB, SlabStore, sound
+
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.testing.powercut import MetadataOrder
+from kvoffload_async.testing.recording import RecordingFileOps
+from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
+
+pytestmark = pytest.mark.timeout(120 + 60 * PER_STEP)
+
+K = [key_of(number) for number in range(48)]
+OPTIONS = {"capacity_bytes": FIXED + 14 * BLOCK, "segment_bytes": 24 * KIB, "io_threads": 2}
+
+
+def recorded(root: Path, work, **options) -> RecordingFileOps:
+    ops = RecordingFileOps(str(root))
+    for part in work:
+        with SlabStore(root).open(ops, **OPTIONS, **options) as harness:
+            part(harness, ops)
+    return ops
+
+
+def stores(harness, ops) -> None:
+    for first in range(0, 4, 2):
+        assert harness.store(K[first : first + 2]) == {}
+        ops.mark(K[first : first + 2])
+
+
+def stores_more(harness, ops) -> None:
+    assert harness.store(K[4:6]) == {}
+    ops.mark(K[4:6])
+
+
+def stores_and_evicts(harness, ops) -> None:
+    for first in range(0, 40, 4):
+        harness.store(K[first : first + 4])
+        harness.load(K[max(0, first - 6) : first])
+
+
+def check(root: Path, acknowledged=(), **options) -> None:
+    """Open what is there: nothing is served wrong, and nothing that was acknowledged is missing."""
+    slab_store = SlabStore(root)
+    with slab_store.open(**OPTIONS, **options) as harness:
+        failures = harness.load(K)
+        served = {key for slot, key in enumerate(K) if slot not in failures}
+        assert all(harness.holds(key, K.index(key)) for key in served), "wrong bytes were served"
+        lost = {key for keys in acknowledged for key in keys} - served
+        assert not lost, f"{len(lost)} acknowledged blocks are lost"
+        assert harness.store(K[40:44]) == {}
+        sound(harness.tier)
+    assert not list(slab_store.folder.glob("*.tmp"))
+    assert slab_store.disk_bytes() <= OPTIONS["capacity_bytes"]
+    assert not problems(SlabMaintenance, root)
+
+
+def check_or_refused(root: Path, acknowledged=(), **options) -> None:
+    try:
+        check(root, acknowledged, **options)
+    except ConfigError as error:
+        if "repair" not in str(error) or "\n" in str(error):
+            raise
+
+
+@pytest.mark.parametrize("order", MetadataOrder)
+def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order):
+    ops = recorded(tmp_path / "work", [stores])
+    found = states(ops.recording, order)
+    assert check_each(found, tmp_path, lambda root, _: check_or_refused(root)) > 50
+
+
+@pytest.mark.parametrize("order", MetadataOrder)
+def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fdatasync(tmp_path, order):
+    ops = recorded(tmp_path / "work", [stores, stores_more], fdatasync=True)
+    found = states(ops.recording, order)
+    assert check_each(found, tmp_path, check) > 20
+
+
+@pytest.mark.parametrize("fdatasync", [False, True])
+@pytest.mark.parametrize("order", MetadataOrder)
+def test_no_state_of_a_longer_run_serves_a_wrong_byte(tmp_path, order, fdatasync):
+    ops = recorded(tmp_path / "work", [stores_and_evicts, stores_and_evicts], fdatasync=fdatasync)
+    found = sampled(ops.recording, order)
+    check_each(found, tmp_path, lambda root, _: check_or_refused(root))
