@@ -284,6 +284,9 @@ class FaultyFileOps(FileOps):
     def rename(self, source: str, target: str) -> None:
         self._before("rename", source)
         super().rename(source, target)
+        for fd, (path, flags) in list(self.open_fds.items()):
+            if path == source:
+                self.open_fds[fd] = (target, flags)
 
     def publish(self, source: str, target: str) -> None:
         self._before("publish", source)

@@ -323,6 +323,15 @@ def write_all(ops: FileOps, fd: int, data: bytes | bytearray, offset: int) -> in
     return done
 
 
+def sync_folder(ops: FileOps, folder: str) -> None:
+    """Wait until the names in a folder are on the device; raises OSError."""
+    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        ops.fsync(fd)
+    finally:
+        ops.close(fd)
+
+
 def disk_bytes(status: os.stat_result) -> int:
     """Return the bytes that a file or folder takes on disk, as allocated."""
     return status.st_blocks * 512

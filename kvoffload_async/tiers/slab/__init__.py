@@ -68,10 +68,10 @@ rise with the uses; blocks that have the same one are in the order of their reco
 
 The journal is as long as its frames; what it may need for all slots there are is allocated behind
 its end, before a segment gets these slots: units for a record of each and half as many for the log
-(at least 32). When half of what was left, when it came in use, is full, `journal.new`, for which as
-much is allocated already, is begun. It gets every append from then on, and behind each of them,
-until all slots were looked at, records of blocks that are there, in frames of at most 64: as many
-as are needed for it to be complete when half of the rest is full. It is waited for on the device,
+(at least 32). When no more than half of the log's units are left, `journal.new`, for which as much
+is allocated already, is begun. It gets every append from then on, and behind each of them, until
+all slots were looked at, records of blocks that are there, in frames of at most 64: as many as are
+needed for it to be complete when half of the rest is full. It is waited for on the device,
 by no store, and renamed over the journal. Up to the rename it means nothing, and from then on the
 old one does: a kill leaves one of the two, each of them complete. One that cannot be written or
 waited for is given up, and begun in a new file later. A journal of up to 8192 units is written anew

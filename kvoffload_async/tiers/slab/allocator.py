@@ -122,7 +122,9 @@ class Allocator:
         """Make a segment, after what the journal needs for it. Thread: an I/O thread."""
         data_path = self._store.data_path
         data_path.journal.reserve(slots + sum(data_path.table.slots().values()))
-        return data_path.segments.create(slots)
+        segment = data_path.segments.create(slots)
+        data_path.journal.note_new_file()
+        return segment
 
     def _next_slots(self) -> int:
         present = self._store.catalog.segments.values()

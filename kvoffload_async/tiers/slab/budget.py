@@ -144,7 +144,12 @@ def journal_units(slots: int) -> int:
 
     Those of a checkpoint of all of them, and half as many for the log behind it.
     """
-    return checkpoint_units(slots) + max(_MIN_LOG_UNITS, slots // 2)
+    return checkpoint_units(slots) + log_units(slots)
+
+
+def log_units(slots: int) -> int:
+    """Return how many of these are for the log."""
+    return max(_MIN_LOG_UNITS, slots // 2)
 
 
 def slot_bytes_of(block_bytes: int) -> int:

@@ -4,10 +4,10 @@ Written by the threads that store, one append a job, under a lock. Removals are 
 written later, at the latest before the slots that they free are written to again: whoever is about
 to do that calls `flush`.
 
-When half of the log behind the checkpoint is full, the next journal is begun beside it; see
-`checkpoint`. Every append then writes a part of that as well, as much as is needed for it to be
-complete before the log is full. It is waited for on the device by `tend`, which no store waits for,
-and renamed over the one in use. Where a whole journal is short, all of that is done by one append.
+When half of the log is full, the next journal is begun beside it; see `checkpoint`. Every append
+then writes a part of that as well, in proportion to itself: so much that it is complete before the
+log is full. It is waited for on the device by `tend`, which no store waits for, and renamed over
+the one in use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.ops import FileOps, write_all
-from kvoffload_async.tiers.slab.budget import journal_units
+from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
+from kvoffload_async.tiers.slab.budget import journal_units, log_units
 from kvoffload_async.tiers.slab.checkpoint import NextJournal
 from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL
 from kvoffload_async.tiers.slab.places import Place
@@ -39,14 +39,14 @@ from kvoffload_async.tiers.slab.table import RecordTable
 
 logger = logging.getLogger(__name__)
 
-_SHORT_UNITS = 8192
-"""A journal that is no longer than this is written anew at once."""
-
-_LEAST_SHARE = 8
+_LEAST_SHARE = 32
 """A journal is written anew at the opening where less room than this part of it is left."""
 
 _SYNC_BYTES = 8 << 20
 """How much of the next journal may wait for the device before somebody waits for it."""
+
+_SYNC_TIMEOUT_S = 60.0
+"""How long an append for which there is no room waits for that."""
 
 PackedRun = tuple[Place, bytes]
 """The first place of a run of blocks, and their packed records."""
@@ -82,21 +82,20 @@ class Journal:
         self._table = table
         self._seed = seed
         self._fdatasync = fdatasync
-        self._mutex = threading.Lock()
+        self._mutex = threading.Condition()
         self._removed: deque[bytes] = deque()
         self._fd: int | None = None
         self._end_units = 0
-        self._max_units = journal_units(0)
-        self._base_units = 0
-        """How long it was when it came in use, or when the next one was given up."""
+        self._max_units = self._window_units = 0
+        """How long it may become, and how much of that is left when the next one is begun."""
+        self._begin_units = 0
+        """How long it may become before the next one is begun."""
         self._next: NextJournal | None = None
-        self._next_from_units = 0
-        """How long this one was when that was begun."""
+        self._next_from_units = 0  # how long this one was when that was begun
         self._replaced: list[int] = []
         """Files that are not in use any more; closing them frees their space, which takes time."""
-        self._is_folder_synced = True
-        self._skipped = 0
-        """How many appends have failed since the last one that did not."""
+        self._is_folder_synced = False
+        self._skipped = 0  # how many appends have failed since the last one that did not
         self.sequence = 0
         """The highest number that a frame has or had."""
 
@@ -119,15 +118,14 @@ class Journal:
         self._end_units = end_bytes // RECORD_BYTES
         if self._ops.fstat(self._fd).st_size != end_bytes:
             self._ops.truncate(self._fd, end_bytes)
-        live_units = checkpoint_units(self._table.num_live())
-        self._max_units = journal_units(sum(self._table.slots().values()))
+        self._limit(sum(self._table.slots().values()))
         left_units = self._max_units - self._end_units
+        is_full = left_units < checkpoint_units(self._table.num_live()) // _LEAST_SHARE
         with self._mutex:
             try:
-                self._base_units = min(live_units, self._end_units)
                 self._ops.reserve(self._fd, self._max_units * RECORD_BYTES)
                 self._prepare()
-                if anew or left_units < live_units // _LEAST_SHARE:
+                if anew or is_full:
                     self._rewrite()
             except OSError as error:
                 logger.warning("the journal cannot be written anew yet: %s", str(error))
@@ -144,7 +142,11 @@ class Journal:
             self._ops.reserve(self._opened(), units * RECORD_BYTES)
             if self._next is not None:
                 self._next.grow(units)
-            self._max_units = units
+            self._limit(slots)
+
+    def note_new_file(self) -> None:
+        """Note that the folder has a new file, of which later appends speak."""
+        self._is_folder_synced = False
 
     def note_removed(self, places: Sequence[Place]) -> None:
         """Note that blocks are gone; they are so on disk after the next `commit` or `flush`."""
@@ -169,15 +171,20 @@ class Journal:
             OSError: Nothing was written; the removals are still noted.
         """
         with self._mutex:
-            noted = len(self._removed)
-            body = b"".join(
-                [*itertools.islice(self._removed, noted), *(packed for _, packed in puts)]
-            )
-            if not body:
-                return
-            units = 1 + len(body) // RECORD_BYTES
+            while True:
+                noted = len(self._removed)
+                body = b"".join(
+                    [*itertools.islice(self._removed, noted), *(packed for _, packed in puts)]
+                )
+                if not body:
+                    return
+                has_room = self._end_units + len(body) // RECORD_BYTES < self._max_units
+                if has_room or self._next is None or not self._next.is_syncing:
+                    break
+                if not self._mutex.wait(_SYNC_TIMEOUT_S):
+                    raise OSError(errno.ETIMEDOUT, "the next journal does not reach the device")
             try:
-                if self._end_units + units <= self._max_units:
+                if has_room:
                     self._append(body)
                     self._put(puts)
                     self._advance(body)
@@ -209,6 +216,7 @@ class Journal:
             failure = error
         with self._mutex:
             following.is_syncing = False
+            self._mutex.notify_all()
             try:
                 if following.is_abandoned:
                     following.close()
@@ -261,9 +269,7 @@ class Journal:
         end_bytes = self._end_units * RECORD_BYTES
         self.sequence += 1
         try:
-            if self._fdatasync and not self._is_folder_synced:
-                sync_folder(self._ops, self._path.rpartition("/")[0])
-                self._is_folder_synced = True
+            self._sync_names()
             write_all(self._ops, fd, framed, end_bytes)
             if self._fdatasync:
                 self._ops.fdatasync(fd)
@@ -279,9 +285,7 @@ class Journal:
 
     def _advance(self, body: bytes) -> None:
         """Go on with the next journal after an append; a failure is that of the next one alone."""
-        # Begun when half of the room is used; complete by the time that half of the rest is.
-        is_time = 2 * self._end_units >= self._base_units + self._max_units
-        if self._max_units <= _SHORT_UNITS or not is_time:
+        if self._end_units < self._begin_units:
             return
         try:
             following = self._prepare()
@@ -290,7 +294,7 @@ class Journal:
                 self._next_from_units = self._end_units
                 body = b""  # its blocks are among those that are there
             room = max(1, self._max_units - self._next_from_units)
-            used = self._end_units - self._next_from_units
+            used = self._end_units - self._next_from_units  # of it; half, and it is complete
             following.advance(body, -(-2 * used * following.num_slots // room))
         except OSError as error:
             self._abandon(error)
@@ -298,24 +302,33 @@ class Journal:
     def _rewrite(self, body: bytes = b"") -> None:
         """Complete the next journal and put it in use now, with a last append."""
         self._check()  # else it could be put in the place of another store's
-        following = self._prepare()
-        if following.is_syncing or not following.has_room(1 + len(body) // RECORD_BYTES):
+        if not self._prepare().has_room(1 + len(body) // RECORD_BYTES):
             self._drop_next()
+        while True:
             following = self._prepare()
-        try:
-            if not following.has_begun:
+            if is_new := not following.has_begun:
                 following.begin(self.sequence)
                 body = b""
-            following.advance(body, following.num_slots)
-            following.sync()
-            self._switch(following)
-        except OSError:
-            self._drop_next()
-            raise
-        finally:
-            self._close_replaced()
+            try:
+                following.advance(body, following.num_slots)
+                following.sync()
+                self._switch(following)
+            except OSError as error:
+                self._abandon(error)  # what was lost may only be what was written before
+                if is_new:
+                    raise
+            else:
+                break
+        self._close_replaced()
+        self._sync_names()
         with contextlib.suppress(OSError):  # it is tried again when it is needed
             self._prepare()
+
+    def _sync_names(self) -> None:
+        """See to it that what is appended is found again, if that matters; raises OSError."""
+        if self._fdatasync and not self._is_folder_synced:
+            sync_folder(self._ops, self._path.rpartition("/")[0])
+            self._is_folder_synced = True
 
     def _try_to_switch(self) -> None:
         """Put the next journal, which is on the device, in use; its failure is nobody's."""
@@ -338,8 +351,13 @@ class Journal:
         self._fd = following.fd
         self.sequence = following.sequence
         self._skipped = 0
-        self._end_units = self._base_units = following.size_bytes // RECORD_BYTES
+        self._end_units = following.size_bytes // RECORD_BYTES
+        self._begin_units = self._max_units - self._window_units
         self._is_folder_synced = False
+
+    def _limit(self, slots: int) -> None:
+        self._max_units, self._window_units = journal_units(slots), log_units(slots) // 2
+        self._begin_units = self._max_units - self._window_units
 
     def _prepare(self) -> NextJournal:
         """Return the next journal; a new one has all its space allocated. Raises OSError."""
@@ -354,7 +372,7 @@ class Journal:
     def _abandon(self, error: OSError) -> None:
         logger.warning("the journal cannot be written anew yet: %s", str(error))
         self._drop_next()
-        self._base_units = self._end_units
+        self._begin_units = (self._end_units + self._max_units) // 2
 
     def _drop_next(self) -> None:
         """Give the next journal up: its bytes, once one was lost, prove nothing any more."""
@@ -379,12 +397,3 @@ class Journal:
         if self._fd is None:
             raise OSError(errno.EBADF, "the journal is closed")
         return self._fd
-
-
-def sync_folder(ops: FileOps, folder: str) -> None:
-    """Wait until the names of a folder's files are on the device; raises OSError."""
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        ops.fdatasync(fd)
-    finally:
-        ops.close(fd)

@@ -22,11 +22,11 @@ from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
 from kvoffload_async.tiers.slab.batches import DataPath
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.catalog import Catalog
-from kvoffload_async.tiers.slab.journal import Journal, sync_folder
+from kvoffload_async.tiers.slab.journal import Journal
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
     LOCK,
@@ -151,6 +151,8 @@ class OpenStore:
             self.catalog = self._take_in(recovered, create_policy)
             self.found_keys = self.catalog.keys()
             self._begin_session(recovered.session)
+            if settings.fdatasync:
+                sync_folder(ops, self.folder.rpartition("/")[0])  # where the store may be new
         except BaseException:
             self.close()
             raise
@@ -345,6 +347,7 @@ def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
     finally:
         ops.close(fd)
     ops.rename(temp, f"{folder}/{MANIFEST}")
+    sync_folder(ops, folder)  # before there is anything that nobody understands without it
 
 
 def _take_lock(ops: FileOps, folder: str) -> int:

@@ -153,15 +153,17 @@ def by_use(scanned: Scan, rows: RecordRows) -> RecordRows:
 def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: Manifest) -> None:
     """Move segments that are not what their names say from a folder's segments to its refused ones.
 
-    Raises:
-        OSError: One cannot be read.
+    One that cannot be read stays.
     """
     if not manifest.header_bytes:
         return
     for number, size in list(found.segments.items()):
         if not manifest.slots_in(size):
             continue  # one that was not even begun
-        content = bytes(read_file(ops, f"{folder}/{segment_name(number)}", HEADER_BYTES))
+        try:
+            content = bytes(read_file(ops, f"{folder}/{segment_name(number)}", HEADER_BYTES))
+        except OSError:
+            continue  # then its blocks cannot be read either, and say so
         header = SegmentHeader.decode(content)
         if header is None:
             if not any(content):

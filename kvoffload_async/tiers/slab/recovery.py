@@ -126,7 +126,8 @@ class Recovery:
             kept = disk_bytes(self._ops.stat(f"{self._folder}/{BAD_JOURNAL}"))
             budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
         session = read_session(self._ops, self._folder, seed)
-        self._refuse_segments(scanned)
+        kept = self._refuse_segments(scanned)
+        budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
         rows = live_in(self._found, scanned, self._manifest)
         if session is not None:
             note_uses(scanned, rows, session)
@@ -165,18 +166,25 @@ class Recovery:
             slots,
         )
 
-    def _refuse_segments(self, scanned: Scan) -> None:
-        """Refuse segments that are not this store's; those that are, under a wrong name, go."""
+    def _refuse_segments(self, scanned: Scan) -> int:
+        """Refuse segments that are not this store's; those that are, under a wrong name, go.
+
+        Returns:
+            What those that stay take on disk.
+        """
         before = replace(self._found, segments=dict(self._found.segments))
         refuse_strange_segments(self._ops, self._folder, self._found, self._manifest)
         if not self._found.refused:
-            return
+            return 0
+        kept = 0
         everything = len(live_in(before, scanned, self._manifest))
         left = len(live_in(self._found, scanned, self._manifest))
         for number, refusal in self._found.refused.items():
             name = segment_name(number)
             if refusal.is_own:
                 self._ops.unlink(f"{self._folder}/{name}")
+            else:
+                kept += disk_bytes(self._ops.stat(f"{self._folder}/{name}"))
             logger.error(
                 "%s: %s is refused: %s; it is %s",
                 self._folder,
@@ -190,6 +198,7 @@ class Recovery:
             everything - left,
             everything,
         )
+        return kept
 
     def _fit(self, budget: Budget, scanned: Scan, rows: RecordRows) -> bool:
         """Give up slots for which a capacity that has become smaller has no room.

@@ -169,16 +169,10 @@ class SlabTier(AsyncTier):
         self._allocator = Allocator(self._store, self._store.budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
-        data_path, threads = self._store.data_path, settings.io_threads
-        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, data_path, env.io, threads)
-        self._stores = TransferQueue(
-            Direction.STORE,
-            StoreBatch.finish,
-            data_path,
-            env.io,
-            threads,
-            tend=data_path.journal.tend,
-        )
+        data_path = self._store.data_path
+        tend, work = data_path.journal.tend, (data_path, env.io, settings.io_threads)
+        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, *work)
+        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, *work, tend=tend)
         self._loads.other_direction, self._stores.other_direction = self._stores, self._loads
         env.blocks_appeared(self._store.found_keys)
 

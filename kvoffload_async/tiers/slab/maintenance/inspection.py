@@ -124,14 +124,15 @@ def _problems(contents: Contents, user: str | None) -> list[str]:
         problems.append(f"{contents.scanned.lost_bytes} bytes of the journal are damaged")
     if contents.scanned.num_gaps:
         problems.append(f"frames of the journal are missing in {contents.scanned.num_gaps} places")
-    if not contents.is_trusted:
+    if not contents.is_trusted and contents.found.has_journal:
         problems.append(
             "the store was not closed before the machine went down, or its journal has lost its end"
         )
     if contents.found.has_bad_journal:
         problems.append(f"{BAD_JOURNAL}: a journal that could not be read, kept when it was found")
     for number, refusal in sorted(contents.found.refused.items()):
-        problems.append(f"{segment_name(number)} is refused: {refusal.why}")
+        name = segment_name(number)
+        problems.append(f"{name} is refused: {refusal.why}; look whose it is, and remove it")
     if contents.found.temps and user is None:
         problems.append(f"{len(contents.found.temps)} files that a killed writer has left")
     return problems
