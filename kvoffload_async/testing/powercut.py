@@ -158,7 +158,8 @@ class PowerCuts:
         else:
             yield State(self._recording, step, frozenset())
             yield State(self._recording, step, frozenset(pending))
-            for number in pending:
+            # Not in order: where the limit ends it, the last units have had their turn, too.
+            for number in draw.sample(pending, len(pending)):
                 yield State(self._recording, step, self._with_dependents(pending, number))
                 there = self._closure([number])
                 yield State(self._recording, step, frozenset(set(pending) - there))

@@ -139,7 +139,7 @@ def test_a_block_that_claims_terabytes_is_a_line(opened_as):
 
 
 @settings(
-    max_examples=settings().max_examples // 5,
+    max_examples=settings().max_examples // 10,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a directory an example
 )
 @given(data=st.data())
@@ -158,7 +158,7 @@ def test_an_object_with_other_values_is_a_line_or_is_ignored(opened_as, kept, ki
 
 
 @settings(
-    max_examples=settings().max_examples // 5,
+    max_examples=settings().max_examples // 10,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a directory an example
 )
 @given(data=st.data())

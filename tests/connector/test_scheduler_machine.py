@@ -132,5 +132,5 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.serving.end()
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.timeout(170)(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(stateful_step_count=40, print_blob=False)

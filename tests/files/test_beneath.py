@@ -123,7 +123,7 @@ def test_only_a_regular_file_is_opened_and_nothing_is_waited_for(ops, root, outs
     assert os.path.samestat(path.lstat(), before)
     assert not ops.has_file(str(path))
     assert ops.exists(str(path))
-    assert num_open() == num_fds
+    assert num_open() <= num_fds  # what an earlier test has left may be collected meanwhile
     assert outside.is_untouched()
 
 

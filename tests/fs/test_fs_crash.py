@@ -127,10 +127,9 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
         # One job of up to 6 blocks at a time each; a walk may meet a block twice while it moves.
         assert excess <= processes * 6 * UNIT
         assert place.every_block_is_whole()
-        for child in children:
+        for child in children:  # one after the other: each makes room as it finds too much
             child.tell()
-        counted = [child.hear() for child in children]
-        for count in counted:
+            count = child.hear()
             assert count["reserved"] == 0
             assert count["counted"] == place.disk_bytes()
         for child in children:

@@ -28,8 +28,8 @@ from kvoffload_async.errors import (
     BlockMissingError,
     ConfigError,
     CorruptBlockError,
+    TierError,
     TierFullError,
-    TierUnavailableError,
     drop_tracebacks,
 )
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
@@ -271,7 +271,7 @@ class FsMachine(RuleBasedStateMachine):
         self.is_disturbed = True
         try:
             failures = harness.load(keys) if is_load else harness.store(keys)
-        except (OSError, TierUnavailableError, ExceptionGroup) as error:
+        except (OSError, TierError, ExceptionGroup) as error:
             drop_tracebacks(error)  # as the tier's actor does
             return
         for slot, key in enumerate(keys):

@@ -91,6 +91,15 @@ def test_a_length_that_cannot_be_asked_for_fails_a_direct_load_and_leaves_the_fi
     assert place.path(A).exists()
 
 
+@pytest.mark.parametrize("size", [0, 100, BLOCK + 1])
+def test_a_file_without_checksum_that_is_not_whole_is_deleted_where_one_is_required(place, size):
+    """Else its block would count as stored and be missing for ever."""
+    path = place.put(A, bytes(size))
+    failure = load_key(place.files(verify="required"), A)
+    assert isinstance(failure.error, CorruptBlockError)
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("verify", ["required", "when_present", "off"])
 def test_a_file_without_checksum_is_served_unless_one_is_required(place, verify):
     path = place.put(A)

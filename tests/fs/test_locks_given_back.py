@@ -8,13 +8,14 @@ from fs.places import BLOCK, KIB, Place
 
 from kvoffload_async.errors import (
     ConfigError,
+    TierError,
     TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
 )
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.files.locks import held
+from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
@@ -33,7 +34,7 @@ def store(harness: TierHarness, keys) -> None:
     """Store in trouble: it may fail."""
     try:
         harness.store(keys)
-    except (OSError, TierUnavailableError) as error:
+    except (OSError, TierError) as error:
         drop_tracebacks(error)
 
 
@@ -71,7 +72,7 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(place):
     usage = UsageFile(ops, str(place.folder), "me", lambda: 0, lock_timeout_s=0.01)
     usage.open()
     with (
-        held(FileOps(), str(place.folder / FILE_NAME)),
+        locked(FileOps(), str(place.folder / FILE_NAME)),
         pytest.raises(TimeoutError, match=r"its lock was held by another for 0.01 s: .*\.usage"),
     ):
         usage.reserve(BLOCK, 1, FULL)
@@ -127,7 +128,7 @@ def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(pl
         if times == 1:
             assert harness.store(K[:2]) == {}
         else:
-            with pytest.raises(OSError, match="cannot be locked"):
+            with pytest.raises(TierUnavailableError, match="cannot be locked"):
                 harness.store(K[:2])
             ops.heal()
             assert harness.store(K[:2]) == {}

@@ -30,7 +30,8 @@ def put(ops, name: str, content: bytes, *, sync: bool = False) -> None:
 
 
 def sync(ops, name: str = "") -> None:
-    fd = ops.open(f"{ops._root}/{name}", os.O_RDONLY)
+    path = Path(ops._root, name)
+    fd = ops.open(str(path), os.O_RDONLY | (os.O_DIRECTORY if path.is_dir() else 0))
     ops.fdatasync(fd)
     ops.close(fd)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.tiers.files.locks import LockedFile, held
+from kvoffload_async.tiers.files.locks import LockedFile, locked
 
 LIMIT_S = 5.0
 
@@ -75,7 +75,7 @@ def other(files, ops) -> LockedFile:
 
 def test_a_lock_that_another_holds_is_waited_for_until_the_deadline(file, other, path, time):
     message = r"held by another for 5 s.*count"
-    with other.held(), pytest.raises(TimeoutError, match=message) as raised, file.held():
+    with other.locked(), pytest.raises(TimeoutError, match=message) as raised, file.locked():
         pytest.fail("two have the lock")
     assert raised.value.errno == errno.ETIMEDOUT
     assert raised.value.filename == str(path)
@@ -87,9 +87,9 @@ def test_a_lock_that_another_holds_is_waited_for_until_the_deadline(file, other,
 
 def test_a_lock_that_is_released_meanwhile_is_taken(file, other, time):
     with ExitStack() as first:
-        first.enter_context(other.held())
+        first.enter_context(other.locked())
         time.on_pause = first.close
-        with file.held() as fd:
+        with file.locked() as fd:
             assert os.pread(fd, 1, 0) == b"1"
 
 
@@ -98,27 +98,27 @@ def test_a_lock_that_is_released_meanwhile_is_taken(file, other, time):
 def test_no_lock_survives_the_call_that_took_it(ops, file, other, on, code):
     ops.fail(code, on=on)
     fails = pytest.raises(OSError, match="count") if on in {"fstat", "lock"} else nullcontext()
-    with fails, file.held():
+    with fails, file.locked():
         pass
     ops.heal()
     for each in (other, file):  # or the deadline passes
-        with each.held():
+        with each.locked():
             pass
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "no"), ZeroDivisionError()])
 def test_no_lock_survives_a_failure_under_it(file, other, time, error):
-    with pytest.raises(type(error)), file.held():
+    with pytest.raises(type(error)), file.locked():
         raise error
-    with other.held():
+    with other.locked():
         assert not time.pauses
 
 
 def test_a_child_that_inherited_the_descriptor_does_not_keep_the_lock(file, other, time):
-    with file.held() as fd:
+    with file.locked() as fd:
         copy = os.dup(fd)  # as a fork makes one
     try:
-        with other.held():
+        with other.locked():
             assert not time.pauses
     finally:
         os.close(copy)
@@ -127,7 +127,7 @@ def test_a_child_that_inherited_the_descriptor_does_not_keep_the_lock(file, othe
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_filesystem_without_locks_says_so_at_once(ops, file, time, code):
     ops.fail(code, on="lock")
-    with pytest.raises(OSError, match=r"cannot be locked.*count") as raised, file.held():
+    with pytest.raises(OSError, match=r"cannot be locked.*count") as raised, file.locked():
         pytest.fail("it was not locked")
     assert raised.value.errno == code
     assert not time.pauses
@@ -136,7 +136,7 @@ def test_a_filesystem_without_locks_says_so_at_once(ops, file, time, code):
 
 def test_a_descriptor_is_kept_and_closed_at_the_end(ops, file):
     for _ in range(3):
-        with file.held():
+        with file.locked():
             assert len(ops.open_fds) == 1
     assert ops.counts()["open"] == 1
     file.close()
@@ -145,34 +145,34 @@ def test_a_descriptor_is_kept_and_closed_at_the_end(ops, file):
 
 @pytest.mark.parametrize("on", ["lock", "fstat"])
 def test_a_kept_descriptor_that_has_gone_stale_is_opened_anew_once(ops, file, on):
-    with file.held():
+    with file.locked():
         pass
     ops.fail(errno.ESTALE, on=on, times=1)
-    with file.held():
+    with file.locked():
         assert ops.counts()["open"] == 2
     ops.fail(errno.ESTALE, on=on)
-    with pytest.raises(OSError, match=r"cannot be locked.*count") as raised, file.held():
+    with pytest.raises(OSError, match=r"cannot be locked.*count") as raised, file.locked():
         pytest.fail("it was not locked")
     assert raised.value.errno == errno.ESTALE
     assert ops.counts()["open"] == 3
 
 
 def test_a_descriptor_under_which_a_call_failed_is_opened_anew(ops, file):
-    with pytest.raises(OSError, match="stale"), file.held():
+    with pytest.raises(OSError, match="stale"), file.locked():
         raise OSError(errno.ESTALE, "stale")
     assert not ops.open_fds
-    with file.held():
+    with file.locked():
         assert ops.counts()["open"] == 2
 
 
 def test_a_file_that_was_deleted_is_not_locked_but_the_one_in_its_place(files, ops, path, other):
     file = files(ops, os.O_RDWR | os.O_CREAT)
     for replace in (lambda: None, lambda: path.write_bytes(b"22")):
-        with file.held():
+        with file.locked():
             pass
         path.unlink()
         replace()
-        with file.held() as fd:
+        with file.locked() as fd:
             assert os.path.samestat(os.fstat(fd), path.stat())
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_is_removed_again_and_again_is_given_up_at_the_deadline(file
             return super().lock(fd, wait=wait)
 
     ops = Removing()
-    with pytest.raises(TimeoutError), files(ops, os.O_RDWR | os.O_CREAT).held():
+    with pytest.raises(TimeoutError), files(ops, os.O_RDWR | os.O_CREAT).locked():
         pytest.fail("a file without a name was locked")
     assert time.now_s >= LIMIT_S
     assert not ops.open_fds
@@ -191,33 +191,33 @@ def test_a_file_that_is_removed_again_and_again_is_given_up_at_the_deadline(file
 
 def test_a_file_that_is_not_there_is_made_only_if_asked_for(files, ops, path):
     path.unlink()
-    with pytest.raises(FileNotFoundError), files(ops).held():
+    with pytest.raises(FileNotFoundError), files(ops).locked():
         pytest.fail("there was nothing to lock")
-    with files(ops, os.O_RDWR | os.O_CREAT).held():
+    with files(ops, os.O_RDWR | os.O_CREAT).locked():
         assert path.exists()
 
 
 def test_threads_of_one_file_wait_for_each_other_until_the_deadline(ops, path):
     file = LockedFile(ops, str(path), timeout_s=0.001)
-    with file.held():
+    with file.locked():
         with (
             pytest.raises(TimeoutError, match=r"held by another for 0.001 s.*count"),
-            file.held(),
+            file.locked(),
         ):
             pytest.fail("two have the lock")
         with pytest.raises(TimeoutError):
             file.close()
-    with file.held():
+    with file.locked():
         pass
     file.close()
 
 
 def test_one_use_leaves_nothing_open(ops, path):
-    with held(ops, str(path)) as fd:
+    with locked(ops, str(path)) as fd:
         assert os.pread(fd, 1, 0) == b"1"
-        with pytest.raises(TimeoutError), held(ops, str(path), timeout_s=0.001):
+        with pytest.raises(TimeoutError), locked(ops, str(path), timeout_s=0.001):
             pytest.fail("two have the lock")
     assert not ops.open_fds
-    with pytest.raises(ZeroDivisionError), held(ops, str(path)):
+    with pytest.raises(ZeroDivisionError), locked(ops, str(path)):
         raise ZeroDivisionError
     assert not ops.open_fds

@@ -66,10 +66,6 @@ OPTIONS = {
 }
 
 
-needs_modes = pytest.mark.xfail(reason="what is made in a group's directory is its maker's alone")
-
-
-@needs_modes
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_users_of_one_group_share_a_directory_that_is_the_groups(server, shared, kind):
     tier, options = kind.split()[0], OPTIONS[kind]
@@ -91,7 +87,6 @@ def test_a_directory_of_one_user_is_refused_to_another_in_one_line(server, commo
     assert run(server, tier, root, FIRST, ((), range(4)), **options) == FINE
 
 
-@needs_modes
 def test_a_file_that_may_not_be_read_is_a_miss_and_stays(server, shared):
     assert run(server, "fs", shared, FIRST, (range(4), ())) == FINE
     path = Place(shared).path(key_of(2))

@@ -92,7 +92,7 @@ class LockedFile:
         self._mutex = threading.Lock()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[int]:
+    def locked(self) -> Iterator[int]:
         """Hold the lock; yield the descriptor.
 
         Raises:
@@ -168,13 +168,13 @@ class LockedFile:
 
 
 @contextlib.contextmanager
-def held(
+def locked(
     ops: FileOps, path: str, flags: int = os.O_RDWR, *, timeout_s: float = LOCK_TIMEOUT_S
 ) -> Iterator[int]:
-    """Open a file, hold its lock, and close it again; raises what `LockedFile.held` raises."""
+    """Open a file, hold its lock, and close it again; raises what `LockedFile.locked` raises."""
     file = LockedFile(ops, path, flags, timeout_s=timeout_s)
     try:
-        with file.held() as fd:
+        with file.locked() as fd:
             yield fd
     finally:
         file.close()

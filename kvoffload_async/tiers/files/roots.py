@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from kvoffload_async.tiers.files.beneath import Opener, suitable_opener
@@ -71,12 +71,14 @@ class FolderDescriptors(threading.local):
     """The folders in which a call works: each opened for one call, or kept during a batch."""
 
     _kept: dict[str, int] | None = None
+    _stale: Sequence[int] = ()
 
     def at(self, path: str, call: Callable[[int, str], T], open_folder: Callable[[str], int]) -> T:
         """Return what a call returns that is given the folder of a path, and the name in it.
 
         A folder that was kept may have been removed meanwhile, and made again: if the call does
-        not find what it needs, it is made once more in the folder that is there now.
+        not find what it needs, it is made once more in the folder that is there now. What was
+        removed stays open until the end of the batch: a call around this one may be using it.
         """
         folder, _, name = path.rpartition("/")
         folder = folder or "/"
@@ -94,12 +96,14 @@ class FolderDescriptors(threading.local):
             try:
                 return call(fd, name)
             except FileNotFoundError:
-                os.close(kept.pop(folder))
-        fd = open_folder(folder)
-        if len(kept) == _KEPT_FOLDERS:
-            os.close(kept.pop(next(iter(kept))))
-        kept[folder] = fd
-        return call(fd, name)
+                if kept.get(folder) == fd:  # else a call within this one has found it gone
+                    self._stale = (*self._stale, kept.pop(folder))
+        if folder not in kept:
+            fd = open_folder(folder)
+            if len(kept) == _KEPT_FOLDERS:
+                os.close(kept.pop(next(iter(kept))))
+            kept[folder] = fd
+        return call(kept[folder], name)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -108,6 +112,6 @@ class FolderDescriptors(threading.local):
         try:
             yield
         finally:
-            self._kept = None
-            for fd in kept.values():
+            stale, self._stale, self._kept = self._stale, (), None
+            for fd in (*kept.values(), *stale):
                 os.close(fd)

@@ -169,17 +169,18 @@ class BlockFiles:
         """Read a block into the row; return why it must not be served, or None."""
         # Before the bytes: of a file that is overwritten meanwhile, they must not match.
         digest = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
-        if digest is None:
-            if self._verify is Verify.REQUIRED:
-                return BlockMissingError(f"block {key.hex()} has no checksum, and one is required")
-        elif why := _INCOMPARABLE.get(self._digester.origin_of(digest)):  # the file stays
-            return BlockMissingError(f"block {key.hex()} has a checksum {why}")
-        if direct:  # behind the end of a short file such a read is misaligned
+        if digest is not None and (why := _INCOMPARABLE.get(self._digester.origin_of(digest))):
+            return BlockMissingError(f"block {key.hex()} has a checksum {why}")  # the file stays
+        lacks_digest = digest is None and self._verify is Verify.REQUIRED
+        # A file that is not whole is nobody's; and behind its end a direct read is misaligned.
+        if direct or lacks_digest:
             size_bytes = self._ops.fstat(fd).st_size
             if size_bytes != self._block_bytes:
                 return CorruptBlockError(
                     f"block {key.hex()} has {size_bytes} bytes instead of {self._block_bytes}"
                 )
+        if lacks_digest:
+            return BlockMissingError(f"block {key.hex()} has no checksum, and one is required")
         done = self._fill(fd, row, beyond=not direct)
         if done != self._block_bytes:
             how = "ends" if done < self._block_bytes else "goes on"

@@ -84,8 +84,8 @@ class Housekeeping:
         Thread: an I/O thread.
         """
         self._verify = verify
-        require_known_format(self._ops, self._namespace.folder)
         self._ops.make_folders(self._namespace.folder)
+        require_known_format(self._ops, self._namespace.folder)
         self._writers.register()  # before any other file: temporary ones name their writer
         self._write_config()
         if verify is Verify.OFF:

@@ -241,11 +241,14 @@ class FsTier(AsyncTier):
     ) -> BlockFailures:
         """Store blocks, once more if the tier had to register again meanwhile."""
         try:
-            return await self._store_within(space, items, check)
-        except OSError:  # of the count, which nobody can keep where there is no folder
-            if self._housekeeping is None or not await self._housekeeping.recover():
-                raise
-            return await self._store_within(space, items, check)
+            try:
+                return await self._store_within(space, items, check)
+            except OSError:  # of the count, which nobody can keep where there is no folder
+                if self._housekeeping is None or not await self._housekeeping.recover():
+                    raise
+                return await self._store_within(space, items, check)
+        except OSError as error:  # a full disk is no fault
+            raise mapped(error) from None
 
     async def _store_within(
         self, space: Space, items: list[StoreItem], check: Callable[[], None]
@@ -255,10 +258,7 @@ class FsTier(AsyncTier):
         async def run_checked(call: Callable[[], T], /) -> T:
             def checked() -> T:
                 check()
-                try:
-                    return call()
-                except OSError as error:  # of the count; a full disk is no fault
-                    raise mapped(error) from None
+                return call()
 
             return await self._run_store(checked)
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile, held
+from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile, locked
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
@@ -80,7 +80,7 @@ class UsageFile:
 
     def open(self) -> None:
         """Make the file if it is not there: it takes its place on disk before that is counted."""
-        with self._file.held() as fd:
+        with self._file.locked() as fd:
             if not self._ops.fstat(fd).st_size:
                 self._write(fd, Usage(), 0)
         self._is_open = True
@@ -177,7 +177,7 @@ class UsageFile:
     def _changed(self) -> Iterator[Usage]:
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
-        with self._file.held() as fd:
+        with self._file.locked() as fd:
             self._take_ended()
             buffer = bytearray(_MAX_BYTES)
             count = self._ops.pread_into(fd, memoryview(buffer), 0)
@@ -232,7 +232,7 @@ def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     buffer = bytearray(_MAX_BYTES)
     with contextlib.ExitStack() as stack:
         try:
-            fd = stack.enter_context(held(ops, path, os.O_RDONLY))
+            fd = stack.enter_context(locked(ops, path, os.O_RDONLY))
         except OSError:  # no locks here: half a change does not parse
             fd = ops.open(path, os.O_RDONLY)
             stack.callback(ops.close, fd)

@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Callable, Mapping
 
 from kvoffload_async.tiers.files.boot import boot_id
-from kvoffload_async.tiers.files.locks import held
+from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.files.roots import NotRegularFileError
 
@@ -162,7 +162,7 @@ class WriterRegistry:
     def _lock(self, entry: contextlib.ExitStack, path: str) -> int:
         """Make and lock an entry until `entry` is closed; unlocked where there are no locks."""
         try:
-            return entry.enter_context(held(self._ops, path, _NEW))
+            return entry.enter_context(locked(self._ops, path, _NEW))
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 fd = self._ops.open(path, os.O_RDWR)
@@ -241,6 +241,6 @@ def remove_entry(ops: FileOps, path: str) -> None:
         count = ops.pread_into(fd, memoryview(buffer), 0)
     finally:
         ops.close(fd)
-    if not _ENTRY_START.startswith(buffer[:count]):
+    if not _ENTRY_START.startswith(buffer[:count].rstrip(b"\0")):  # which a power cut leaves
         raise PermissionError(errno.EPERM, "this is no entry of a writer", path)
     ops.unlink(path)

@@ -18,6 +18,7 @@ _FOLDER: Final = re.compile(
 )
 _OWN_ENGINE: Final = "kvoffload_async"
 _MAX_MANIFEST_BYTES: Final = 1 << 20
+_MAX_DEPTH = 64
 
 
 class FoundNamespace(Namespace):
@@ -83,7 +84,18 @@ def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
         fields = json.loads(bytes(buffer[:count]))
     except (OSError, ValueError, RecursionError):
         return None
-    return fields if isinstance(fields, dict) else None
+    return fields if isinstance(fields, dict) and _is_shallow(fields) else None
+
+
+def _is_shallow(fields: Mapping[str, Any]) -> bool:
+    """Tell whether values can be shown and compared without deep recursion."""
+    level: list[Any] = [fields]
+    for _ in range(_MAX_DEPTH):
+        inner = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return True
+    return False
 
 
 def _manifest_path(root_dir: str, match: re.Match[str]) -> str:
