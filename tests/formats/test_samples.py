@@ -35,7 +35,7 @@ def truth(sample):
 
 
 def test_there_is_a_sample_of_every_version():
-    assert {"fs-1", "fs-1-key", "slab-1", "slab-2", "slab-2-key"} <= set(NAMES)
+    assert {"fs-1", "fs-1-key", "slab-1", "slab-2", "slab-2-key", "slab-2-headers"} <= set(NAMES)
 
 
 def test_every_block_of_a_sample_is_served_with_its_bytes(sample, root):
@@ -61,7 +61,8 @@ def test_a_damaged_block_of_a_sample_is_not_served(sample, root):
     pattern = "*.bin" if sample.tier["type"] == "fs" else "segment-*.slab"
     for path in root.rglob(pattern):
         damaged = bytearray(path.read_bytes())
-        damaged[100] ^= 1
+        for at in range(100, len(damaged), 4096):  # what precedes the blocks is as long
+            damaged[at] ^= 1
         with path.open("r+b") as file:
             file.write(damaged)
     found = served(sample, root)

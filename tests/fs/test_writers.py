@@ -8,10 +8,11 @@ import pytest
 
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files import boot
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs import writers as writers_module
 from kvoffload_async.tiers.fs.inventory import sweep_folders, sweep_temps, writer_of
-from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry, boot_id
+from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
 
 A, B = key_of(1), key_of(2)
 
@@ -176,7 +177,7 @@ def test_the_entry_is_removed_from_memory_even_if_not_from_disk(registered):
 
 def test_the_boot_is_known_by_the_hosts_name_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
     assert boot_id() == boot_id()
-    monkeypatch.setattr(writers_module, "Path", lambda _path: tmp_path / "absent")
+    monkeypatch.setattr(boot, "Path", lambda _path: tmp_path / "absent")
     assert boot_id() == os.uname().nodename
 
 

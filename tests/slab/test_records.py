@@ -19,7 +19,7 @@ from kvoffload_async.tiers.slab.records import (
     live_rows,
     places_of,
     put_records,
-    removals_of,
+    removal_records,
     scan,
     seed_of,
 )
@@ -40,8 +40,8 @@ def put_record(key, place, digest) -> bytes:
     return put_records([key], place, [digest or b""])
 
 
-def remove_record(key, place) -> bytes:
-    return removals_of(put_record(key, place, None))
+def remove_record(place) -> bytes:
+    return removal_records([place])
 
 
 def journal_of(batches) -> tuple[bytes, list[bytes]]:
@@ -49,7 +49,7 @@ def journal_of(batches) -> tuple[bytes, list[bytes]]:
         frame(
             sequence,
             b"".join(
-                put_record(key, place, b"d" * 16) if puts else remove_record(key, place)
+                put_record(key, place, b"d" * 16) if puts else remove_record(place)
                 for puts, key, place in batch
             ),
             SEED,
@@ -71,7 +71,7 @@ def model_of(batches) -> dict[int, bytes]:
 
 def read(content: bytes) -> dict[int, bytes]:
     scanned = scan(content, SEED)
-    live = scanned.records[live_rows(scanned.records, SLOTS)]
+    live = scanned.units[live_rows(scanned, SLOTS)]
     return dict(zip(places_of(live), keys_of(live), strict=True))
 
 
@@ -160,8 +160,8 @@ def test_records_of_places_that_do_not_exist_are_left_out():
     body = b"".join(put_record(K[i], place_of(n, i), None) for i, n in enumerate([0, 3, 5, 9]))
     body += put_record(K[4], place_of(5, 8), None)
     assert read(frame(1, body, SEED)) == {place_of(0, 0): K[0], place_of(5, 2): K[2]}
-    assert not len(live_rows(scan(b"", SEED).records, SLOTS))
-    assert not len(live_rows(scan(frame(1, body, SEED), SEED).records, {}))
+    assert not len(live_rows(scan(b"", SEED), SLOTS))
+    assert not len(live_rows(scan(frame(1, body, SEED), SEED), {}))
 
 
 @given(st.lists(st.binary(min_size=4, max_size=MAX_KEY_BYTES), min_size=1, max_size=20))

@@ -6,11 +6,10 @@ Thread: an I/O thread.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, sync_folder
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
 _UNMEASURED = contextlib.nullcontext()
@@ -133,15 +132,6 @@ class LeafFolders:
         self._synced.discard(folder)
         with self._mutex:
             self._grown.pop(folder, None)
-
-
-def sync_folder(ops: FileOps, folder: str) -> None:
-    """Wait until the names in a folder are on the device; raises OSError."""
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        ops.fsync(fd)
-    finally:
-        ops.close(fd)
 
 
 def _parent_of(folder: str) -> str:

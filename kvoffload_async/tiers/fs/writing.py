@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, sync_folder
 from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.fs.digest_attribute import (
     ATTRIBUTE,
@@ -23,7 +23,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     DigestCache,
     Origin,
 )
-from kvoffload_async.tiers.fs.folders import LeafFolders, sync_folder
+from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey

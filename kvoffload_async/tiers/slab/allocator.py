@@ -19,6 +19,7 @@ from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import keys_of
+from kvoffload_async.tiers.slab.segments import Segment
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class Allocator:
         slots = self._next_slots()
         while slots:
             try:
-                create = partial(self._store.data_path.segments.create, slots)
+                create = partial(self._create, slots)
                 segment = await self._env.io.run(Direction.STORE, create)
             except LostDirectoryError as error:
                 raise mapped(error) from error  # a fault, and no want of room
@@ -116,6 +117,14 @@ class Allocator:
                 self._add(segment.number, slots)
                 return True
         return False
+
+    def _create(self, slots: int) -> Segment:
+        """Make a segment, after what the journal needs for it. Thread: an I/O thread."""
+        data_path = self._store.data_path
+        data_path.journal.reserve(slots + sum(data_path.table.slots().values()))
+        segment = data_path.segments.create(slots)
+        data_path.journal.note_new_file()
+        return segment
 
     def _next_slots(self) -> int:
         present = self._store.catalog.segments.values()

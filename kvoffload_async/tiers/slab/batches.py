@@ -173,6 +173,8 @@ class StoreBatch(Batch):
     def __init__(self, data_path: DataPath, blocks: Blocks) -> None:
         super().__init__(data_path, blocks)
         self.is_journalled = False
+        self.sync_failures = data_path.segments.sync_failures
+        """How often waiting for the device had failed before the first byte was written."""
 
     def file_of(self, extent: range) -> int:
         """Return the extent's segment: the kernel lets one write at a time into a file."""
@@ -211,7 +213,13 @@ class StoreBatch(Batch):
     def _packed(self, run: Run) -> bytes:
         part = slice(run.start, run.start + run.length)
         is_keyed = self._data_path.digester.is_keyed
-        return put_records(self._keys[part], run.place, self._digests[part], is_keyed=is_keyed)
+        return put_records(
+            self._keys[part],
+            run.place,
+            self._digests[part],
+            self._data_path.table.tick,
+            is_keyed=is_keyed,
+        )
 
     @classmethod
     def finish(cls, data_path: DataPath, batches: Sequence[Self]) -> None:
@@ -224,7 +232,7 @@ class StoreBatch(Batch):
             numbers = {segment_of(place) for place, _ in written}
             data_path.segments.check(numbers)
             if data_path.fdatasync:
-                data_path.segments.sync(numbers)
+                data_path.segments.sync(numbers, min(batch.sync_failures for batch in batches))
             data_path.journal.commit(written)
         except OSError as error:
             for batch in batches:

@@ -148,8 +148,7 @@ class SlabTier(AsyncTier):
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
         budget = settings.budget(block_bytes)
         self._rows = Rows(env.kv_view, budget.slot_bytes)
-        key = settings.integrity_key
-        key_id = None if key is None else key.id.hex()
+        key_id = None if (key := settings.integrity_key) is None else key.id.hex()
         identity = settings.run_config, settings.rank, block_bytes, key_id
         layout = StoreLayout(settings.root_dir, *identity)
         store_settings = StoreSettings(
@@ -166,14 +165,15 @@ class SlabTier(AsyncTier):
             self._store = await env.io.run(Direction.NONE, construct)
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._allocator = Allocator(self._store, budget, env)
+        self._allocator = Allocator(self._store, self._store.budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
-        data_path, threads = self._store.data_path, settings.io_threads
-        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, data_path, env.io, threads)
-        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, data_path, env.io, threads)
+        work = self._store.data_path, env.io, settings.io_threads
+        tend = self._store.data_path.journal.tend
+        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, *work)
+        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, *work, tend=tend)
         self._loads.other_direction, self._stores.other_direction = self._stores, self._loads
-        env.blocks_appeared(self._store.catalog.keys())
+        env.blocks_appeared(self._store.found_keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are there."""
