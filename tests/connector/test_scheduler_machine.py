@@ -132,5 +132,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.serving.end()
 
 
-TestSchedulerMachine = pytest.mark.timeout(170)(SchedulerMachine.TestCase)
+LIMIT_S = 170 * max(1, settings().max_examples // 300)
+TestSchedulerMachine = pytest.mark.timeout(LIMIT_S)(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(stateful_step_count=40, print_blob=False)

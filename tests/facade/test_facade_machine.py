@@ -361,7 +361,8 @@ class Facade(RuleBasedStateMachine):
 
 
 # Much must come together in one run, and a run costs a few milliseconds; more under coverage.
-TestFacade = pytest.mark.timeout(170)(pytest.mark.stateful(Facade.TestCase))
+LIMIT_S = 170 * max(1, settings().max_examples // 300)
+TestFacade = pytest.mark.timeout(LIMIT_S)(pytest.mark.stateful(Facade.TestCase))
 TestFacade.settings = settings(
     max_examples=max(250, settings().max_examples), stateful_step_count=80
 )
