@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 SETTINGS = settings(
-    max_examples=8,
+    max_examples=10,
     stateful_step_count=40,
     phases=[Phase.generate],
     database=None,

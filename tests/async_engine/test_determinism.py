@@ -28,6 +28,6 @@ def histories(hash_seed):
 
 def test_the_machine_sees_the_same_again_in_this_process_and_in_another():
     first, *others = histories("1") + histories("2")
-    assert len(first) > 200
+    assert len(first) > 250
     for other in others:
         assert other == first

@@ -364,7 +364,7 @@ class Facade(RuleBasedStateMachine):
 LIMIT_S = 170 * max(1, settings().max_examples // 300)
 TestFacade = pytest.mark.timeout(LIMIT_S)(pytest.mark.stateful(Facade.TestCase))
 TestFacade.settings = settings(
-    max_examples=max(250, settings().max_examples), stateful_step_count=80
+    max_examples=max(300, settings().max_examples), stateful_step_count=80
 )
 
 
