@@ -97,7 +97,7 @@ class NextJournal:
         """How much is not on the device."""
         return self.size_bytes - self.synced_bytes
 
-    def has_room(self, units: int) -> bool:
+    def fits(self, units: int) -> bool:
         """Tell whether an append of so many units fits, beside all that is still to be written."""
         left = checkpoint_units(self.num_slots - self.num_seen)
         return self.size_bytes // RECORD_BYTES + left + units <= self._max_units

@@ -302,7 +302,7 @@ class Journal:
     def _rewrite(self, body: bytes = b"") -> None:
         """Complete the next journal and put it in use now, with a last append."""
         self._check()  # else it could be put in the place of another store's
-        if not self._prepare().has_room(1 + len(body) // RECORD_BYTES):
+        if not self._prepare().fits(1 + len(body) // RECORD_BYTES):
             self._drop_next()
         while True:
             following = self._prepare()

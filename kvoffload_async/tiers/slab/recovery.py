@@ -121,7 +121,7 @@ class Recovery:
         seed = self._manifest.journal_seed
         scanned = read_journal(self._ops, self._folder, seed)
         if is_unreadable(scanned):
-            self._keep_aside(scanned)
+            self._keep_bad_journal(scanned)
         if self._found.has_bad_journal:
             kept = disk_bytes(self._ops.stat(f"{self._folder}/{BAD_JOURNAL}"))
             budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
@@ -150,7 +150,7 @@ class Recovery:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _keep_aside(self, scanned: Scan) -> None:
+    def _keep_bad_journal(self, scanned: Scan) -> None:
         """Keep a journal of which nothing can be read, for whoever may find out why."""
         path = f"{self._folder}/{JOURNAL}"
         self._cut(path)  # what is allocated behind its end
