@@ -160,7 +160,7 @@ class OpenStore:
         session_fd, self._session_fd = self._session_fd, None
         try:
             if session_fd is not None:
-                self.data_path.journal.flush()
+                self.data_path.journal.flush(is_awaited=lambda: False)
                 self._end_session(session_fd)
         except OSError as error:
             logger.warning(
