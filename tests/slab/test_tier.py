@@ -12,6 +12,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps, is_direct
 from kvoffload_async.testing.harness import key_of, make_job
+from kvoffload_async.tiers.slab.budget import Budget
 
 # -- the capacity, and who goes -------------------------------------------------------------------
 
@@ -70,6 +71,20 @@ def test_a_store_that_may_still_grow_evicts_nothing_for_the_sake_of_neighbours(s
         assert not any(isinstance(event, BlocksEvicted) for event in harness.events)
 
 
+def spelled_out(slots, num_segments):
+    """What a store takes, in bytes: everything beside the blocks has its reason here."""
+    small_files = 16 * 4096  # folders, lock, session, manifest and its successor, roundings
+    beside_a_slot = 2 * 12 + 36 + 4  # two extents in leaves that are half empty; its last use
+    beside_a_segment = 4096 + 4096 + 64  # header, first extent block, name
+    journal = slots + -(-slots // 64) + max(32, slots // 2)  # records, their frames' headers, log
+    return (
+        small_files
+        + slots * (BLOCK + beside_a_slot)
+        + num_segments * beside_a_segment
+        + 2 * journal * 128  # the one in use, and the next
+    )
+
+
 def test_the_capacity_is_never_exceeded_and_nearly_used(slab_store):
     capacity = 2048 * KIB
     with slab_store.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
@@ -79,13 +94,26 @@ def test_the_capacity_is_never_exceeded_and_nearly_used(slab_store):
             assert harness.store(keys) == {}
             largest = max(largest, slab_store.disk_bytes())
             assert slab_store.disk_bytes() <= capacity
+        segments = harness.tier._store.catalog.segments
+        slots = sum(segments.values())
+        assert spelled_out(slots, len(segments)) <= capacity
+        assert spelled_out(slots + 1, len(segments) + 1) > capacity, "there is no room for one more"
         ahead = harness.tier._allocator._budget.slots_ahead
-        assert (len(harness.tier._store.catalog) + ahead) * BLOCK > 0.8 * capacity
+        assert len(harness.tier._store.catalog) >= slots - ahead
+        assert largest > 0.95 * capacity, "what is reckoned with is used"
         sound(harness.tier)
     assert slab_store.disk_bytes() <= capacity
     with slab_store.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
         assert harness.load(keys) == {}
         assert slab_store.disk_bytes() <= capacity
+
+
+@pytest.mark.parametrize(
+    ("block", "share"), [(4 * KIB, 0.9), (64 * KIB, 0.99), (1024 * KIB, 0.999)]
+)
+def test_what_lies_beside_the_blocks_of_a_large_store_takes_its_share_and_no_more(block, share):
+    capacity = 10 << 30
+    assert Budget.of(capacity, block, 1 << 30).most_slots * block > share * capacity
 
 
 class MeasuringFileOps(FaultyFileOps):
