@@ -44,6 +44,9 @@ from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 _SMALL_JOBS_BYTES = 64 << 20
 """What the small jobs that run at once in one direction move together, at most."""
 
+_OPENING_S = 1e-5
+"""What a block in the store may cost at the opening; about ten times what it does."""
+
 _SHRINKS = 8
 """How many segments one job gives up at most, to a disk that is full."""
 
@@ -134,6 +137,10 @@ class SlabTier(AsyncTier):
         self._rows: Rows | None = None
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
+
+    def opening_s(self, block_bytes: int) -> float:
+        """Return the most that reading a full journal takes, many times over."""
+        return _OPENING_S * (self._settings.capacity_bytes // block_bytes)
 
     async def open(self, env: TierEnvironment) -> None:
         """Take the store's lock, read its journal, and announce what is in it.
