@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 
 import pytest
 from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, entered, is_segment, sound
@@ -13,6 +14,8 @@ from kvoffload_async.errors import (
 from kvoffload_async.testing.fileops import FaultyFileOps, is_direct
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.places import segment_of, slot_of
 
 # -- the capacity, and who goes -------------------------------------------------------------------
 
@@ -255,3 +258,30 @@ def test_with_fdatasync_blocks_are_on_the_device_before_they_are_journalled(slab
         assert names.index(("fdatasync", True)) > names.index(("pwritev", True))
         assert names.index(("pwrite", False)) > names.index(("fdatasync", True))
         assert names[-1] == ("fdatasync", False)
+
+
+@pytest.mark.parametrize("direct_io", [False, True])
+def test_a_segment_that_ends_behind_a_blocks_bytes_and_within_its_slot_has_the_block(
+    tmp_path, direct_io
+):
+    slab_store = SlabStore(tmp_path, block_bytes=5000)
+    with slab_store.open(direct_io=direct_io) as harness:
+        assert harness.store(K[:4]) == {}
+        ((place, key), *_) = sorted(((p, k) for k, p in slab_store.places().items()), reverse=True)
+        path = slab_store.folder / segment_name(segment_of(place))
+        end = slab_store.size_of(slot_of(place)) + 5000
+        os.truncate(path, end)
+        assert harness.load(K[:4]) == {}
+        os.truncate(path, end - 1)
+        failures = harness.load(K[:4])
+        assert {K[index] for index in failures} == {key}
+
+
+def test_jobs_that_grow_are_moved_past_the_page_cache_in_memory_that_is_long_enough(tmp_path):
+    slab_store = SlabStore(tmp_path, block_bytes=5000)  # no whole pages: by way of aligned memory
+    with slab_store.open(direct_io=True) as harness:
+        for count in 1, 4, 2, 8:
+            keys = [key_of(100 * count + number) for number in range(count)]
+            assert harness.store(keys) == {}
+            assert harness.load(keys) == {}
+            assert all(harness.holds(key, slot) for slot, key in enumerate(keys))

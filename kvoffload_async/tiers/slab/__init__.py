@@ -75,8 +75,8 @@ needed for it to be complete when half of the rest is full. It is waited for on 
 by no store, and renamed over the journal. Up to the rename it means nothing, and from then on the
 old one does: a kill leaves one of the two, each of them complete. An append for which there is no
 room before it is on the device waits for that, up to its job's deadline. One that cannot be written
-or waited for is given up, and begun in a new file later. A journal of up to 8192 units is written anew
-by the append that has no room.
+or waited for is given up, and begun in a new file later. A journal of up to 8192 units is written
+anew by the append that has no room.
 
 **Session.** 128 bytes, then for each segment its number and how many slots it has, 8 bytes each,
 and 4 bytes a slot: the tick of its last use when the store was last closed.
