@@ -137,6 +137,25 @@ def test_a_job_that_the_rest_of_the_journal_has_no_room_for_is_stored(slab_store
         sound(harness.tier)
 
 
+def test_a_journal_with_next_to_no_room_left_is_written_anew_at_the_opening(slab_store):
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE) as harness:
+        churn(harness, 2000)
+        ops.fail(errno.EIO, on="pwrite", when=is_next)
+        journal = harness.tier._store.data_path.journal
+        for number in itertools.count(4000):
+            if journal._max_units - journal._end_units < len(harness.tier._store.catalog) // 40:
+                break
+            churn(harness, 1, number, 1)
+        kept = set(harness.tier._store.catalog.keys())
+    full_bytes = slab_store.journal.stat().st_size
+    with slab_store.open(**WHOLE) as harness:
+        assert slab_store.journal.stat().st_size < 0.8 * full_bytes
+        assert harness.announced() == kept
+    with slab_store.open(ops := FaultyFileOps(), **WHOLE) as harness:
+        assert not ops.counts()["rename"], "only where there is need"
+
+
 # -- waiting for the device -----------------------------------------------------------------------
 
 
