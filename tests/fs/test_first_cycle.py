@@ -4,12 +4,15 @@ import math
 import os
 
 import pytest
-from fs.places import BLOCK, Place
+from fs.places import BLOCK, KIB, Place
 from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, trim
 
+from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
 from kvoffload_async.tiers.fs.ages import Ages
+from kvoffload_async.tiers.fs.known import KnownBlocks
 
 
 @pytest.fixture
@@ -87,6 +90,48 @@ def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_i
         assert harness.store(K[300:301]) == {}
         assert K[300] in place.blocks()
         check(place, harness, ROOM_FOR_8)
+
+
+@pytest.mark.usefixtures("slow_opening")
+def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_ends(place):
+    fill(place, 60)
+    with open_later(place, 8 * ROOM_FOR_8) as harness:
+        rescan(harness)
+    full_bytes = place.disk_bytes() + 4 * KIB  # and 4 for the entry of a writer
+    with open_later(place, full_bytes) as harness:
+        space = harness.tier._space
+        harness.tier._housekeeping._task.cancel()
+        while len(space.known()) < 8:
+            harness.run(step(harness.tier._housekeeping))
+        assert space.blocks.is_first_cycle
+        assert harness.store(K[300:301]) == {}
+        assert len(evicted(harness)) > 0
+        rescan(harness)
+        check(place, harness, full_bytes)
+
+
+def test_a_block_that_could_not_be_ranked_is_seen_again_and_evicted_once():
+    ranking = KeyRanking(LruPolicy(2))
+    known = KnownBlocks(ranking, ())
+    known.learn(K[:3], {key: number for number, key in enumerate(K[:3])})
+    ranking.discard(K[2:3])
+    known.learn(K[:2], {key: number for number, key in enumerate(K[:2])})
+    known.ages.sorting()()
+    gone = []
+    while victims := known.take_oldest(1):
+        gone += victims
+        known.left(victims)
+    assert gone == K[:2]
+
+
+def test_a_block_that_could_not_be_ranked_and_is_used_is_not_among_the_oldest():
+    ranking = KeyRanking(LruPolicy(2))
+    known = KnownBlocks(ranking, ())
+    known.learn(K[:3], {key: number for number, key in enumerate(K[:3])})
+    ranking.discard(K[2:3])
+    known.learn(K[:1])
+    known.ages.sorting()()
+    assert known.take_oldest(3) == K[1:2]
 
 
 def test_trimming_goes_on_where_it_was_left(place, monkeypatch):
