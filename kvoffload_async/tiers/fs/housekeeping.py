@@ -45,7 +45,7 @@ _STEP_S = 0.02
 """Of processor time, what a step may take before it begins another bucket."""
 _OPENING_S = 0.2
 """How long opening, or a job that finds no room, looks around."""
-_PORTION = 1024
+_PORTION = 512
 """Blocks that are learned at a time, so that the loop is kept busy for milliseconds."""
 
 
