@@ -75,16 +75,23 @@ def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(place):
 
 
 @pytest.mark.usefixtures("slow_opening")
-def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(place):
+def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(place, caplog):
     by_age = fill(place, 60)
     with open_later(place, 8 * ROOM_FOR_8) as harness:
         rescan(harness)
+        trim(harness)
+    assert not caplog.messages
+    before_bytes = place.disk_bytes()
     with open_later(place, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
         housekeeping._task.cancel()
         assert list(harness.store(K[300:301])) == [0]
         assert place.blocks() == set(by_age)
         assert harness.load(by_age) == {}
+        trim(harness)
+        (waiting,) = caplog.messages
+        assert f"{before_bytes + 4 * KIB} bytes" in waiting  # with the entry of a writer
+        assert f"capacity_bytes is {ROOM_FOR_8}: blocks are served, and no new ones" in waiting
         rescan(harness)
         trim(harness)
         assert harness.store(K[300:301]) == {}
