@@ -1,5 +1,6 @@
 """A capacity that became smaller takes the oldest blocks, once a whole cycle has seen them all."""
 
+import asyncio
 import math
 import os
 
@@ -13,6 +14,7 @@ from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
 from kvoffload_async.tiers.fs.ages import Ages
 from kvoffload_async.tiers.fs.known import KnownBlocks
+from kvoffload_async.tiers.fs.walk import Step
 
 
 @pytest.fixture
@@ -139,6 +141,35 @@ def test_a_block_that_could_not_be_ranked_and_is_used_is_not_among_the_oldest():
     known.learn(K[:1])
     known.ages.sorting()()
     assert known.take_oldest(3) == K[1:2]
+
+
+def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, monkeypatch):
+    monkeypatch.setattr(housekeeping_module, "_PORTION", 1)
+    monkeypatch.setattr("kvoffload_async.tiers.fs.known._SLOTS_AT_ONCE", 1)
+    with open_later(place, 3 * ROOM_FOR_8) as harness:
+        housekeeping, space = harness.tier._housekeeping, harness.tier._space
+        seen, ends = [], asyncio.Event()
+
+        async def others() -> None:
+            while not ends.is_set():
+                if (known := len(space.known())) not in seen:
+                    seen.append(known)
+                await asyncio.sleep(0)
+
+        async def learn(step) -> None:
+            task = asyncio.create_task(others())
+            await asyncio.sleep(0)
+            await housekeeping._learn(space, step)
+            ends.set()
+            await task
+
+        harness.run(learn(Step(found=dict.fromkeys(K[:5], 1.0))))
+        assert seen == [0, 1, 2, 3, 4, 5]
+        space.blocks.begin_cycle()
+        seen.clear()
+        ends.clear()
+        harness.run(learn(Step(ends_cycle=True)))  # none of them is there
+        assert seen == [5, 4, 3, 2, 1, 0]
 
 
 def test_trimming_goes_on_where_it_was_left(place, monkeypatch):
