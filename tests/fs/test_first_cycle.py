@@ -172,6 +172,33 @@ def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, m
         assert seen == [5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        (True, 10.0, 0.0, 50.0),
+        (True, 10.0, 2.0, 100.0),
+        (True, 0.0, 0.0, 0.1),
+        (False, 10.0, 0.0, 0.1),
+        (False, 10.0, 2.0, 8.0),
+    ],
+)
+def test_walks_rest_by_what_they_cost_and_less_while_nothing_can_be_stored(
+    place, monkeypatch, case
+):
+    is_known, took_s, cpu_s, rest_s = case
+    with open_later(place, 3 * ROOM_FOR_8) as harness:
+        housekeeping = harness.tier._housekeeping
+        housekeeping._usage.is_complete = is_known
+
+        def rest() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio.get_running_loop(), "time", lambda: 1000.0)
+                housekeeping._rest(1000.0 - took_s, cpu_s)
+            assert housekeeping._next_step_s == pytest.approx(1000.0 + rest_s)
+
+        harness.on_loop(rest)
+
+
 def test_trimming_goes_on_where_it_was_left(place, monkeypatch):
     monkeypatch.setattr("kvoffload_async.tiers.fs.trimming._SLICE_S", -math.inf)
     monkeypatch.setattr("kvoffload_async.tiers.fs.space._TRIM_BATCH", 3)

@@ -233,6 +233,30 @@ def test_an_operation_that_never_ends_keeps_a_cycle_from_being_exact_and_not_fro
     assert place.usage().presumed_bytes == 3 * BLOCK
 
 
+def test_a_folder_that_only_a_dead_writers_file_was_in_goes_with_it(around, place):
+    leave_dead(place)
+    alone, beside = leave_temp(place, K[0]), leave_temp(place, K[1])
+    (beside.parent / "stranger").touch()
+    assert around.cycle().is_exact
+    assert not alone.parent.parent.exists()
+    assert {path.name for path in beside.parent.iterdir()} == {"stranger"}
+    assert around.is_right()
+
+
+def test_what_living_writers_are_writing_is_theirs_to_count_and_nobody_elses_is(around, place):
+    other = WriterRegistry(FileOps(), str(place.folder))
+    other.register()
+    leave_temp(place, K[0], around.writers.writer_id)
+    leave_temp(place, K[1], other.writer_id)
+    leave_temp(place, K[2], "7-nobody")
+    unlike = place.folder / "abc" / f"{other.writer_id}.0.tmp"  # no tier names a file so
+    unlike.parent.mkdir()
+    unlike.write_bytes(bytes(BLOCK))
+    around.cycle()
+    assert place.counted_bytes() == place.disk_bytes() - 2 * BLOCK
+    other.unregister()
+
+
 def test_without_dead_writers_and_without_a_count_there_is_nothing_to_walk_over(around, place):
     walk = NamespaceWalk(around.ops, place.namespace, around.writers, None)
     before = len(around.ops.calls)
