@@ -143,6 +143,26 @@ def test_a_block_that_could_not_be_ranked_and_is_used_is_not_among_the_oldest():
     assert known.take_oldest(3) == K[1:2]
 
 
+def test_opening_looks_at_everything_in_as_many_steps_as_that_takes(place, monkeypatch):
+    monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
+    by_age = fill(place, 20)
+    with open_later(place, 4 * ROOM_FOR_8) as harness:
+        assert harness.tier._space.known() == set(by_age)
+        assert not harness.tier._space.blocks.is_first_cycle
+
+
+def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(place):
+    with open_later(place, ROOM_FOR_8) as harness:
+        space = harness.tier._space
+        assert space.blocks.ages is None
+        fill(place, 60)
+        rescan(harness)
+        assert len(space.known()) == ROOM_FOR_8 // BLOCK
+        assert space.known() == place.blocks()
+        trim(harness)
+        check(place, harness, ROOM_FOR_8)
+
+
 def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, monkeypatch):
     monkeypatch.setattr(housekeeping_module, "_PORTION", 1)
     monkeypatch.setattr("kvoffload_async.tiers.fs.known._SLOTS_AT_ONCE", 1)
