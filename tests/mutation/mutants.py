@@ -116,7 +116,8 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 def _says_nothing(node: ast.AST) -> bool:
     match node:
-        case ast.Raise() | ast.JoinedStr() | ast.Assert():  # asserts are for the type checker
+        # Asserts are for the type checker, and `strict` is one of `zip`.
+        case ast.Raise() | ast.JoinedStr() | ast.Assert() | ast.keyword(arg="strict"):
             return True
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return True
