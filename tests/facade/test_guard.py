@@ -1,5 +1,7 @@
 """What a tier's manager raises is logged, answered for, and counted where it is a fault."""
 
+from types import SimpleNamespace
+
 import pytest
 from facade.worlds import MISS, k, ks
 
@@ -8,7 +10,7 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.facade.guard import TierGuard
-from kvoffload_async.types import Medium, ReqContext
+from kvoffload_async.types import Medium, OffloadPolicy, ReqContext, RequestOffloadingContext
 
 CTX = ReqContext("r")
 
@@ -63,16 +65,45 @@ def test_what_a_method_raises_is_logged_and_counts_if_it_tells_of_jobs_or_blocks
     assert found == open_breakers.split()
 
 
-def test_jobs_that_cannot_be_drained_are_given_up(guard, caplog):
-    guard.drain_jobs(1.0)
-    assert "abandon_jobs failed" in caplog.text
+def guarding(state, **methods):
+    return TierGuard(SimpleNamespace(**methods), state, lambda: 0.0)
 
 
-def test_events_that_are_none_are_logged_and_the_others_taken(state, caplog):
-    class Manager:
-        def take_events(self):
-            return iter([1])
+@pytest.mark.parametrize("policy", OffloadPolicy)
+def test_whole_requests_are_what_a_manager_asks_for_alone(state, policy):
+    guard = guarding(state, on_new_request=lambda _ctx: RequestOffloadingContext(policy))
+    assert guard.wants_whole_requests(CTX) is (policy is OffloadPolicy.REQUEST_LEVEL)
 
-    assert not list(TierGuard(Manager(), state, lambda: 0.0).take_events())
+
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_jobs_are_given_up_unless_the_manager_says_that_they_have_ended(state, is_drained):
+    given_up = []
+    methods = {"drain_jobs": lambda _timeout_s: is_drained}
+    methods["abandon_jobs"] = lambda: given_up.append("all")
+    guarding(state, **methods).drain_jobs(1.0)
+    assert given_up == ([] if is_drained else ["all"])
+
+
+def test_a_drain_that_raises_is_a_fault_whatever_comes_of_giving_up(state):
+    fail = RaisingManager().drain_jobs
+    guarding(state, drain_jobs=fail, abandon_jobs=list).drain_jobs(1.0)
+    assert state.health.loads.state is state.health.stores.state is BreakerState.OPEN
+
+
+@pytest.mark.parametrize("error", [ValueError("third-party code"), SystemExit(1)])
+def test_a_shutdown_that_raises_is_reported_without_the_frames_that_it_came_through(state, error):
+    def shutdown(_timeout_s):
+        raise error
+
+    found = guarding(state, shutdown=shutdown).shutdown(1.0).error
+    assert found.__traceback__ is None
+    if isinstance(error, ValueError):
+        assert found is error
+    else:
+        assert "broke its contract with a SystemExit" in str(found)
+
+
+def test_events_that_are_none_are_logged(state, caplog):
+    assert not list(guarding(state, take_events=lambda: [1]).take_events())
     assert "take_events failed" in caplog.text
     assert "broke its contract with a int" in caplog.text

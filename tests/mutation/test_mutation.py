@@ -24,6 +24,7 @@ def changes(source):
         ("x = a and b", {("and for or", "x = (a or b)")}),
         ("call(a)", {("call removed", "pass")}),
         ("x = True", {("constant changed", "x = False")}),
+        ("def f():\n    return False", {("constant changed", "def f():\n    return True")}),
         ("x = 7", {("constant changed", "x = 8")}),
         ("x = 'ä', 7", {("constant changed", "x = 'ä', 8")}),
         ("y if f(x) else z", {("condition negated", "y if (not (f(x))) else z")}),
