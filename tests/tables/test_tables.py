@@ -182,6 +182,12 @@ class ListsMachine(RuleBasedStateMachine):
             self.lists.move_to_end(numbers, which)
             self.model[which] += numbers
 
+    @rule(count=st.integers(0, 5), which=st.integers(0, 1))
+    def take_front(self, count, which):
+        expected = self.model[which][:count]
+        assert self.lists.take_front(len(expected), which) == expected
+        del self.model[which][:count]
+
     @rule(really=st.integers(0, 9).map(lambda n: n == 9))
     def clear(self, really):
         if really:
