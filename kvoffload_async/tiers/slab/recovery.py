@@ -99,7 +99,9 @@ class Recovered:
         for start in range(0, len(in_order), _PORTION):
             part = in_order[start : start + _PORTION]
             last.update(zip(keys_of(self.records(part)), part.tolist(), strict=True))
-        is_last = np.isin(self.rows, np.fromiter(last.values(), dtype=np.int64))
+        is_kept = np.zeros(len(self.scanned.units), dtype=np.bool_)
+        is_kept[np.fromiter(last.values(), dtype=np.int64)] = True
+        is_last = is_kept[self.rows]
         self.gone = np.concatenate([self.gone, self.rows[~is_last]])
         self.rows = self.rows[is_last]
 

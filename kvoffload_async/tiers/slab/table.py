@@ -125,7 +125,7 @@ class RecordTable:
         for start in range(0, len(rows), _STEP_SLOTS):
             records = picked(units, rows[start : start + _STEP_SLOTS])
             segments = segment_of(records["place"])
-            for segment in np.unique(segments).tolist():
+            for segment in _distinct(segments):
                 is_mine = segments == segment
                 mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
                 self._parts[segment].fill(slot_of(mine["place"]), mine)
@@ -201,3 +201,11 @@ def split_digests(digests: bytes) -> list[bytes]:
     """Return the single checksums of several, one behind the other."""
     starts: Iterable[int] = range(0, len(digests), DIGEST_BYTES)
     return [digests[start : start + DIGEST_BYTES] for start in starts]
+
+
+def _distinct(numbers: npt.NDArray[np.integer]) -> list[int]:
+    """Return each number once; `np.unique` imports a module when it is first called."""
+    ascending = np.sort(numbers)
+    is_first = np.concatenate([ascending[:1] == ascending[:1], ascending[1:] != ascending[:-1]])
+    distinct: list[int] = ascending[is_first].tolist()
+    return distinct
