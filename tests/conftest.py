@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import Phase, settings
 
+from kvoffload_async.tiers.fs import housekeeping
+
 PROFILE_VARIABLE = "KVOFFLOAD_HYPOTHESIS_PROFILE"
 THREAD_PREFIX = "kvoffload"
 THREAD_GRACE_S = 2.0
@@ -43,6 +45,12 @@ PROFILES = {
         phases=[Phase.explicit, Phase.generate],
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _patient_openings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `fs` tier that opens looks around to the end, however busy the machine is."""
+    monkeypatch.setattr(housekeeping, "_OPENING_S", 30.0)
 
 
 def pytest_configure() -> None:

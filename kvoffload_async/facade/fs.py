@@ -31,9 +31,10 @@ from kvoffload_async.facade.storage import (
 from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.footprint import Footprint
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
-from kvoffload_async.tiers.fs.space import Footprint, SpaceSettings
+from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.types import Locality
 
@@ -85,7 +86,8 @@ class FileSystemTierManager(SecondaryTierManager):
             direct_io: Bypass the page cache where the filesystem can.
             fsync: A block counts as stored once its bytes, checksum and name are on the device.
             reuse_inodes: Overwrite evicted files instead of making new ones, where that is safe.
-            rescan_interval_s: Seconds between two walks that correct the count.
+            rescan_interval_s: Seconds, at least, between two walks over everything, which find what
+                others have added and removed; more where they would take above 2 % of a core.
             file_mode: Permissions of new files, as octal text such as "0640"; by default 0600 and
                 what the directory they lie in allows its group.
             dir_mode: The same of new directories; by default 0700 and the same.

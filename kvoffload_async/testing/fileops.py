@@ -239,6 +239,11 @@ class FaultyFileOps(FileOps):
         self._take_room(self.open_fds[fd][0], size_bytes - os.fstat(fd).st_blocks * 512)
         super().fallocate(fd, size_bytes)
 
+    def reserve(self, fd: int, size_bytes: int) -> None:
+        self._before_fd("reserve", fd)
+        self._take_room(self.open_fds[fd][0], size_bytes - os.fstat(fd).st_blocks * 512)
+        super().reserve(fd, size_bytes)
+
     def fstat(self, fd: int) -> os.stat_result:
         self._before_fd("fstat", fd)
         return super().fstat(fd)
@@ -279,6 +284,9 @@ class FaultyFileOps(FileOps):
     def rename(self, source: str, target: str) -> None:
         self._before("rename", source)
         super().rename(source, target)
+        for fd, (path, flags) in list(self.open_fds.items()):
+            if path == source:
+                self.open_fds[fd] = (target, flags)
 
     def publish(self, source: str, target: str) -> None:
         self._before("publish", source)

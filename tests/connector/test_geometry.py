@@ -22,6 +22,12 @@ def test_a_chunk_must_end_where_a_hash_ends():
         ConnectorGeometry((KVGroup(4), KVGroup(6)), 4)
 
 
+def test_without_more_said_one_worker_offloads_block_by_block_the_prompt_alone():
+    geometry = ConnectorGeometry((KVGroup(4),), 4)
+    assert geometry.tokens_per_chunk(0) == 4
+    assert (geometry.num_workers, geometry.offload_prompt_only) == (1, True)
+
+
 def test_a_window_is_counted_in_whole_chunks():
     groups = (KVGroup(4), KVGroup(4, 8), KVGroup(4, 9))
     geometry = ConnectorGeometry(groups, 4, blocks_per_chunk=2)

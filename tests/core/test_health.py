@@ -250,6 +250,20 @@ def test_a_tier_that_is_left_alone_is_not_probed_until_its_try():
     assert probe.keys == (k("b"),), "it is tried for whoever asked"
 
 
+def test_a_queued_probe_is_pending_work_unless_no_step_would_start_it():
+    world = Probed()
+    world.ask("a")
+    assert world.tier.has_pending_work
+    first, second = world.probe("a"), world.probe("b")
+    world.ask("c")
+    world.answer(first, error=DOWN)
+    assert world.tier.has_pending_work, "an answer is still to come"
+    world.answer(second)
+    assert not world.tier.has_pending_work
+    world.step(5.0)
+    assert world.tier.has_pending_work
+
+
 def test_one_probe_is_tried_and_decides():
     world = Probed()
     world.answer(world.probe("a"), error=DOWN)
@@ -324,6 +338,15 @@ def test_a_fault_outside_of_any_job_counts_where_it_belongs():
     assert (health.loads.state, health.stores.state) == (OPEN, CLOSED)
     health.reports_failed(OSError(5, "io"))
     assert (health.loads.state, health.stores.state) == (OPEN, OPEN)
+
+
+def test_before_the_first_step_faults_count_from_the_beginning_of_time():
+    loads, reports = TierHealth(ONE_FAULT), TierHealth(ONE_FAULT)
+    loads.lookup_failed(OSError(5, "io"))
+    reports.reports_failed(OSError(5, "io"))
+    for breaker in loads.loads, reports.loads, reports.stores:
+        assert not breaker.permits(4.9)
+        assert breaker.permits(5.0)
 
 
 def test_a_tier_that_is_not_open_is_skipped():

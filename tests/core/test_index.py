@@ -15,6 +15,7 @@ def test_an_exact_index_knows_and_never_asks():
     assert answers(index, "abc") == [HIT, HIT, MISS]
     assert index.next_probe() is None
     assert not index.is_waiting
+    assert index.probes_outstanding == 0
     index.answered(1, frozenset())
     index.forget_request("r")
     assert len(index) == 2
@@ -117,6 +118,7 @@ def test_a_hung_probe_delays_no_other_until_the_bound():
     assert index.next_probe() is not None
     answers(index, "b")
     second = index.next_probe()
+    assert index.probes_outstanding == 2
     answers(index, "c")
     assert index.next_probe() is None
     index.answered(second.generation, frozenset())

@@ -167,6 +167,34 @@ def test_a_failed_write_frees_its_slot_and_announces_no_eviction():
     assert rig.offer("b").store_spec.block_ids.tolist() == [0]
 
 
+def written(rig):
+    rig.store("a")
+
+
+def failed(rig):
+    rig.offer("a")
+    rig.primary.complete_store(rig.ctx, ks("a"), success=False)
+
+
+def disowned(rig):
+    rig.offer("a")
+    rig.primary.release_slots(rig.primary.disown_write(ks("a")))
+
+
+def forgotten(rig):
+    rig.offer("a")
+    rig.primary.reset()
+
+
+@pytest.mark.parametrize("ended", [written, failed, disowned, forgotten])
+def test_a_write_that_has_ended_gives_no_right_to_what_is_promoted_into_its_slot(ended):
+    rig = Rig(num_slots=1)
+    ended(rig)
+    assert rig.primary.reserve(k("promoted")) == 0
+    assert rig.primary.complete_store(rig.ctx, ks(["promoted"]), success=True) == []
+    assert rig.states(["promoted"]) == [BlockState.WRITING]
+
+
 def test_completing_what_is_ready_unknown_or_anothers_is_ignored():
     rig = Rig(names="a")
     other = ReqContext("other")

@@ -114,6 +114,19 @@ def test_promoted_blocks_are_released_when_their_request_goes_on_without_them(go
     world.wind_down()
 
 
+def test_a_request_that_asks_no_more_waits_for_just_as_long_as_it_may_be_deferred():
+    world = world_of(8, below="ab", deferral_s=8.0)
+    waiting_for(world, "ab")
+    world.step(7.0)
+    world.end_step()
+    world.check()
+    assert states(world, "ab") == [PINNED, PINNED]
+    world.step(0.5)
+    world.end_step()
+    assert states(world, "ab") == [IDLE, IDLE]
+    world.wind_down()
+
+
 def test_a_cap_does_not_stay_full_of_what_was_computed_instead():
     names = [f"block{i}" for i in range(40)]
     world = world_of(40, cap=4, below=names)

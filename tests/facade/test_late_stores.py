@@ -120,8 +120,10 @@ def test_shutting_down_stores_what_is_owed_first(worlds):
     world = worlds(tier, num_slots=4, cascade_fraction=0.25)
     world.begin("r")
     world.store(1, 2, 3, 4)
+    before_s = world.runner.now_s()
     world.manager.shutdown(10.0)
     assert set(tier._blocks) == set(ks(1, 2, 3, 4))
+    assert world.runner.now_s() == before_s, "each result is taken in when it is there"
     world.tiers.clear()
 
 

@@ -19,7 +19,7 @@ from kvoffload_async.facade.reopening import ReopeningTierManager, pauses_s
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import Locality, Medium, ReqContext
 
 DEADLINE_S = 30.0
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "check_invariants": True}
@@ -276,6 +276,54 @@ def test_nothing_can_be_submitted_before_it_is_open():
     assert tier.lookup(k(1), ReqContext("r")) is MISS
     assert not tier.abandon_jobs()
     assert tier.shutdown(DEADLINE_S).is_clean
+
+
+class NotingManager:
+    """A manager that was opened: notes each call, and answers with its name."""
+
+    medium, locality = Medium.CPU, Locality.REMOTE
+    backpressure_detector = None
+    io_timeout_s = 7.0
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, *arguments)) or name
+
+
+CALLS = {
+    "on_new_request": ("context",),
+    "on_request_finished": ("context",),
+    "lookup": ("key", "context"),
+    "touch": ("keys", "context"),
+    "submit_store": ("job",),
+    "submit_load": ("job",),
+    "get_finished_jobs": (),
+    "get_released_jobs": (),
+    "on_schedule_end": ("step",),
+    "has_pending_work": (),
+    "take_events": (),
+    "announce_anew": (),
+    "drain_jobs": (1.0,),
+    "abandon_jobs": (),
+}
+UNANSWERED = {"on_request_finished", "touch", "on_schedule_end", "announce_anew"}
+UNANSWERED |= {"submit_store", "submit_load"}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_once_it_is_open_it_gets_every_call_and_gives_the_answers(method):
+    opened_tier = NotingManager()
+    tier = ReopeningTierManager("t", lambda: opened_tier, TierUnavailableError("no"), 0.001)
+    tier._thread.join(DEADLINE_S)
+    tier.get_finished_jobs()
+    assert (tier.medium, tier.locality, tier.io_timeout_s) == (Medium.CPU, Locality.REMOTE, 7.0)
+    opened_tier.calls.clear()
+    answer = getattr(tier, method)(*CALLS[method])
+    assert opened_tier.calls == [(method, *CALLS[method])]
+    assert answer == (None if method in UNANSWERED else method)
+    assert tier.shutdown(DEADLINE_S) == "shutdown"
 
 
 def test_the_pauses_grow_and_are_bounded():

@@ -1,6 +1,6 @@
 """Makes the samples of the formats that this checkout writes.
 
-    PYTHONPATH=.:tests python -m formats.make fs-1-key slab-2 slab-2-key
+    PYTHONPATH=.:tests python -m formats.make fs-1-key slab-2-headers
 
 Each is what a killed process leaves: the files are copied while the tier is open.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from formats.samples import Opened, Sample, content
 
-from kvoffload_async.tiers.fs.writers import boot_id
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 NUMBERS = range(24)
@@ -54,18 +54,20 @@ def fill_slab(root: Path, options: dict, copy: Path) -> None:
 
 INTEGRITY_KEY = "the key of the samples, and of nothing else"
 
+SLAB = {
+    "type": "slab",
+    "model": "org/sample",
+    "capacity_bytes": "128KiB",
+    "segment_bytes": "32KiB",
+    "io_threads": 2,
+}
+
+FS = {"type": "fs", "model": "org/sample", "capacity_bytes": "1MiB"}
+
 MAKERS = {
-    "fs-1": (fill_fs, {"type": "fs", "model": "org/sample", "capacity_bytes": "1MiB"}),
-    "slab-2": (
-        fill_slab,
-        {
-            "type": "slab",
-            "model": "org/sample",
-            "capacity_bytes": "128KiB",
-            "segment_bytes": "32KiB",
-            "io_threads": 2,
-        },
-    ),
+    "fs-1": (fill_fs, FS),
+    "fs-1-count": (fill_fs, FS),
+    "slab-2-headers": (fill_slab, SLAB),
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from crashes import answer, crew, load, serve
 from fs.places import Place
+from fs.spaces import rescan
 
 from kvoffload_async.errors import BlockMissingError, TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
@@ -16,8 +17,8 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 
 K = [key_of(number) for number in range(60)]
 BAD = K[5]
-CAPACITY = 16 * 1024 + 5 * 12 * 1024
-SHARED_CAPACITY = 32 * 1024 + 30 * 12 * 1024
+CAPACITY = 28 * 1024 + 5 * 12 * 1024
+SHARED_CAPACITY = 44 * 1024 + 30 * 12 * 1024
 
 
 def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
@@ -62,8 +63,8 @@ def traffic(
         answer(done | {"phase": "quiet"})
         sys.stdin.readline()  # all are quiet now
         if capacity_bytes is not None:
+            rescan(harness)
             housekeeping = harness.tier._housekeeping
-            harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
             usage = harness.run(housekeeping._run(housekeeping._usage.read))
             done["counted"] = usage.settled_bytes
             done["reserved"] = usage.all_reserved_bytes

@@ -5,16 +5,18 @@ from functools import partial
 from pathlib import Path
 
 from kvoffload_async.registry import create_policy
+from kvoffload_async.testing.fileops import FileCall
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.counts import FILE_NAME, Usage
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.inventory import Inventory, take_inventory
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, StoreOutcome, Verify
 from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
-from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+from kvoffload_async.tiers.fs.usage import read_usage
 from kvoffload_async.types import OffloadKey
 
 BLOCK = 4096
@@ -86,25 +88,25 @@ class Place:
     def path(self, key: OffloadKey) -> Path:
         return Path(self.namespace.get_file_name(key))
 
+    def is_listed(self, call: FileCall) -> bool:
+        """Tell whether a call lists what is directly in the namespace, as each walk begins."""
+        return (call.name, call.path) == ("open", str(self.folder))
+
     def inventory(self) -> Inventory:
-        return take_inventory(FileOps(), self.namespace)
+        roots = map(str, self.folder.iterdir())
+        return take_inventory(FileOps(), self.namespace, roots)
 
     def disk_bytes(self) -> int:
         """What the whole namespace takes, folders included."""
-        return self.inventory().total_bytes
+        return self.inventory().total_bytes + disk_bytes(self.folder.stat())
 
     def counted_bytes(self) -> int:
         """What the shared count says is there."""
         return self.usage().settled_bytes
 
-    def usage(self):
-        reader = UsageFile(FileOps(), str(self.folder), "reader", lambda: -1)
-        reader.open()
-        try:
-            usage = reader.read()
-        finally:
-            reader.close()
-        usage.reserved_bytes.pop("reader", None)
+    def usage(self) -> Usage:
+        usage = read_usage(FileOps(), str(self.folder))
+        assert usage is not None
         return usage
 
     def has_count(self) -> bool:
@@ -115,7 +117,7 @@ class Place:
         return sorted(str(path) for path in self.root.rglob("*.tmp"))
 
     def blocks(self) -> set[OffloadKey]:
-        return set(self.inventory().blocks)
+        return set(self.inventory().blocks) if self.folder.exists() else set()
 
     def attribute_of(self, key: OffloadKey) -> bytes:
         return AttributeDigester(self.namespace.layout_of(BLOCK)).attribute_value(

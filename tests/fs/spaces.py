@@ -6,29 +6,34 @@ from fs.places import KIB, Place
 
 from kvoffload_async.abc.events import BlocksEvicted
 from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.fs.housekeeping import Housekeeping
+from kvoffload_async.tiers.fs.walk import Step
 
 K = [key_of(number) for number in range(400)]
-# 4 KiB a block, twice that for its folders, 16 KiB for the namespace itself, 10 for growth.
-ROOM_FOR_8 = 16 * KIB + 8 * 12 * KIB + 10 * KIB
+# 4 KiB a block, twice that for its folders, 28 KiB for the namespace itself, 10 for growth.
+ROOM_FOR_8 = 28 * KIB + 8 * 12 * KIB + 10 * KIB
 
 
 def evicted(harness: TierHarness) -> set:
     return {k for event in harness.events if isinstance(event, BlocksEvicted) for k in event.keys}
 
 
-def rescan(harness: TierHarness) -> None:
-    housekeeping = harness.tier._housekeeping
+def rescan(harness: TierHarness) -> Step:
+    """Walk over everything, from the beginning of a cycle to its end."""
+    return harness.run(rescanned(harness.tier._housekeeping))
 
-    async def walk():
-        async with housekeeping._walking:
-            await housekeeping._rescan(housekeeping._usage, housekeeping._space)
 
-    harness.run(walk())
+async def rescanned(housekeeping: Housekeeping) -> Step:
+    async with housekeeping._walking:
+        housekeeping._walk.begin_anew()
+        while not (step := await housekeeping._take_step(lambda: False)).ends_cycle:
+            if step.is_waiting:
+                await asyncio.sleep(0.01)  # others have operations under way
+        return step
 
 
 def trim(harness: TierHarness) -> None:
-    housekeeping = harness.tier._housekeeping
-    harness.run(housekeeping._trim(housekeeping._usage, housekeeping._space))
+    harness.run(harness.tier._housekeeping._trim())
 
 
 def check(place: Place, harness: TierHarness, capacity_bytes: int) -> None:

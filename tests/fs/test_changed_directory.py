@@ -8,14 +8,15 @@ import threading
 
 import pytest
 from fs.places import BLOCK, Place
+from fs.spaces import rescan
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.inventory import sweep_temps
 from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import FILE_NAME
 
 K = [key_of(number) for number in range(16)]
 ROOMY = {"capacity_bytes": 256 * BLOCK, "rescan_interval_s": 3600.0}
@@ -45,11 +46,6 @@ REMOVALS = [remove_all, remove_writers, remove_count, remove_blocks]
 
 def beat(harness: TierHarness) -> bool:
     return harness.run(harness.tier._housekeeping._recovery.beat())
-
-
-def rescan(harness: TierHarness) -> None:
-    housekeeping = harness.tier._housekeeping
-    harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
 
 
 def writer_of(harness: TierHarness) -> str:
@@ -157,8 +153,9 @@ class Sweeping(FaultyFileOps):
     def _before(self, name, path, flags=0):
         if self.place is not None and name == self.on and path.endswith(".tmp"):
             place, self.place = self.place, None
-            temps = place.temps()
-            sweep_temps(FaultyFileOps(), temps, {temp.split(".")[-3] for temp in temps})
+            inventory = place.inventory()
+            dead = {temp.split(".")[-3] for temp in inventory.temps}
+            assert sweep_temps(FaultyFileOps(), inventory, dead)
             remove_blocks(place)
         return super()._before(name, path, flags)
 
@@ -179,7 +176,7 @@ def test_a_store_whose_temporary_file_was_swept_is_made_again(place, on):
 @pytest.mark.parametrize("on", ["get_xattr", "open", "pwrite", "publish"])
 def test_a_store_in_the_place_of_a_victim_is_made_again_too(place, on):
     ops = Sweeping(on)
-    capacity_bytes = 28 * 1024 + 2 * (BLOCK + 8 * 1024) + 3 * 4096
+    capacity_bytes = 40 * 1024 + 2 * (BLOCK + 8 * 1024) + 3 * 4096
     with place.open(ops, capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
         for key in K[:3]:
             assert harness.store([key]) == {}
@@ -263,7 +260,7 @@ def test_after_registering_again_temporary_files_are_named_for_the_new_id(place)
 
 def test_folders_that_were_all_removed_are_made_and_measured_anew(tmp_path):
     ops = FaultyFileOps()
-    folders = LeafFolders(ops)
+    folders = LeafFolders(ops, lambda _folder: 0)
     leaf = tmp_path / "a" / "b"
     sizes = {}
     ops.stat = lambda path: sizes.get(path) or FaultyFileOps.stat(ops, path)
@@ -300,13 +297,13 @@ def test_housekeeping_registers_again_by_itself(place, options):
     class Noticing(FaultyFileOps):
         """Says when an entry is made after the first."""
 
-        entries = 0
+        num_entries = 0
         made = threading.Event()
 
         def open(self, path, flags):
             if "/.writers/" in path and flags & os.O_EXCL:
-                self.entries += 1
-            if self.entries > 1:
+                self.num_entries += 1
+            if self.num_entries > 1:
                 self.made.set()
             return super().open(path, flags)
 

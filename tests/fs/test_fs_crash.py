@@ -110,7 +110,7 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
 ):
     """Capacity at a fifth of the working set, so that each evicts the others' blocks."""
     place = Place(tmp_path)
-    capacity_bytes = 4 * KIB * (3 + processes) + len(K) // 5 * UNIT
+    capacity_bytes = 4 * KIB * (6 + processes) + len(K) // 5 * UNIT
     children = [
         Process(
             SERVER,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fs.places import BLOCK, KIB, Place
+from fs.spaces import rescan, trim
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -58,7 +59,7 @@ class FsMachine(RuleBasedStateMachine):
     is: right, wrong, or right without a digest. Rules of other writers and of faults change both.
     """
 
-    capacity_bytes = 28 * KIB + 6 * 12 * KIB + 3 * 4 * KIB
+    capacity_bytes = 40 * KIB + 6 * 12 * KIB + 3 * 4 * KIB
 
     instances = Bundle("instances")
 
@@ -284,9 +285,8 @@ class FsMachine(RuleBasedStateMachine):
     # -- what always holds ----------------------------------------------------------------------
 
     @rule(instance=instances)
-    def rescan(self, instance):
-        housekeeping = instance.harness.tier._housekeeping
-        instance.harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
+    def walk(self, instance):
+        rescan(instance.harness)
         instance.harness.tier._files.writer.sweep_litter()
         if len(self.live) == 1:
             assert self.place.counted_bytes() == self.place.disk_bytes()
@@ -294,9 +294,8 @@ class FsMachine(RuleBasedStateMachine):
     @rule()
     def all_keep_house(self):
         for instance in self.live:
-            housekeeping = instance.harness.tier._housekeeping
-            instance.harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
-            instance.harness.run(housekeeping._trim(housekeeping._usage, housekeeping._space))
+            rescan(instance.harness)
+            trim(instance.harness)
         assert self.place.counted_bytes() == self.place.disk_bytes()
         self.is_disturbed = False
 
@@ -311,7 +310,8 @@ class FsMachine(RuleBasedStateMachine):
     def nothing_is_set_aside_while_no_job_runs(self):
         for instance in self.live:
             usage = instance.harness.tier._housekeeping._usage
-            assert usage._reserved_bytes == 0
+            assert usage._own.reserved_bytes == 0
+            assert not usage._own.running
 
     def teardown(self):
         try:

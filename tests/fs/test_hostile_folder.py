@@ -9,8 +9,8 @@ from fs.places import BLOCK, Place
 
 from kvoffload_async.errors import BlockMissingError, ConfigError, TierUnavailableError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.usage import FILE_NAME
-from kvoffload_async.tiers.fs.writers import boot_id
+from kvoffload_async.tiers.files.boot import boot_id
+from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 
 K = [key_of(number) for number in range(8)]
@@ -188,7 +188,7 @@ def test_a_folder_of_blocks_that_became_a_link_after_a_restart_is_replaced(place
 
 
 def test_evicting_removes_no_folder_and_nothing_behind_a_link(place, outside):
-    with place.open(capacity_bytes=20 * BLOCK) as harness:
+    with place.open(capacity_bytes=24 * BLOCK) as harness:
         assert harness.store(K[:4]) == {}
         for key, trap in zip(K[:4], (link, folder, pipe, folder), strict=True):
             spring(place.path(key), trap, outside)

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from fs.places import BLOCK, KIB, Place
+from fs.spaces import rescan
 
 from kvoffload_async.errors import (
     ConfigError,
@@ -17,17 +18,13 @@ from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+from kvoffload_async.tiers.fs.usage import UsageFile
 
 K = [key_of(number) for number in range(12)]
-FULL = 28 * KIB + 3 * (BLOCK + 8 * KIB) + 3 * 4 * KIB
+FULL = 40 * KIB + 3 * (BLOCK + 8 * KIB) + 3 * 4 * KIB
 WAIT_S = 5.0
-
-
-def rescan(harness: TierHarness) -> None:
-    housekeeping = harness.tier._housekeeping
-    harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
 
 
 def store(harness: TierHarness, keys) -> None:
@@ -69,14 +66,14 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(place):
     """A process that is stopped inside a change, or hangs in the filesystem."""
     place.folder.mkdir(parents=True)
     ops = FaultyFileOps()
-    usage = UsageFile(ops, str(place.folder), "me", lambda: 0, lock_timeout_s=0.01)
+    usage = UsageFile(ops, str(place.folder), "me", set, lock_timeout_s=0.01)
     usage.open()
     with (
         locked(FileOps(), str(place.folder / FILE_NAME)),
         pytest.raises(TimeoutError, match=r"its lock was held by another for 0.01 s: .*\.usage"),
     ):
         usage.reserve(BLOCK, 1, FULL)
-    assert usage.reserve(BLOCK, 1, FULL) == 1
+    assert usage.read().writers.keys() == {"me"}
     usage.close()
     assert not ops.open_fds
 
@@ -84,18 +81,20 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(place):
 def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place):
     place.folder.mkdir(parents=True)
     ops = FaultyFileOps()
-    usage = UsageFile(ops, str(place.folder), "me", lambda: 0, lock_timeout_s=0.01)
+    grown = DiskChange()
+    grown.add(7, 512)
+    usage = UsageFile(ops, str(place.folder), "me", set, lock_timeout_s=0.01)
     usage.open()
     hang = ops.hang(on="pread_into")
     stuck = threading.Thread(target=usage.read)
     stuck.start()
     assert hang.entered.wait(WAIT_S)
-    for call in (usage.read, lambda: usage.settle(0, DiskChange(1))):
+    for call in (usage.read, lambda: usage.settle(0, grown)):
         with pytest.raises(TimeoutError, match=r"held by another for 0.01 s"):
             call()
     ops.heal()
     stuck.join(WAIT_S)
-    assert usage.read().total_bytes == 1
+    assert usage.read().bucket(7)[1] == 1
     usage.close()
 
 

@@ -11,12 +11,12 @@ from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, start, trim
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.usage import _parsed
+from kvoffload_async.tiers.fs.counts import parsed
 from kvoffload_async.types import make_offload_key
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-@pytest.mark.parametrize("capacity_kib", [40, 100, 500])
+@pytest.mark.parametrize("capacity_kib", [60, 100, 500])
 def test_the_capacity_is_never_exceeded_and_the_count_is_the_disk(place, policy, capacity_kib):
     draw = random.Random(capacity_kib)
     with place.open(capacity_bytes=capacity_kib * KIB, policy=policy) as harness:
@@ -43,7 +43,7 @@ class Watching(FaultyFileOps):
 
     def _before(self, name, path, flags=0):
         if self.is_watching:
-            usage = _parsed((self._place.folder / ".usage").read_bytes())
+            usage = parsed(memoryview((self._place.folder / ".usage").read_bytes()))
             on_disk = self._place.disk_bytes()
             self.largest_bytes = max(self.largest_bytes, on_disk)
             if usage is not None and on_disk > usage.total_bytes:
@@ -76,7 +76,7 @@ def test_the_growth_of_the_top_folder_is_within_the_capacity(place):
 
 
 def test_who_was_used_last_stays(place):
-    with place.open(capacity_bytes=3 * ROOM_FOR_8) as harness:
+    with place.open(capacity_bytes=3 * ROOM_FOR_8 - 24 * KIB) as harness:
         harness.store(K[:20])
         harness.load(K[:1])
         harness.run(_touch(harness, K[1:2]))
@@ -176,10 +176,10 @@ def test_it_does_not_look_again_at_once(place, caplog):
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
         assert harness.run(housekeeping.look_for_blocks())
-        housekeeping._next_walk_s = float("inf")
+        housekeeping._next_look_s = float("inf")
         assert not harness.run(housekeeping.look_for_blocks())
-        housekeeping._next_walk_s = 0.0
-        ops.fail(errno.EIO, on="walk", times=1)
+        housekeeping._next_look_s = 0.0
+        ops.fail(errno.EIO, when=place.is_listed, times=1)
         assert not harness.run(housekeeping.look_for_blocks())
         assert "looking for room failed" in caplog.text
 

@@ -5,7 +5,7 @@ import os
 import re
 
 from fs.places import BLOCK, KIB
-from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, trim
+from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, rescanned, start, trim
 
 from kvoffload_async.testing.fileops import FaultyFileOps
 
@@ -103,13 +103,16 @@ def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_lea
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:4])
-        housekeeping = harness.tier._housekeeping
         space = harness.tier._space
-        before = space.known()
-        inventory = housekeeping._take_stock()
+        hang = ops.hang(on="walk", times=1)
+        walking = start(harness, rescanned(harness.tier._housekeeping))
+        assert hang.entered.wait(10)
+        found = sorted(place.blocks())
         harness.store(K[4:10])
         assert not set(K[:4]) & place.blocks()
-        assert space.learn(inventory, before) == []
+        assert not set(space.blocks.learn(found))
+        hang.release()
+        harness.run(end_of(walking))
         assert space.known() == place.blocks()
 
 

@@ -3,13 +3,14 @@
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.fileops import FileOps
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.inventory import Inventory
+from kvoffload_async.tiers.fs.counts import Usage
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
-from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+from kvoffload_async.tiers.fs.usage import UsageFile
 
 CAPACITY = 1000
 K = [key_of(number) for number in range(50)]
-FULL = Usage(settled_bytes=CAPACITY + 1)
+FULL = Usage()
+FULL.set(0, CAPACITY + 1)
 
 
 class AskedPolicy(LruPolicy):
@@ -28,18 +29,18 @@ def space_with(place, keys) -> tuple[Space, AskedPolicy]:
     space = Space(
         SpaceSettings(CAPACITY),
         policy,
-        UsageFile(FileOps(), str(place.folder), "writer", int),
+        UsageFile(FileOps(), str(place.folder), "writer", set),
         place.files(),
         block_bytes=10,
         folder_bytes=0,
         announce=lambda _keys: None,
     )
-    space.learn(Inventory({key: (age, 10) for age, key in enumerate(keys)}), ())
+    space.blocks.learn(keys)
     return space, policy
 
 
 def next_victims(space: Space) -> list:
-    return space.trim_batch(FULL, trimming=False)
+    return space.evict_idle(space.num_excess(FULL, trimming=False))
 
 
 def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not(place):

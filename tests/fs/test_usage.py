@@ -1,99 +1,68 @@
-import errno
-import threading
+"""The shared count: what is granted, told, presumed, and what survives a crash."""
 
 import pytest
+from fs.counted import MANY, grown, living, opened, state, walk
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+from kvoffload_async.tiers.fs.counts import (
+    FILE_BYTES,
+    MAX_WRITERS,
+    NUM_BUCKETS,
+    SLOT_BYTES,
+    NewerCountError,
+    Usage,
+    WriterCount,
+    parsed,
+)
+from kvoffload_async.tiers.fs.usage import OlderReleaseError, UsageFile, read_usage
 
-MANY = 10**9
+__all__ = ["living", "opened"]
 
-
-class Disk:
-    """A number that stands for a walk over the disk."""
-
-    def __init__(self) -> None:
-        self.used = 1000
-        self.walks = 0
-
-    def count(self) -> int:
-        self.walks += 1
-        return self.used
-
-
-@pytest.fixture
-def disk() -> Disk:
-    return Disk()
+NEWER = b"kvo.use\n" * 2048
 
 
-@pytest.fixture
-def opened(place, disk):
-    place.folder.mkdir(parents=True)
-    files = []
-
-    def make(writer_id="me", ops=None) -> UsageFile:
-        usage = UsageFile(ops or FileOps(), str(place.folder), writer_id, disk.count)
-        usage.open()
-        files.append(usage)
-        return usage
-
-    yield make
-    for usage in files:
-        usage.close()
+# -- granting and telling -----------------------------------------------------------------------
 
 
-def nobody() -> set[str]:
-    return set()
-
-
-def grown(added: int = 0, removed: int = 0) -> DiskChange:
-    return DiskChange(added, removed)
-
-
-def test_the_first_to_count_sets_the_count_to_the_disk(opened):
-    assert opened().start(nobody, 500).settled_bytes == 500
+def test_a_count_that_was_never_taken_grants_nothing_before_a_walk(opened):
+    usage = opened(is_known=False)
+    assert usage.reserve(100, 3, MANY) == 0
+    assert not usage.is_complete
+    assert walk(usage, {7: 4096}) == []
+    assert usage.is_complete
+    assert usage.reserve(100, 3, MANY) == 3
+    assert state(usage) == (4096, 300, 0)
 
 
 def test_beside_another_counter_its_count_goes_on(opened):
     first = opened("first")
-    first.start(nobody, 500)
     first.settle(0, grown(70))
-    second = opened("second")
-    assert second.start(lambda: {"first"}, 9999).settled_bytes == 570
-    assert first.read().total_bytes == 570
+    second = opened("second", is_known=False)
+    assert second.is_complete
+    assert state(second) == state(first) == (70, 0, 0)
 
 
-def test_a_living_writer_that_has_not_begun_to_count_does_not_keep_the_count_stale(opened):
-    """Two tiers start at the same moment after a crash: each sees the other living."""
-    old = opened("old")
-    old.start(nobody, 500)
-    first, second = opened("first"), opened("second")
-    assert first.start(lambda: {"second"}, 300).settled_bytes == 300
-    assert second.start(lambda: {"first"}, 301).settled_bytes == 300
+def test_the_count_outlives_all_who_count(opened):
+    first = opened("first")
+    first.settle(0, grown(70))
+    first.close()
+    second = opened("second", is_known=False)
+    assert second.is_complete
+    assert second.read().settled_bytes == 70
 
 
-def test_a_dead_writers_reservation_is_dropped_at_the_next_start(opened):
-    dead, living = opened("dead"), opened("living")
-    living.start(nobody, 0)
-    assert dead.reserve(100, 3, MANY) == 3
-    assert living.reserve(100, 2, MANY) == 2
-    assert living.read().total_bytes == 500
-    assert opened("new").start(lambda: {"living"}, 0).total_bytes == 200
-
-
-def test_a_dead_writers_reservation_is_dropped_by_a_correction(opened):
-    dead, living = opened("dead"), opened("living")
-    living.start(nobody, 0)
-    dead.reserve(100, 3, MANY)
-    assert living.correct(living.read(), 0, nobody).total_bytes == 0
+def test_a_writers_own_entry_is_counted_as_long_as_it_is_there(opened, place):
+    first = opened("first")
+    second = UsageFile(FileOps(), str(place.folder), "second", lambda: {"first"})
+    second.open(entry_bytes=4096)
+    assert first.read().settled_bytes == 4096
+    second.close()
+    assert first.read().settled_bytes == 0
 
 
 def test_room_is_granted_up_to_the_capacity_by_all_together(opened):
     first, second = opened("first"), opened("second")
-    first.start(nobody, 100)
-    second.start(lambda: {"first"}, 0)
+    first.settle(0, grown(100))
     assert first.reserve(100, 5, 1000) == 5
     assert second.reserve(100, 5, 1000) == 4
     assert second.reserve(100, 5, 1000) == 0
@@ -104,18 +73,19 @@ def test_room_is_granted_up_to_the_capacity_by_all_together(opened):
 
 def test_settling_gives_back_and_counts(opened):
     usage = opened()
-    usage.start(nobody, 0)
     usage.reserve(100, 3, MANY)
-    after = usage.settle(200, grown(150, 30))
+    usage.settle(200, grown(150, 30))
+    after = usage.read()
     assert after.settled_bytes == 120
+    assert after.bucket(7)[0] == 120
     assert after.reserved_bytes == {"me": 100}
-    assert after.changed_bytes == 180
-    assert usage.settle(900, grown(removed=900)) == Usage(0, {"me": 0}, 1080)
+    assert after.changed_bytes == 512
+    usage.settle(900, grown(removed=900))
+    assert usage.read().total_bytes == 0
 
 
 def test_closing_gives_back_what_was_set_aside(opened):
     first, second = opened("first"), opened("second")
-    first.start(nobody, 0)
     first.reserve(100, 3, MANY)
     first.close()
     first.close()
@@ -124,179 +94,163 @@ def test_closing_gives_back_what_was_set_aside(opened):
         first.read()
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"", b"{", b"[1, {}]", b"[1, {}, 2] tail", b"[1, [], 2]", b'["x", {}, 0]', b"null"]
-)
-def test_a_file_that_does_not_parse_is_counted_anew(opened, place, disk, garbage):
+def test_a_writer_that_goes_on_under_another_id_keeps_what_it_had_reserved(opened, living):
+    usage, other = opened("old"), opened("other")
+    usage.reserve(100, 3, MANY)
+    living.remove("old")
+    living.add("new")
+    usage.rename_writer("new")
+    assert other.read().reserved_bytes == {"old": 300, "other": 0}
+    assert usage.read().reserved_bytes == {"new": 300, "other": 0}
+    other.begin_cycle()
+    assert other.read().presumed_bytes == 0
+    usage.settle(300, grown(250))
+    assert usage.read().reserved_bytes == {"new": 0, "other": 0}
+
+
+def test_without_a_place_among_the_writers_nothing_is_granted(opened, living):
+    first = opened("w0")
+    living |= {f"w{number}" for number in range(MAX_WRITERS)}
+    others = {f"w{number}": WriterCount(0, 0, 0, 0) for number in range(1, MAX_WRITERS)}
+    first._change(lambda usage: usage.writers.update(others))
+    late = opened("late", is_known=False)
+    assert late.reserve(100, 1, MANY) == 0
+    late.settle(0, grown(70))
+    assert late.read().settled_bytes == 70
+    living.discard("w5")
+    first.begin_cycle()
+    assert late.reserve(100, 1, MANY) == 1
+    assert first.read().reserved_bytes["late"] == 100
+
+
+# -- the dead -----------------------------------------------------------------------------------
+
+
+def killed(opened, living, ops=None) -> UsageFile:
+    dead = opened("dead", ops)
+    assert dead.reserve(100, 3, MANY) == 3
+    living.discard("dead")
+    return dead
+
+
+@pytest.mark.parametrize("how", ["open", "cycle"])
+def test_what_a_dead_writer_had_reserved_is_presumed_used(opened, living, how):
+    other = opened("other")
+    killed(opened, living)
+    if how == "open":
+        opened("new")
+    else:
+        assert other.begin_cycle() == 300
+    assert state(other) == (0, 0, 300)
+    assert other.reserve(100, 1, 399) == 0
+    assert other.reserve(100, 1, 400) == 1
+
+
+def test_a_cycle_that_began_before_a_death_does_not_give_up_what_is_presumed(opened, living):
+    other = opened("other")
+    ever = other.begin_cycle()
+    killed(opened, living)
+    later = other.begin_cycle()
+    other.end_cycle(ever)
+    assert other.read().presumed_bytes == 300
+    other.end_cycle(later)
+    other.end_cycle(ever)
+    assert other.read().presumed_bytes == 0
+
+
+def test_two_cycles_give_up_what_is_presumed_once(opened, living):
+    first, second = opened("first"), opened("second")
+    killed(opened, living)
+    both = first.begin_cycle(), second.begin_cycle()
+    killed(opened, living)
+    first.begin_cycle()
+    first.end_cycle(both[0])
+    second.end_cycle(both[1])
+    assert first.read().presumed_bytes == 300
+
+
+# -- what a crash leaves ------------------------------------------------------------------------
+
+
+def test_a_change_that_was_cut_off_leaves_the_state_before_it(opened, place):
     usage = opened()
-    usage.start(nobody, 0)
+    usage.reserve(100, 3, MANY)
+    before = read_usage(FileOps(), str(place.folder)).sequence
+    usage.settle(300, grown(250))
+    content = bytearray((place.folder / ".usage").read_bytes())
+    newest = (before + 1) % 2 * SLOT_BYTES
+    content[newest + 2000 : newest + SLOT_BYTES] = b"x" * (SLOT_BYTES - 2000)
+    (place.folder / ".usage").write_bytes(content)
+    read = read_usage(FileOps(), str(place.folder))
+    assert read.sequence == before
+    assert (read.settled_bytes, read.reserved_bytes) == (0, {"me": 300})
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"{", b"[1, {}]", b"null", b"[" * 20_000, bytes(FILE_BYTES), NEWER],
+)
+def test_a_file_that_does_not_parse_grants_nothing_before_a_walk(opened, place, garbage):
+    usage = opened()
     usage.reserve(10, 5, MANY)
     (place.folder / ".usage").write_bytes(garbage)
-    read = usage.read()
-    assert read.settled_bytes == disk.used
-    assert read.reserved_bytes == {"me": 50}
-    assert usage.read().settled_bytes == disk.used
-    assert disk.walks == 1
+    if garbage != NEWER:
+        assert read_usage(FileOps(), str(place.folder)) is None
+        assert usage.reserve(10, 5, MANY) == 0
+        assert usage.read().reserved_bytes == {"me": 50}
+        walk(usage, {7: 4096})
+        assert usage.reserve(10, 5, MANY) == 5
+        assert state(usage) == (4096, 100, 0)
+    else:
+        with pytest.raises(NewerCountError, match="format"):
+            usage.reserve(10, 5, MANY)
+        (place.folder / ".usage").unlink()
 
 
-def test_a_shorter_count_leaves_no_tail(opened, place):
+def test_a_count_that_was_removed_is_made_again_and_knows_nothing(opened, place):
     usage = opened()
-    usage.start(nobody, 10**15)
-    usage.settle(0, grown(removed=10**15 - 1))
-    assert usage.read().settled_bytes == 1
+    usage.settle(0, grown(70))
+    (place.folder / ".usage").unlink()
+    assert usage.reserve(10, 5, MANY) == 0
+    walk(usage, {7: 70})
+    assert usage.reserve(10, 5, MANY) == 5
 
 
-def test_a_tail_that_a_crash_has_left_is_counted_anew(opened, place, disk):
+def test_a_newer_format_is_left_as_it_is(opened, place):
     usage = opened()
-    usage.start(nobody, 7)
-    with (place.folder / ".usage").open("ab") as file:
-        file.write(b"}")
-    assert usage.read().settled_bytes == disk.used
+    path = place.folder / ".usage"
+    usage.close()
+    content = bytearray(path.read_bytes())
+    content[8] = 2  # of one slot: its checksum is not looked at before its version
+    path.write_bytes(content)
+    with pytest.raises(NewerCountError, match=r"format 2 .* knows format 1"):
+        UsageFile(FileOps(), str(place.folder), "me", set).open()
+    assert path.read_bytes() == content
+    path.unlink()
 
 
-def test_a_change_that_failed_is_told_by_the_next_one(opened):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    usage.start(nobody, 0)
-    usage.reserve(100, 3, MANY)
-    ops.fail(errno.EIO, on="pwrite", times=1)
-    with pytest.raises(OSError, match="injected"):
-        usage.settle(300, grown(200))
-    ops.fail(errno.EIO, on="lock", times=1)
-    with pytest.raises(OSError, match="injected"):
-        usage.settle(0, grown(20, 10))
-    # The file was wiped by the failed write: what is told is in the disk's count already.
-    assert usage.read().total_bytes == 1000
-    assert usage.read().reserved_bytes == {"me": 0}
-
-
-def test_a_lock_that_failed_delays_the_telling_only(opened):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    usage.start(nobody, 0)
-    usage.reserve(100, 3, MANY)
-    ops.fail(errno.EIO, on="lock", times=3)  # a kept descriptor is opened anew once
-    for _ in range(2):
-        with pytest.raises(OSError, match="injected"):
-            usage.settle(100, grown(60, 10))
-    assert usage.read() == Usage(100, {"me": 100}, 140)
-
-
-def test_a_reservation_that_failed_is_none(opened):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    usage.start(nobody, 0)
-    ops.fail(errno.EIO, on="pwrite", times=1)
-    with pytest.raises(OSError, match="injected"):
-        usage.reserve(100, 3, MANY)
-    assert usage.read().reserved_bytes == {"me": 0}
-
-
-def test_short_writes_of_the_count_are_continued(opened):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    ops.shorten(3, on="pwrite")
-    usage.start(nobody, 123456789)
-    assert usage.read().settled_bytes == 123456789
-
-
-def test_a_count_that_was_half_written_is_counted_anew(opened, disk):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    usage.start(nobody, 555)
-    ops.shorten(2, on="pwrite", times=1)
-    ops.fail(errno.EIO, on="pwrite", times=1)
-    with pytest.raises(OSError, match="injected"):
-        usage.settle(0, grown(444))
-    assert usage.read().settled_bytes == disk.used
-
-
-def run_together(count, call) -> None:
-    barrier = threading.Barrier(count)
-
-    def body(number):
-        barrier.wait()
-        for _ in range(50):
-            call(number)
-
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-
-
-def test_threads_of_one_tier_lose_no_update(opened):
-    """The file's lock belongs to the descriptor, and so does not part threads that share it."""
+def test_beside_an_older_release_that_runs_nothing_is_counted(opened, place, living):
     usage = opened()
-    usage.start(nobody, 0)
-    run_together(4, lambda _n: usage.settle(0, grown(10, 3)))
-    assert usage.read() == Usage(1400, {"me": 0}, 2600)
+    path = place.folder / ".usage"
+    path.write_text('[4096, {"9-old": 0}, 0]', encoding="ascii")
+    living.add("9-old")
+    with pytest.raises(OlderReleaseError, match=r"an older release that is running .9-old."):
+        usage.reserve(10, 5, MANY)
+    assert path.read_text(encoding="ascii").startswith("[4096")
+    living.discard("9-old")
+    assert usage.reserve(10, 5, MANY) == 0
+    assert not usage.is_complete
 
 
-def test_a_threads_change_waits_for_that_of_another(opened):
-    ops = FaultyFileOps()
-    usage = opened(ops=ops)
-    usage.start(nobody, 0)
-    hang = ops.hang(on="pwrite", times=1)
-    first, second = (
-        threading.Thread(target=usage.settle, args=(0, grown(number))) for number in (10, 3)
-    )
-    first.start()
-    assert hang.entered.wait(10)
-    second.start()
-    second.join(0.1)
-    assert second.is_alive()
-    hang.release()
-    first.join(10)
-    second.join(10)
-    assert usage.read().settled_bytes == 13
-
-
-def test_tiers_lose_no_update_to_each_other(opened):
-    usages = [opened(f"w{n}") for n in range(4)]
-    for number, usage in enumerate(usages):
-        usage.start(lambda number=number: {f"w{n}" for n in range(number)}, 0)
-    run_together(4, lambda n: usages[n].settle(0, grown(10, 3)))
-    assert usages[0].read().settled_bytes == 1400
-
-
-# -- corrections --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("found", [0, 100, 5000])
-def test_a_correction_sets_the_count_to_the_disk(opened, found):
-    usage = opened()
-    usage.start(nobody, 1000)
-    assert usage.correct(usage.read(), found, nobody).settled_bytes == found
-
-
-def test_a_walk_in_a_busy_time_does_not_change_a_count_that_may_be_right(opened):
-    usage = opened()
-    usage.start(nobody, 1000)
-    before = usage.read()
-    usage.settle(0, grown(300, 300))
-    assert usage.correct(before, 1500, nobody).settled_bytes == 1000
-    assert usage.correct(before, 1601, nobody).settled_bytes == 1601
-
-
-def test_what_is_set_aside_may_be_on_disk_already(opened):
-    usage, other = opened(), opened("other")
-    usage.start(nobody, 1000)
-    other.start(lambda: {"me"}, 0)
-    before = usage.read()
-    other.reserve(100, 2, MANY)
-    assert usage.correct(before, 1200, lambda: {"other"}).settled_bytes == 1000
-    before = usage.read()
-    other.settle(200, grown())
-    assert usage.correct(before, 1200, lambda: {"other"}).settled_bytes == 1000
-    assert usage.correct(usage.read(), 1200, lambda: {"other"}).settled_bytes == 1200
-
-
-def test_two_tiers_that_walk_at_the_same_time_correct_once(opened):
-    first, second = opened("first"), opened("second")
-    first.start(nobody, 1000)
-    second.start(lambda: {"first"}, 0)
-    before_first, before_second = first.read(), second.read()
-    assert first.correct(before_first, 400, lambda: {"second"}).settled_bytes == 400
-    assert second.correct(before_second, 400, lambda: {"first"}).settled_bytes == 400
+def test_the_largest_count_fits():
+    usage = Usage()
+    for number in range(NUM_BUCKETS):
+        usage.set(number, 2**50)
+        usage.change(number, 2**41, 0)
+    for number in range(MAX_WRITERS):
+        usage.writers[f"{2**22}-{number:012}"] = WriterCount(2**60, 2**40 + 3, 2**40 + 1, 7)
+    again = parsed(memoryview(bytes(usage.packed()) + bytes(SLOT_BYTES)))
+    assert again.settled_bytes == usage.settled_bytes == NUM_BUCKETS * (2**50 + 2**41)
+    assert again.reserved_bytes == usage.reserved_bytes
+    assert again.writers[f"{2**22}-{5:012}"] == WriterCount(2**60, 3, 1, 7)
+    assert again.is_complete

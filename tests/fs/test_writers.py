@@ -8,10 +8,11 @@ import pytest
 
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files import boot
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs import writers as writers_module
 from kvoffload_async.tiers.fs.inventory import sweep_folders, sweep_temps, writer_of
-from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry, boot_id
+from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
 
 A, B = key_of(1), key_of(2)
 
@@ -176,7 +177,7 @@ def test_the_entry_is_removed_from_memory_even_if_not_from_disk(registered):
 
 def test_the_boot_is_known_by_the_hosts_name_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
     assert boot_id() == boot_id()
-    monkeypatch.setattr(writers_module, "Path", lambda _path: tmp_path / "absent")
+    monkeypatch.setattr(boot, "Path", lambda _path: tmp_path / "absent")
     assert boot_id() == os.uname().nodename
 
 
@@ -200,9 +201,13 @@ def test_sweeping_takes_what_is_there_of_the_dead(place):
     dead, living, stranger = (temp_of(place, name) for name in ("1-d", "2-l", "x"))
     plain = dead.with_name("plain.tmp")
     plain.write_bytes(b"")
-    temps = [str(path) for path in (dead, living, stranger, plain)] + ["/gone.bin.1-d.0.tmp"]
-    assert sweep_temps(FileOps(), temps, {"1-d"}) == [str(dead)]
+    inventory = place.inventory()
+    inventory.temps["/gone.bin.1-d.0.tmp"] = 4096
+    before_bytes = inventory.total_bytes
+    assert sweep_temps(FileOps(), inventory, {"1-d"})
     assert not dead.exists()
+    assert inventory.total_bytes == before_bytes - 2 * 4096
+    assert inventory.temps.keys() == {str(path) for path in (living, stranger, plain)}
     assert living.exists()
     assert stranger.exists()
     assert plain.exists()
@@ -274,7 +279,7 @@ def test_a_folder_that_is_in_use_again_stays(place):
     inventory = place.inventory()
     before = inventory.total_bytes
     (place.folder / "000" / "00_g0" / "new").write_bytes(b"")
-    sweep_folders(ops, inventory, ())
+    assert sweep_folders(ops, inventory) == 0
     assert inventory.total_bytes == before
     assert (place.folder / "000" / "00_g0" / "new").exists()
 
@@ -285,6 +290,6 @@ def test_an_empty_folder_that_another_process_has_swept_is_not_counted(place):
     inventory = place.inventory()
     leaf.rmdir()
     leaf.parent.rmdir()
-    sweep_folders(FileOps(), inventory, ())
-    assert inventory.total_bytes == place.disk_bytes()
+    assert sweep_folders(FileOps(), inventory) == 2 * 4096
+    assert inventory.total_bytes == 0
     assert not inventory.folders

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry, boot_id
+from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
 
 YEAR_S = 365 * 86400.0
 jumps = st.sampled_from([-10 * YEAR_S, -DEAD_AFTER_S - 60, -60.0, 60.0, DEAD_AFTER_S + 60, YEAR_S])

@@ -5,10 +5,15 @@ GUARDS = {
     "kvoffload_async/policies": ("tests/policies",),
     "kvoffload_async/tables": ("tests/tables",),
     "kvoffload_async/facade/connector": ("tests/connector",),
-    "kvoffload_async/facade": ("tests/facade",),
+    "kvoffload_async/facade": (
+        "tests/facade",
+        "tests/runtime/test_owned.py",
+        "tests/files/test_modes.py",
+    ),
     "kvoffload_async/tiers/fs": ("tests/fs",),
     "kvoffload_async/tiers/slab": ("tests/slab",),
-    "kvoffload_async/tiers": ("tests/tiers", "tests/fs", "tests/slab"),
+    "kvoffload_async/tiers/files": ("tests/files", "tests/tiers", "tests/fs", "tests/slab"),
+    "kvoffload_async/tiers": ("tests/tiers", "tests/files", "tests/fs", "tests/slab"),
 }
 
 

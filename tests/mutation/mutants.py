@@ -22,6 +22,7 @@ TURNED = {
     ast.NotIn: ast.In,
 }
 MOVED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+_NOTHING_TO_DROP = ("return None", "return False")
 LOGGERS = ("logger", "logging", "warnings")
 
 
@@ -82,7 +83,8 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
                 yield node, "and for or", f"({ast.unparse(ast.BoolOp(other, node.values))})"
             case ast.Expr(value=ast.Call() | ast.Await(value=ast.Call())):
                 yield node, "call removed", "pass"
-            case ast.Return(value=ast.expr()) if ast.unparse(node) != "return None":
+            # `return False` becomes `return True`; to whoever asks, None is the same as False.
+            case ast.Return(value=ast.expr()) if ast.unparse(node) not in _NOTHING_TO_DROP:
                 yield node, "result dropped", "return None"
             case ast.Constant(value=bool() | int() | float() as value):
                 yield node, "constant changed", repr(_other(value))
@@ -116,7 +118,8 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 def _says_nothing(node: ast.AST) -> bool:
     match node:
-        case ast.Raise() | ast.JoinedStr() | ast.Assert():  # asserts are for the type checker
+        # Asserts are for the type checker, and `strict` is one of `zip`.
+        case ast.Raise() | ast.JoinedStr() | ast.Assert() | ast.keyword(arg="strict"):
             return True
         case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             return True

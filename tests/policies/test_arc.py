@@ -150,6 +150,24 @@ def test_a_ghost_that_the_batch_itself_pushed_out_is_a_new_key():
     assert lists(rig) == [keys([5, 1]), [key(3)], [key(4)], []]
 
 
+def test_a_victim_of_the_batch_leaves_t1_smaller_for_the_next_one():
+    rig = cache(4, once=[1, 2, 3], twice=[5])
+    rig.store(4)
+    rig.inner.p = 1.0
+    assert lists(rig) == [keys([2, 3, 4]), [key(5)], [key(1)], []]
+    assert rig.store(1, 6) == keys([2, 5]), "with 2 gone T1 is at its target"
+    assert lists(rig) == [keys([3, 4, 6]), [key(1)], [key(2)], [key(5)]]
+
+
+def test_ghosts_that_the_batch_makes_count_for_the_target():
+    rig = cache(8, once=[1, 2, 3], twice=[4, 5, 6, 7, 8])
+    rig.store(11, 12, 13)
+    rig.inner.p = 3.0
+    assert lists(rig)[2:] == [keys([1, 2, 3]), []]
+    assert rig.store(1, 2, 3) == keys([4, 5, 6])
+    assert rig.inner.p == 3.0 + 1 + 1 + 2, "for the last one there are two ghosts of T2 to one"
+
+
 def with_four_places_and_eight_keys():
     rig = cache(4, twice=[1, 2, 3, 4])
     for name in (5, 6, 7):

@@ -12,9 +12,18 @@ from kvoffload_async.testing.fileops import Hang
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
+from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.opening import OnMismatch
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
-from kvoffload_async.tiers.slab.reading import list_folder, live_in, read_journal
+from kvoffload_async.tiers.slab.reading import (
+    by_use,
+    list_folder,
+    live_in,
+    note_uses,
+    read_journal,
+    read_manifest,
+    read_session,
+)
 from kvoffload_async.tiers.slab.records import keys_of, places_of
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import OffloadKey
@@ -95,15 +104,27 @@ class SlabStore:
     def places(self) -> dict[OffloadKey, int]:
         """What the files say, without a tier: key -> place, the least recently used first."""
         found = list_folder(FileOps(), str(self.folder))
-        scanned = read_journal(FileOps(), str(self.folder), self.layout.manifest.layout)
-        live = scanned.records[live_in(found, scanned, self.layout.manifest.slot_bytes)]
+        manifest = self.own_manifest()
+        scanned = read_journal(FileOps(), str(self.folder), manifest.journal_seed)
+        rows = live_in(found, scanned, manifest)
+        session = read_session(FileOps(), str(self.folder), manifest.journal_seed)
+        if session is not None:
+            note_uses(scanned, rows, session)
+        live = scanned.units[by_use(scanned, rows)]
         return dict(zip(keys_of(live), places_of(live), strict=True))
+
+    def own_manifest(self) -> Manifest:
+        return read_manifest(FileOps(), str(self.folder))
+
+    def size_of(self, slots: int) -> int:
+        """Return how long a segment with so many slots is."""
+        return self.own_manifest().offset_of(slots)
 
     def damage(self, key: OffloadKey, *, byte: int = 7) -> None:
         """Flip a bit of a stored block."""
         place = self.places()[key]
         path = self.folder / segment_name(segment_of(place))
-        flip(path, slot_of(place) * self.layout.manifest.slot_bytes + byte)
+        flip(path, self.size_of(slot_of(place)) + byte)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

@@ -20,7 +20,7 @@ class SlabConformance(TierConformance):
         store = tier._store
         (place,) = store.catalog.find([key])
         path = self.slab_store.folder / segment_name(segment_of(place))
-        flip(path, slot_of(place) * store.data_path.rows.slot_bytes + 7)
+        flip(path, store.manifest.offset_of(slot_of(place)) + 7)
         return True
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import os
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_damaged_journal_that_cannot_be_written_anew_is_worked_with(slab_store
     slab_store.journal.write_bytes(content)
     flip(slab_store.journal, len(content) - 3 * RECORD_BYTES)
     ops = FaultyFileOps()
-    ops.fail(errno.ENOSPC, on="open", when=lambda call: call.path.endswith("journal.tmp"))
+    ops.fail(errno.ENOSPC, on="open", when=lambda call: call.path.endswith("journal.new"))
     with slab_store.open(ops) as harness:
         assert "cannot be written anew yet" in caplog.text
         assert harness.announced() == {K[i] for i in (0, 1, 2, 3, 5)}
@@ -88,9 +89,11 @@ def test_the_right_bytes_in_anothers_slot_do_not_verify(slab_store):
     with slab_store.open() as harness:
         harness.store(K[:2])
         path = slab_store.folder / segment_name(0)
+        first, second, end = (slab_store.size_of(slots) for slots in range(3))
         content = path.read_bytes()
         with path.open("r+b") as file:
-            file.write(content[BLOCK : 2 * BLOCK] + content[:BLOCK])
+            file.seek(first)
+            file.write(content[second:end] + content[first:second])
         assert {type(e) for e in harness.load(K[:2]).values()} == {CorruptBlockError}
 
 
@@ -120,7 +123,7 @@ def test_two_loads_of_a_damaged_block_both_fail_and_its_slot_is_used_again(slab_
 def test_a_segment_that_was_cut_short_costs_the_blocks_behind_the_cut(slab_store):
     with slab_store.open() as harness:
         harness.store(K[:16])
-        os.truncate(slab_store.folder / segment_name(0), 5 * BLOCK + 100)
+        os.truncate(slab_store.folder / segment_name(0), slab_store.size_of(5) + 100)
         failures = harness.load(K[:16])
         assert sorted(failures) == list(range(5, 16))
         assert {type(e) for e in failures.values()} == {CorruptBlockError}
@@ -146,7 +149,7 @@ def test_a_large_block_that_ends_early_or_cannot_be_read_fails_alone(tmp_path, d
         ops.fail(errno.EIO, on="preadv", times=1)
         (error,) = harness.load(K[:1]).values()
         assert isinstance(error, TierUnavailableError)
-        os.truncate(slab_store.folder / segment_name(0), 10 * BLOCK)
+        os.truncate(slab_store.folder / segment_name(0), slab_store.size_of(0) + 10 * BLOCK)
         failures = harness.load(K[:4])
         assert list(failures) == [3]
         assert isinstance(failures[3], CorruptBlockError)
@@ -237,7 +240,8 @@ def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(slab_s
     with slab_store.open(ops, verify=False, fdatasync=True) as harness:
         harness.store(K[:2])
         ops.fail(errno.EIO, on="fdatasync", when=is_journal)
-        ops.fail(errno.EIO, on="truncate")
+        writes = itertools.count()
+        ops.fail(errno.EIO, on="pwrite", when=lambda call: is_journal(call) and next(writes) == 1)
         assert len(harness.store(K[2:4])) == 2
         assert set(slab_store.places()) == set(K[:4]), "what a crash would leave now"
         ops.heal()

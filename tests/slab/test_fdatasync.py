@@ -31,7 +31,6 @@ def test_blocks_that_may_not_be_on_the_device_fail_and_those_before_them_stay(
         assert harness.load(K[:8]) == {}
 
 
-@pytest.mark.xfail(reason="the job beside the one whose wait failed counts as stored")
 def test_a_failed_wait_fails_every_job_that_has_written_to_that_segment_since_the_last_good_one(
     slab_store,
 ):

@@ -9,7 +9,14 @@ from slab.stores import KIB, K, SlabStore
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, TEMP_SUFFIX, segment_name
+from kvoffload_async.tiers.slab.layout import (
+    LOCK,
+    MANIFEST,
+    NEXT_JOURNAL,
+    SESSION,
+    TEMP_SUFFIX,
+    segment_name,
+)
 
 
 @pytest.fixture
@@ -65,23 +72,39 @@ def test_a_folder_in_the_place_of_the_journal_is_a_clear_error(slab_store, outsi
 
 
 @pytest.mark.parametrize("trap", REMOVABLE)
-@pytest.mark.parametrize("name", [MANIFEST, JOURNAL])
+@pytest.mark.parametrize("name", [MANIFEST + TEMP_SUFFIX, NEXT_JOURNAL])
 def test_what_is_in_the_place_of_a_temporary_file_is_replaced(slab_store, outside, name, trap):
-    temp = slab_store.folder / (name + TEMP_SUFFIX)
+    temp = slab_store.folder / name
     spring(temp, trap, outside)
     with slab_store.open() as harness:
         assert is_stored(harness, K[:4])
-        spring(slab_store.folder / (JOURNAL + TEMP_SUFFIX), trap, outside)
-    with slab_store.open() as harness:  # closing has written the journal anew
+    spring(slab_store.folder / NEXT_JOURNAL, trap, outside)
+    with slab_store.open() as harness:
         assert harness.announced() == set(K[:4])
     assert not os.path.lexists(temp)
     assert outside.is_untouched()
 
 
+@pytest.mark.parametrize("trap", REMOVABLE)
+def test_what_is_in_the_place_of_the_session_is_replaced_and_the_blocks_are_verified(
+    slab_store, outside, trap, caplog
+):
+    with slab_store.open() as harness:
+        assert is_stored(harness, K[:4])
+    (slab_store.folder / SESSION).unlink()
+    spring(slab_store.folder / SESSION, trap, outside)
+    with slab_store.open(verify=False) as harness:
+        assert harness.announced() == set(K[:4])
+        assert harness.load(K[:4]) == {}
+    assert "its 4 blocks are verified" in caplog.text
+    assert stat.S_ISREG((slab_store.folder / SESSION).lstat().st_mode)
+    assert outside.is_untouched()
+
+
 def test_a_temporary_file_with_another_name_elsewhere_is_not_overwritten(slab_store, outside):
     slab_store.folder.mkdir(parents=True)
-    for name in (MANIFEST, JOURNAL):
-        (slab_store.folder / (name + TEMP_SUFFIX)).hardlink_to(outside.file)
+    for name in (MANIFEST + TEMP_SUFFIX, NEXT_JOURNAL):
+        (slab_store.folder / name).hardlink_to(outside.file)
     with slab_store.open() as harness:
         assert is_stored(harness, K[:4])
     assert outside.is_untouched()

@@ -19,7 +19,6 @@ from kvoffload_async.tiers.slab.records import (
     checkpoint,
     keys_of,
     scan,
-    seed_of,
 )
 
 KEY, OTHER = IntegrityKey(b"k" * 16), IntegrityKey(b"o" * 16)
@@ -45,18 +44,18 @@ def served(store, key=KEY, **options):
 
 def rewrite_journal(store, change):
     """Write a journal whose frames are right, as anybody can who reads this package's code."""
-    layout = store.layout.manifest.layout
-    scanned = scan(read_file(FileOps(), str(store.journal)), seed_of(layout))
+    seed = Manifest.decode(store.manifest.read_bytes()).journal_seed
+    scanned = scan(read_file(FileOps(), str(store.journal)), seed)
     records = scanned.records.copy()
     change(records)
-    frames = checkpoint(scanned.sequence + 1, records, seed_of(layout))
+    frames = checkpoint(scanned.sequence + 1, records, seed)
     store.journal.write_bytes(b"".join(frames))
 
 
 def overwrite(store, key, content):
     place = store.places()[key]
     with (store.folder / segment_name(segment_of(place))).open("r+b") as file:
-        file.seek(slot_of(place) * store.layout.manifest.slot_bytes)
+        file.seek(store.layout.manifest.offset_of(slot_of(place)))
         file.write(content)
 
 
@@ -68,7 +67,7 @@ def test_what_was_stored_with_a_key_is_served_with_it(filled):
 def test_manifest_and_records_say_that_there_is_a_key_and_which(filled):
     manifest = Manifest.decode(filled.manifest.read_bytes())
     assert manifest.key_id == KEY.id.hex()
-    scanned = scan(read_file(FileOps(), str(filled.journal)), seed_of(manifest.layout))
+    scanned = scan(read_file(FileOps(), str(filled.journal)), manifest.journal_seed)
     assert (scanned.records["flags"] == HAS_DIGEST | KEYED).all()
     digester = create_digester(manifest.layout, KEY)
     for key, record in zip(keys_of(scanned.records), scanned.records, strict=True):

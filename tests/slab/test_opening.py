@@ -14,6 +14,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.slab.budget import journal_units
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 from kvoffload_async.types import OffloadKey
@@ -40,7 +41,8 @@ def test_an_untouched_store_is_closed_without_a_write(slab_store):
     ops = FaultyFileOps()
     with slab_store.open(ops) as harness:
         assert harness.announced() == set(K[:5])
-    assert ops.counts()["pwrite"] == 1, "the lock's holder"
+    written = [call.path.rpartition("/")[2] for call in ops.calls if call.name == "pwrite"]
+    assert written == ["lock", *["session"] * 3]
     assert not ops.counts()["rename"]
     assert not ops.open_fds
 
@@ -61,8 +63,8 @@ def test_the_journal_is_written_anew_before_it_is_too_long(slab_store):
     with slab_store.open(ops, capacity_bytes=FIXED + 16 * BLOCK) as harness:
         for number in range(200):
             assert harness.store([key_of(5000 + number)]) == {}
-            budget = harness.tier._allocator._budget
-            assert slab_store.journal.stat().st_size <= (budget.log_units + 40) * RECORD_BYTES
+            slots = sum(harness.tier._store.catalog.segments.values())
+            assert slab_store.journal.stat().st_size <= journal_units(slots) * RECORD_BYTES
         sound(harness.tier)
         kept = harness.contains([key_of(5000 + number) for number in range(200)])
         assert set(slab_store.places()) == kept
@@ -300,7 +302,10 @@ def test_what_a_killed_writer_left_is_removed(slab_store):
     with slab_store.open() as harness:
         assert harness.announced() == set(K[:2])
         names = {path.name for path in slab_store.folder.iterdir()}
-        assert names == {"journal", "lock", "manifest.json", segment_name(0), "stranger"}
+        assert names == {
+            *("journal", "journal.new", "lock", "manifest.json", "session"),
+            *(segment_name(0), "stranger"),
+        }
         sound(harness.tier)
 
 
@@ -328,3 +333,9 @@ def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(slab_store, cap
     with slab_store.open(verify=False) as harness:
         assert not caplog.messages, "the journal was written anew"
         assert isinstance(harness.load([K[11]])[0], CorruptBlockError), "it is still suspect"
+
+
+def test_the_time_for_an_opening_grows_with_the_blocks_that_there_may_be(slab_store):
+    tier = slab_store.tier(capacity_bytes=1_000_000 * BLOCK)
+    assert tier.opening_s(BLOCK) == pytest.approx(10.0)
+    assert tier.opening_s(10 * BLOCK) == pytest.approx(1.0)

@@ -181,9 +181,10 @@ class SlabMachine(RuleBasedStateMachine):
         numbers = sorted(self.tier._store.catalog.segments)
         number = numbers[number % len(numbers)] if numbers else 0
         path = self.slab_store.folder / segment_name(number)
-        if path.exists() and path.stat().st_size > slots * BLOCK:
+        size = self.slab_store.size_of(slots)
+        if path.exists() and path.stat().st_size > size:
             with path.open("r+b") as file:
-                file.truncate(slots * BLOCK)
+                file.truncate(size)
             first = number << 32 | slots
             last = (number + 1) << 32
             blocks = self.tier._store.catalog.items()

@@ -134,6 +134,16 @@ def test_stamps_that_begin_anew_keep_the_rank_of_those_that_are_released_later()
     assert lists.take_first(2, anything) == [0, 3]
 
 
+def test_stamps_begin_anew_before_they_are_too_large_for_their_four_bytes():
+    lists = RankedLists(CAPACITY)
+    lists.append([0, 1, 2])
+    lists._last_stamp = (1 << 31) - 2
+    assert lists.take_first(1, {2}.__contains__) == [2]
+    lists.release([1, 0])
+    assert lists.take_first(2, anything) == [0, 1]
+    assert list(lists.violations()) == []
+
+
 def damaged_with_stamps_out_of_order(lists):
     lists._stamps[0], lists._stamps[1] = lists._stamps[1], lists._stamps[0]
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 from fs.places import BLOCK, KIB, Place
+from fs.spaces import rescan
 from powercuts import problems
 from slab.stores import SlabStore
 
@@ -57,8 +58,7 @@ class BoundedFs(Fs):
     def check_count(self) -> None:
         super().check_count()
         with self.place.open(**self.options) as harness:
-            housekeeping = harness.tier._housekeeping
-            harness.run(housekeeping._rescan(housekeeping._usage, housekeeping._space))
+            rescan(harness)
             assert self.place.counted_bytes() == self.place.disk_bytes()
 
 

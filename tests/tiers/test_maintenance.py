@@ -8,7 +8,14 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from tiers.kept import NUM_BLOCKS, OPTIONS, contents, damage_a_block, keep_blocks
+from tiers.kept import (
+    NUM_BLOCKS,
+    OPTIONS,
+    contents,
+    damage_a_block,
+    damage_every_block,
+    keep_blocks,
+)
 
 from kvoffload_async.abc.maintenance import (
     GcOptions,
@@ -103,8 +110,7 @@ def test_a_corrupt_block_is_a_problem_then_a_removal_then_gone(store):
 def test_every_bad_block_is_found_and_counted_and_the_first_are_listed(
     store, max_listed, num_listed
 ):
-    for path in [*Path(store.folder).rglob("*.bin"), *Path(store.folder).glob("*.slab")]:
-        path.write_bytes(b"\xff" * (1 << 15))
+    damage_every_block(store.folder)
     *problems, summary = run("verify", store, MaintenanceControl(max_listed=max_listed))
     assert len({problem.what for problem in problems}) == NUM_BLOCKS
     found = summary.figures["verification"]

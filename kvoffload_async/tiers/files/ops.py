@@ -25,6 +25,8 @@ from kvoffload_async.tiers.files.roots import NotRegularFileError, Root
 from kvoffload_async.tiers.files.tree import Tree
 
 _RENAME_NOREPLACE: Final = 1
+_KEEP_SIZE: Final = 1
+_NO_FALLOCATE: Final = {errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_RENAMEAT2: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -134,6 +136,17 @@ class FileOps:
     def fallocate(self, fd: int, size_bytes: int) -> None:
         """Make a file at least this long, with every byte of it allocated on disk."""
         os.posix_fallocate(fd, 0, size_bytes)
+
+    def reserve(self, fd: int, size_bytes: int) -> None:
+        """Allocate a file's first bytes on disk, and leave its length as it is.
+
+        Where the filesystem cannot do that, nothing is done.
+        """
+        if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _NO_FALLOCATE:
+            raise OSError(code, os.strerror(code))
 
     def fstat(self, fd: int) -> os.stat_result:
         """Return what an open file is."""
@@ -294,7 +307,7 @@ def _rename(source_fd: int, old: str, target_fd: int, new: str) -> None:
     os.rename(old, new, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
-def write_all(ops: FileOps, fd: int, data: bytes | bytearray, offset: int) -> int:
+def write_all(ops: FileOps, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
     """Write all of `data`, in as many calls as it takes; return how many bytes that is.
 
     Raises:
@@ -310,6 +323,24 @@ def write_all(ops: FileOps, fd: int, data: bytes | bytearray, offset: int) -> in
     return done
 
 
+def sync_folder(ops: FileOps, folder: str) -> None:
+    """Wait until the names in a folder are on the device; raises OSError."""
+    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        ops.fsync(fd)
+    finally:
+        ops.close(fd)
+
+
 def disk_bytes(status: os.stat_result) -> int:
     """Return the bytes that a file or folder takes on disk, as allocated."""
     return status.st_blocks * 512
+
+
+def names_in(ops: FileOps, folder: str) -> list[str]:
+    """Return the names directly in a folder, for less than `entries` costs; raises OSError."""
+    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return os.listdir(fd)
+    finally:
+        ops.close(fd)

@@ -24,7 +24,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     Origin,
 )
 from kvoffload_async.tiers.fs.folders import LeafFolders
-from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey
@@ -82,7 +82,7 @@ class BlockFiles:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._verify = verify
-        self._folders = LeafFolders(ops, counts_bytes=counts_bytes)
+        self._folders = LeafFolders(ops, namespace.bucket_of_folder, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
         self._digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
         self._digest_cache = DigestCache()
@@ -252,6 +252,6 @@ class BlockFiles:
             except OSError as error:
                 logger.warning("an evicted block stays behind: %s", str(error))
                 continue
-            change.removed_bytes += disk_bytes(status)
+            change.remove(bucket_of(key), disk_bytes(status))
             self._folders.remove_empty(self._namespace.leaf_of(key), change)
         return change

@@ -6,11 +6,10 @@ Thread: an I/O thread.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, sync_folder
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
 _UNMEASURED = contextlib.nullcontext()
@@ -19,9 +18,18 @@ _UNMEASURED = contextlib.nullcontext()
 class LeafFolders:
     """The folders in which blocks lie, each with a parent that holds nothing else."""
 
-    def __init__(self, ops: FileOps, *, counts_bytes: bool = True) -> None:
-        """Know of none; without `counts_bytes` nobody asks by how much they grow."""
+    def __init__(
+        self, ops: FileOps, bucket_of: Callable[[str], int], *, counts_bytes: bool = True
+    ) -> None:
+        """Know of none.
+
+        Args:
+            ops: The system calls.
+            bucket_of: Returns the part of the namespace that a folder's path belongs to.
+            counts_bytes: Without it nobody asks by how much they grow.
+        """
         self._ops = ops
+        self._bucket_of = bucket_of
         self._counts_bytes = counts_bytes
         self._mutex = threading.Lock()
         self._made: set[str] = set()
@@ -91,7 +99,7 @@ class LeafFolders:
             with self._mutex:
                 counted_bytes = max(before_bytes, self._grown.get(folder, 0))
                 if before_bytes and after_bytes > counted_bytes:
-                    change.added_bytes += after_bytes - counted_bytes
+                    change.add(self._bucket_of(folder), after_bytes - counted_bytes)
                     self._grown[folder] = after_bytes
 
     def remove_empty(self, leaf: str, change: DiskChange) -> None:
@@ -103,14 +111,14 @@ class LeafFolders:
             except OSError:
                 return  # not empty, or gone already
             self._forget(folder)
-            change.removed_bytes += freed_bytes
+            change.remove(self._bucket_of(folder), freed_bytes)
 
     def _make(self, folder: str, change: DiskChange) -> None:
         with self.growing(_parent_of(folder), change), contextlib.suppress(FileExistsError):
             self._ops.mkdir_own(folder)
             # Also if it was removed and taken off the count at once: then as much as the last.
             self._new_bytes = self._size_of(folder) or self._new_bytes
-            change.added_bytes += self._new_bytes
+            change.add(self._bucket_of(folder), self._new_bytes)
         self._made.add(folder)
 
     def _size_of(self, folder: str) -> int:
@@ -124,15 +132,6 @@ class LeafFolders:
         self._synced.discard(folder)
         with self._mutex:
             self._grown.pop(folder, None)
-
-
-def sync_folder(ops: FileOps, folder: str) -> None:
-    """Wait until the names in a folder are on the device; raises OSError."""
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        ops.fsync(fd)
-    finally:
-        ops.close(fd)
 
 
 def _parent_of(folder: str) -> str:

@@ -4,42 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
-from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.format import require_known_format
-from kvoffload_async.tiers.fs.inventory import (
-    Inventory,
-    sweep_folders,
-    sweep_temps,
-    take_inventory,
-)
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.entering import enter_namespace
+from kvoffload_async.tiers.fs.footprint import Footprint
+from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.recovery import Recovery
-from kvoffload_async.tiers.fs.space import Footprint, Space, SpaceSettings
-from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.trimming import Trimming
+from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
-from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CREATE = os.O_WRONLY | os.O_CREAT
 _LEAVE_TIMEOUT_S = 1.0
+
+_SHARE = 0.02
+"""Of a processor's time, what walks may take on average."""
+_SHARE_UNKNOWN = 0.25
+"""The same as long as nothing can be stored: before the count is known, or is small enough."""
 _REST = 5.0
-"""How many times as long as a walk took, none is made on demand."""
+"""How many times as long as a walk took, none is made, however little processor time it took."""
+_LEAST_REST_S = 0.1
+_STEP_S = 0.02
+"""Of processor time, what a step may take before it begins another bucket."""
+_OPENING_S = 0.2
+"""How long opening, or a job that finds no room, looks around."""
+_PORTION = 512
+"""Blocks that are learned at a time, so that the loop is kept busy for milliseconds."""
 
 
 def _unchecked() -> None:
@@ -64,17 +71,21 @@ class Housekeeping:
         self._env = env
         self._usage: UsageFile | None = None
         self._space: Space | None = None
+        self._trimming: Trimming | None = None
         self._verify = Verify.OFF
         self._check_root: Callable[[], None] = _unchecked
-        self._capacity_bytes = 0
+        self._recovery = Recovery(writers, self._run, self._enter_again, self._begin_anew)
+        self._walk = NamespaceWalk(ops, namespace, writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
-        self._recovery = Recovery(writers, self._run, self._enter_again, self._recount)
+        self._is_leaving = threading.Event()
         self._walks = 0
-        self._next_walk_s = 0.0
+        self._cycle_begun_s = 0.0
+        self._next_step_s = 0.0
+        self._next_look_s = 0.0
 
     def enter(self, verify: Verify) -> None:
-        """Make the folders, register, and sweep the stale files of dead writers.
+        """Make the folders, and register.
 
         Raises:
             OSError: The directory cannot be made or written.
@@ -84,17 +95,7 @@ class Housekeeping:
         Thread: an I/O thread.
         """
         self._verify = verify
-        self._ops.make_folders(self._namespace.folder)
-        require_known_format(self._ops, self._namespace.folder)
-        self._writers.register()  # before any other file: temporary ones name their writer
-        self._write_config()
-        if verify is Verify.OFF:
-            marker = f"{self._namespace.folder}/{UNVERIFIED_MARKER}"
-            self._ops.close(self._ops.open_own(marker, os.O_WRONLY))
-        if verify is Verify.REQUIRED:
-            self._require_attributes()
-        self._files.writer.sync_root()
-        self._sweep_stale()
+        enter_namespace(self._ops, self._namespace, self._writers, self._files.writer, verify)
 
     async def open_space(
         self,
@@ -102,10 +103,10 @@ class Housekeeping:
         create_policy: Callable[[int], CachePolicy],
         row_bytes: int,
     ) -> Space:
-        """Take stock, and make room if there is too little already.
+        """Join the count.
 
         Raises:
-            ConfigError: The capacity is below one block.
+            ConfigError: The capacity is below one block, or the count's format is newer.
             OSError: The count cannot be kept here.
         """
         status = await self._run(partial(self._ops.stat, self._namespace.folder))
@@ -113,16 +114,11 @@ class Housekeeping:
         footprint.check(settings.capacity_bytes)
         block_bytes, folder_bytes = footprint.block_bytes, footprint.folder_bytes
         usage = UsageFile(
-            self._ops,
-            self._namespace.folder,
-            self._writers.writer_id,
-            lambda: self._settled_bytes(self._take_stock()),
+            self._ops, self._namespace.folder, self._writers.writer_id, self._writers.living
         )
-        await self._run(usage.open)
+        await self._run(lambda: usage.open(self._writers.entry_bytes()))
         self._usage = usage
-        self._capacity_bytes = settings.capacity_bytes
-        inventory = await self._run(self._take_stock)
-        await self._run(partial(self._join_count, usage, inventory))
+        self._walk = NamespaceWalk(self._ops, self._namespace, self._writers, usage)
         self._space = Space(
             settings,
             create_policy(min(settings.capacity_bytes // block_bytes, MAX_NUMBERS)),
@@ -132,15 +128,26 @@ class Housekeeping:
             folder_bytes=folder_bytes,
             announce=self._env.blocks_evicted,
         )
-        await self._space.remove(self._space.learn(inventory, ()), self._run)
-        await self._trim(usage, self._space)
+        self._trimming = Trimming(
+            usage, self._space, self._run, self._namespace.folder, settings.capacity_bytes
+        )
         return self._space
+
+    async def look_around(self) -> None:
+        """Walk for a moment, which is a whole cycle where there is little; make room if need be.
+
+        Raises:
+            OSError: The namespace or its count cannot be used.
+        """
+        async with self._walking:
+            await self._walk_for(_OPENING_S, lambda step: step.ends_cycle or step.is_waiting)
+        await self._trim()
 
     def start(self, rescan_interval_s: float, check_root: Callable[[], None]) -> None:
         """Start housekeeping in the background.
 
         Args:
-            rescan_interval_s: Seconds between two walks.
+            rescan_interval_s: Seconds, at least, between two cycles of walks.
             check_root: Raises OSError if the root is not the directory that was opened.
         """
         self._check_root = check_root
@@ -149,26 +156,32 @@ class Housekeeping:
         )
 
     async def look_for_blocks(self) -> bool:
-        """Walk, unless that was done a moment ago, for blocks of others that could be evicted.
+        """Walk for a moment, unless that was just done, for blocks that could be evicted.
 
         Returns:
-            Whether a walk has ended since the call.
+            Whether a walk has been made since the call.
         """
-        if self._usage is None or self._space is None:
+        space = self._space
+        if space is None:
             return False
         walks = self._walks
         async with self._walking:
             if self._walks != walks:
                 return True
-            if asyncio.get_running_loop().time() < self._next_walk_s:
+            loop = asyncio.get_running_loop()
+            begun_s = loop.time()
+            if begun_s < self._next_look_s:
                 return False
             try:
-                await self._rescan(self._usage, self._space)
+                await self._walk_for(
+                    _OPENING_S, lambda step: space.can_evict or step.ends_cycle or step.is_waiting
+                )
             except (OSError, OffloadError) as error:
                 logger.warning(
                     "%s: looking for room failed: %s", self._namespace.folder, str(error)
                 )
                 return False
+            self._next_look_s = loop.time() + _REST * (loop.time() - begun_s)
             return True
 
     async def recover(self) -> bool:
@@ -177,6 +190,7 @@ class Housekeeping:
 
     async def leave(self) -> None:
         """Stop, give back what was reserved, and unregister."""
+        self._is_leaving.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=_LEAVE_TIMEOUT_S)
@@ -187,75 +201,20 @@ class Housekeeping:
     async def _run(self, call: Callable[[], T], /) -> T:
         return await self._env.io.run(Direction.NONE, call)
 
-    def _write_config(self) -> None:
-        """Write the run configuration down, for people; if that fails, nothing depends on it."""
-        path = self._namespace.config_path
-        temp = f"{self._namespace.folder}/config.json.{self._writers.writer_id}.0{TEMP_SUFFIX}"
-        text = json.dumps(self._namespace.fields, indent=2, sort_keys=True)
-        try:
-            self._ops.make_folders(path.rpartition("/")[0])
-            if self._ops.exists(path):
-                return
-            fd = self._ops.open(temp, _CREATE)
-            try:
-                written = self._ops.pwrite(fd, memoryview(text.encode()), 0)
-            finally:
-                self._ops.close(fd)
-            if written == len(text):
-                self._ops.rename(temp, path)
-            else:
-                self._files.writer.discard(temp)
-        except OSError as error:
-            logger.warning("%s is not written: %s", path, str(error))
-            self._files.writer.discard(temp)
-
-    def _require_attributes(self) -> None:
-        probe = f"{self._namespace.folder}/probe.bin.{self._writers.writer_id}.0{TEMP_SUFFIX}"
-        fd = self._ops.open(probe, _CREATE)
-        try:
-            self._ops.set_xattr(fd, "user.kvoffload.probe", b"1")
-        except OSError as error:
-            raise ConfigError(
-                f"verify: 'required' needs extended attributes, which {probe!r} cannot have "
-                f"({error}); use 'when_present', or another filesystem"
-            ) from error
-        finally:
-            self._ops.close(fd)
-            self._files.writer.discard(probe)
-
-    def _sweep_stale(self) -> None:
-        """Sweep the stale files of dead writers. Thread: an I/O thread."""
-        _, dead = self._writers.others()
-        if dead:
-            inventory = self._take_stock()
-            swept = sweep_temps(self._ops, inventory.temps, dead)
-            sweep_folders(self._ops, inventory, swept)
-            for writer_id in dead:
-                self._writers.forget(writer_id)
-
     def _enter_again(self) -> None:
         """Register, and make what must be there, as at the opening. Thread: an I/O thread."""
         self._check_root()
         self._writers.renew_id()
         self._files.rename_writer(self._writers.writer_id)
-        if self._usage is not None:
-            self._usage.rename_writer(self._writers.writer_id)
         self.enter(self._verify)
+        if self._usage is not None:  # who is in the count must have registered before
+            self._usage.rename_writer(self._writers.writer_id)
 
-    async def _recount(self) -> None:
-        if self._usage is not None and self._space is not None:
-            async with self._walking:
-                await self._rescan(self._usage, self._space)
-
-    def _take_stock(self) -> Inventory:
-        return take_inventory(self._ops, self._namespace)
-
-    def _settled_bytes(self, inventory: Inventory) -> int:
-        return inventory.settled_bytes({*self._writers.living(), self._writers.writer_id})
-
-    def _join_count(self, usage: UsageFile, inventory: Inventory) -> None:
-        settled_bytes = self._settled_bytes(inventory)
-        usage.start(self._writers.living, settled_bytes, self._writers.entry_bytes())
+    async def _begin_anew(self) -> None:
+        """Begin another cycle: the namespace, or its count, was taken away and made again."""
+        async with self._walking:
+            self._walk.begin_anew()
+        await self.look_around()
 
     def _close(self) -> None:
         """Each step has its chance. Thread: an I/O thread."""
@@ -273,56 +232,98 @@ class Housekeeping:
         self._writers.unregister()
 
     async def _run_periodically(self, rescan_interval_s: float) -> None:
-        """Show that this tier lives, and keep the count true to the disk."""
+        """Show that this tier lives, and walk, a little at a time."""
         loop = asyncio.get_running_loop()
-        rescan_at_s = loop.time() + rescan_interval_s
+        tick_s = min(HEARTBEAT_S, rescan_interval_s)
+        tick_at_s = loop.time() + tick_s
         while True:
-            await asyncio.sleep(min(HEARTBEAT_S, rescan_interval_s))
+            walk_at_s = self._next_step_s
+            is_known = self._space is None or self._space.can_store
+            if is_known and not self._walk.is_in_cycle:
+                walk_at_s = max(walk_at_s, self._cycle_begun_s + rescan_interval_s)
+            await asyncio.sleep(min(walk_at_s, tick_at_s) - loop.time())
             try:
-                await self._recovery.beat()
-                if self._space is None or self._usage is None:
-                    continue
-                if loop.time() >= rescan_at_s:
-                    rescan_at_s = loop.time() + rescan_interval_s
+                if loop.time() >= tick_at_s:
+                    tick_at_s = loop.time() + tick_s
+                    await self._recovery.beat()
+                    await self._trim()
+                elif loop.time() >= walk_at_s:
                     async with self._walking:
-                        await self._rescan(self._usage, self._space)
-                await self._trim(self._usage, self._space)
+                        await self._take_step(self._is_leaving.is_set)
+                    await self._trim()
             except (OSError, OffloadError) as error:
+                self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
 
-    async def _rescan(self, usage: UsageFile, space: Space) -> None:
-        """Learn what others have added and removed, and correct the count by it."""
+    async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
+        """Walk until it is enough, or for so long. Under the lock of walks."""
+        loop = asyncio.get_running_loop()
+        begun_s, cpu_s = loop.time(), 0.0
+        until_s = time.monotonic() + seconds
+
+        def should_stop() -> bool:
+            return self._is_leaving.is_set() or time.monotonic() > until_s
+
+        while not should_stop():
+            step = await self._take_step(should_stop)
+            cpu_s += step.cpu_s
+            if is_enough(step):
+                break
+        self._rest(begun_s, cpu_s)
+        self._walks += 1
+
+    async def _take_step(self, should_stop: Callable[[], bool]) -> Step:
+        """Walk over a few buckets, and learn what is in them. Under the lock of walks."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        await self._run(self._sweep_stale)
-        known = space.known()
-        before = await self._run(usage.read)
-        inventory = await self._run(self._take_stock)
-        await self._run(partial(sweep_folders, self._ops, inventory, ()))
-        surplus = space.learn(inventory, known)
-        await self._run(partial(self._correct, usage, before, inventory))
-        await space.remove(surplus, self._run)
-        self._walks += 1
-        self._next_walk_s = loop.time() + _REST * (loop.time() - begun_s)
+        space = self._space
+        if not self._walk.is_in_cycle:
+            self._cycle_begun_s = begun_s
+            if space is not None:
+                space.blocks.begin_cycle()
+        if space is None:
+            step = await self._run(partial(self._walk.step, _STEP_S, should_stop))
+        else:
+            space.blocks.begin_walk()
+            try:
+                step = await self._run(partial(self._walk.step, _STEP_S, should_stop))
+                step.cpu_s += await self._learn(space, step)
+            finally:
+                space.blocks.end_walk()
+        self._rest(begun_s, step.cpu_s)
+        if step.error is not None:
+            logger.warning("%s: not all can be read: %s", self._namespace.folder, str(step.error))
+        return step
 
-    def _correct(self, usage: UsageFile, before: Usage, inventory: Inventory) -> None:
-        usage.correct(before, self._settled_bytes(inventory), self._writers.living)
+    async def _learn(self, space: Space, step: Step) -> float:
+        """Take in what a step has found, in portions; return the processor time it took."""
+        cpu_s = 0.0
+        found = list(step.found)
+        for first in range(0, len(found), _PORTION):
+            begun_s = time.thread_time()
+            surplus = space.blocks.learn(found[first : first + _PORTION], step.found)
+            cpu_s += time.thread_time() - begun_s
+            await asyncio.sleep(0)
+            await space.remove(surplus, self._run)
+        more: int | None = 0 if step.ends_cycle else None
+        while more is not None:
+            begun_s = time.thread_time()
+            more = space.drop_vanished(more, step.unwalked)
+            cpu_s += time.thread_time() - begun_s
+            await asyncio.sleep(0)
+        if step.ends_cycle:
+            space.blocks.end_cycle()
+        return cpu_s
 
-    async def _trim(self, usage: UsageFile, space: Space) -> None:
-        """Remove blocks while the count is above the watermark."""
-        before = now = await self._run(usage.read)
-        num_blocks = 0
-        while victims := space.trim_batch(now, trimming=num_blocks > 0):
-            await space.remove(victims, self._run)
-            num_blocks += len(victims)
-            now = await self._run(usage.read)
-        if num_blocks and before.total_bytes > self._capacity_bytes:
-            logger.warning(
-                "%s: %d bytes were there, and capacity_bytes is %d: %d blocks were removed, the "
-                "least valuable first, and %d bytes are there now",
-                self._namespace.folder,
-                before.total_bytes,
-                self._capacity_bytes,
-                num_blocks,
-                now.total_bytes,
-            )
+    def _rest(self, begun_s: float, cpu_s: float) -> None:
+        """Say when the next step is to be."""
+        now_s = asyncio.get_running_loop().time()
+        is_known = self._space is None or self._space.can_store
+        rest_s = cpu_s / (_SHARE if is_known else _SHARE_UNKNOWN)
+        if is_known:
+            rest_s = max(rest_s, _REST * (now_s - begun_s))
+        self._next_step_s = now_s + max(rest_s, _LEAST_REST_S)
+
+    async def _trim(self) -> None:
+        if self._trimming is not None:
+            await self._trimming.trim()

@@ -1,26 +1,37 @@
-"""What is in a namespace: blocks, folders, temporary files. Thread: an I/O thread."""
+"""What is in a part of a namespace: blocks, folders, temporary files. Thread: an I/O thread."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import os
 import stat as stat_module
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.layout import BLOCK_FOLDER, TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
 
 _TEMP_PARTS = 5
 
 
+class StoppedError(Exception):
+    """Somebody does not want to wait for the end of a walk."""
+
+
+def _never() -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class Inventory:
-    """One walk over a namespace.
+    """What a walk has found.
 
     Attributes:
-        blocks: Key -> (time of last change in s, disk bytes).
+        blocks: Key -> time of last change in s.
         total_bytes: Disk bytes of everything, folders and unknown files included.
         temps: Paths of temporary files -> disk bytes.
         unknown_files: Paths of files that are no blocks.
@@ -28,17 +39,12 @@ class Inventory:
         num_entries: Path of a folder -> what is in it.
     """
 
-    blocks: dict[OffloadKey, tuple[float, int]] = field(default_factory=dict)
+    blocks: dict[OffloadKey, float] = field(default_factory=dict)
     total_bytes: int = 0
     temps: dict[str, int] = field(default_factory=dict)
     unknown_files: list[str] = field(default_factory=list)
     folders: dict[str, int] = field(default_factory=dict)
     num_entries: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def oldest_first(self) -> list[OffloadKey]:
-        """The blocks, the one that was changed first at the front."""
-        return sorted(self.blocks, key=lambda key: self.blocks[key][0])
 
     def settled_bytes(self, living: Collection[str]) -> int:
         """Return the total without what living writers are writing: they have set that aside."""
@@ -46,31 +52,58 @@ class Inventory:
         return self.total_bytes - in_flight
 
 
-def take_inventory(ops: FileOps, namespace: Namespace) -> Inventory:
-    """Walk over a namespace; what vanishes meanwhile is left out."""
+def take_inventory(
+    ops: FileOps,
+    namespace: Namespace,
+    roots: Iterable[str],
+    should_stop: Callable[[], bool] = _never,
+) -> Inventory:
+    """Walk over folders and files directly in a namespace; what vanishes meanwhile is left out.
+
+    Args:
+        ops: The system calls.
+        namespace: Where.
+        roots: Their paths.
+        should_stop: Asked before each of them.
+
+    Raises:
+        StoppedError: It said so.
+        OSError: Something cannot be read.
+    """
     found = Inventory()
-    with contextlib.suppress(FileNotFoundError):
-        found.total_bytes += disk_bytes(ops.stat(namespace.folder))
-    for path, status in ops.walk(namespace.folder):
-        found.total_bytes += disk_bytes(status)
-        name = path.removeprefix(namespace.folder + "/")
-        found.num_entries[path.rpartition("/")[0]] += 1
-        if name.startswith("."):
+    for root in roots:
+        if should_stop():
+            raise StoppedError
+        try:
+            status = ops.stat(root)
+        except FileNotFoundError:
             continue
+        _take_in(found, namespace, root, status)
         if stat_module.S_ISDIR(status.st_mode):
-            if BLOCK_FOLDER.fullmatch(name):
-                found.folders[path] = disk_bytes(status)
-            continue
-        key = namespace.key_of(path)
-        if not stat_module.S_ISREG(status.st_mode):
-            found.unknown_files.append(path)
-        elif key is not None:
-            found.blocks[key] = (status.st_mtime, disk_bytes(status))
-        elif path.endswith(TEMP_SUFFIX):
-            found.temps[path] = disk_bytes(status)
-        else:
-            found.unknown_files.append(path)
+            for path, status in ops.walk(root):
+                _take_in(found, namespace, path, status)
     return found
+
+
+def _take_in(found: Inventory, namespace: Namespace, path: str, status: os.stat_result) -> None:
+    size_bytes = disk_bytes(status)
+    found.total_bytes += size_bytes
+    found.num_entries[path.rpartition("/")[0]] += 1
+    if path[len(namespace.folder) + 1] == ".":
+        return
+    if stat_module.S_ISDIR(status.st_mode):
+        if namespace.is_block_folder(path):
+            found.folders[path] = size_bytes
+        return
+    key = namespace.key_of(path)
+    if not stat_module.S_ISREG(status.st_mode):
+        found.unknown_files.append(path)
+    elif key is not None:
+        found.blocks[key] = status.st_mtime
+    elif path.endswith(TEMP_SUFFIX):
+        found.temps[path] = size_bytes
+    else:
+        found.unknown_files.append(path)
 
 
 def writer_of(temp: str) -> str | None:
@@ -79,27 +112,34 @@ def writer_of(temp: str) -> str | None:
     return parts[-3] if len(parts) >= _TEMP_PARTS else None
 
 
-def sweep_temps(ops: FileOps, temps: Collection[str], dead: Collection[str]) -> list[str]:
-    """Remove the temporary files of dead writers; return them."""
-    removed = []
-    for path in temps:
-        if writer_of(path) in dead:
-            with contextlib.suppress(FileNotFoundError):
-                ops.unlink(path)
-                removed.append(path)
-    return removed
+def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bool:
+    """Remove the temporary files of dead writers, from the inventory as well.
 
-
-def sweep_folders(ops: FileOps, inventory: Inventory, gone: Collection[str]) -> None:
-    """Remove empty folders, which crashes leave, and take them off the inventory's total.
-
-    Args:
-        ops: The system calls.
-        inventory: What was found.
-        gone: Paths of files that were removed since.
+    Returns:
+        Whether all of them are gone.
     """
-    for path in gone:
+    is_swept = True
+    for path in [path for path in inventory.temps if writer_of(path) in dead]:
+        try:
+            ops.unlink(path)
+        except FileNotFoundError:
+            pass  # another process has swept it
+        except OSError as error:
+            is_swept = False
+            logger.warning("a dead writer's file stays behind: %s", str(error))
+            continue
+        inventory.total_bytes -= inventory.temps.pop(path)
         inventory.num_entries[path.rpartition("/")[0]] -= 1
+    return is_swept
+
+
+def sweep_folders(ops: FileOps, inventory: Inventory) -> int:
+    """Remove empty folders, which crashes leave, from the inventory as well.
+
+    Returns:
+        Their disk bytes.
+    """
+    swept_bytes = 0
     for folder in reversed(list(inventory.folders)):
         if not inventory.num_entries[folder]:
             try:
@@ -108,5 +148,7 @@ def sweep_folders(ops: FileOps, inventory: Inventory, gone: Collection[str]) -> 
                 pass  # another process has swept it
             except OSError:
                 continue  # it is in use again
-            inventory.total_bytes -= inventory.folders.pop(folder)
+            swept_bytes += inventory.folders.pop(folder)
             inventory.num_entries[folder.rpartition("/")[0]] -= 1
+    inventory.total_bytes -= swept_bytes
+    return swept_bytes

@@ -14,8 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 from kvoffload_async.tiers.files.naming import safe_name
 from kvoffload_async.types import (
@@ -26,11 +25,14 @@ from kvoffload_async.types import (
 )
 
 _DIGEST_DIGITS = 12
-BLOCK_FOLDER = re.compile(r"[0-9a-f]{1,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
-"""What folders for blocks are called, in their namespace."""
-
 BLOCK_SUFFIX = ".bin"
 TEMP_SUFFIX = ".tmp"
+
+REST: Final = 256
+"""The bucket of what lies below no folder for blocks; the others are numbered from 0."""
+
+_TOP_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}")
+_BLOCK_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
 
 
 class Namespace:
@@ -66,14 +68,33 @@ class Namespace:
 
     def key_of(self, path: str) -> OffloadKey | None:
         """Return the key of a block's path, or None if no block lies under such a path."""
-        file = PurePosixPath(path)
-        _, _, group = file.parent.name.rpartition("_g")
+        leaf, _, name = path.rpartition("/")
+        _, _, group = leaf.rpartition("_g")
         try:
-            key = make_offload_key(bytes.fromhex(file.stem), int(group))
+            key = make_offload_key(bytes.fromhex(name.removesuffix(BLOCK_SUFFIX)), int(group))
         except (ValueError, OverflowError):
             return None
         return key if self.get_file_name(key) == path else None
 
+    def bucket_of_folder(self, path: str) -> int:
+        """Return the bucket of the namespace's folder, or of one for blocks."""
+        digits = path[len(self.folder) + 1 :][:2]
+        return int(digits, 16) if digits else REST
+
+    def is_block_folder(self, path: str) -> bool:
+        """Tell whether a folder's path is one for blocks."""
+        return _BLOCK_FOLDER.fullmatch(path, len(self.folder) + 1) is not None
+
     def layout_of(self, block_bytes: int) -> str:
         """Return the name of everything but its key that decides what a block's bytes mean."""
         return f"{self.digest}:{self.rank}:{block_bytes}"
+
+
+def bucket_of(key: OffloadKey) -> int:
+    """Return a block's bucket: one for each value of the first two digits, and so of a byte."""
+    return key[0]
+
+
+def top_folder_bucket(name: str) -> int | None:
+    """Return the bucket of a folder in a namespace; None if it is not for blocks."""
+    return int(name[:2], 16) if _TOP_FOLDER.fullmatch(name) else None

@@ -33,20 +33,49 @@ class StoreStatus(enum.Enum):
     FAILED = enum.auto()
 
 
-@dataclass(slots=True)
 class DiskChange:
-    """What an operation did to the disk, in allocated bytes, files and folders together."""
+    """What an operation did to the disk, in allocated bytes, files and folders together.
 
-    added_bytes: int = 0
-    removed_bytes: int = 0
+    Attributes:
+        buckets: Part of the namespace -> (bytes added, bytes removed); see `counts`.
+    """
+
+    __slots__ = ("buckets",)
+
+    def __init__(self) -> None:
+        self.buckets: dict[int, tuple[int, int]] = {}
+
+    @property
+    def added_bytes(self) -> int:
+        """What was added in all. For inspection."""
+        return sum(added for added, _ in self.buckets.values())
+
+    @property
+    def removed_bytes(self) -> int:
+        """What was removed in all. For inspection."""
+        return sum(removed for _, removed in self.buckets.values())
+
+    def add(self, bucket: int, num_bytes: int) -> None:
+        """Note what was added to a part."""
+        added, removed = self.buckets.get(bucket, (0, 0))
+        self.buckets[bucket] = (added + num_bytes, removed)
+
+    def remove(self, bucket: int, num_bytes: int) -> None:
+        """Note what was removed from a part."""
+        added, removed = self.buckets.get(bucket, (0, 0))
+        self.buckets[bucket] = (added, removed + num_bytes)
 
     def __iadd__(self, other: DiskChange) -> Self:
-        self.added_bytes += other.added_bytes
-        self.removed_bytes += other.removed_bytes
+        if not self.buckets:
+            self.buckets = other.buckets.copy()
+            return self
+        for bucket, (added, removed) in other.buckets.items():
+            own_added, own_removed = self.buckets.get(bucket, (0, 0))
+            self.buckets[bucket] = (own_added + added, own_removed + removed)
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.added_bytes or self.removed_bytes)
+        return bool(self.buckets)
 
 
 @dataclass(frozen=True, slots=True)

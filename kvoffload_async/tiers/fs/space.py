@@ -8,21 +8,20 @@ bytes are given back to the count only after its file is gone.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
-from kvoffload_async.errors import ConfigError, OffloadError
-from kvoffload_async.tiers.files.ops import disk_bytes
+from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.inventory import Inventory
+from kvoffload_async.tiers.fs.counts import Usage
+from kvoffload_async.tiers.fs.known import KnownBlocks
 from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreOutcome, StoreStatus
-from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -55,39 +54,6 @@ class SpaceSettings:
     low_watermark: float = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a block takes on a filesystem.
-
-    Attributes:
-        block_bytes: A block, in whole grains of the filesystem.
-        folder_bytes: A new folder.
-        least_bytes: The smallest capacity that holds a block.
-    """
-
-    block_bytes: int
-    folder_bytes: int
-    least_bytes: int
-
-    @classmethod
-    def of(cls, folder: os.stat_result, row_bytes: int) -> Footprint:
-        """Return it for blocks of `row_bytes`, given a folder of that filesystem."""
-        grain = max(512, folder.st_blksize)
-        block_bytes = -(-row_bytes // grain) * grain
-        folder_bytes = min(grain, disk_bytes(folder))  # it may have grown; a new one has not
-        # The count, this writer's entry, and the folders: of both, of the block, above them, and
-        # what these may grow.
-        return cls(block_bytes, folder_bytes, block_bytes + 2 * grain + 7 * folder_bytes)
-
-    def check(self, capacity_bytes: int) -> None:
-        """Check that a block fits; raises ConfigError."""
-        if capacity_bytes < self.least_bytes:
-            raise ConfigError(
-                f"capacity_bytes: {capacity_bytes} holds no block of {self.block_bytes} bytes "
-                f"and its folders; give at least {self.least_bytes}"
-            )
-
-
 @dataclass(slots=True)
 class Plan:
     """How the blocks of a job get their room.
@@ -96,11 +62,13 @@ class Plan:
         items: What to hand to `BlockWriter.store`, each with its room.
         roomless: Blocks for which there is none.
         reserved_bytes: What was set aside in the shared count.
+        operation: Its number there, once the shared count knows of it.
     """
 
     items: list[StoreItem] = field(default_factory=list)
     roomless: list[StoreItem] = field(default_factory=list)
     reserved_bytes: int = 0
+    operation: int | None = None
 
 
 class Space:
@@ -140,48 +108,60 @@ class Space:
         self._limit_bytes = settings.capacity_bytes - _GROWTH_STEPS * folder_bytes
         self._announce = announce
         self._busy: Counter[OffloadKey] = Counter()
+        self.blocks = KnownBlocks(self._policy, self._busy)
 
     @property
     def can_evict(self) -> bool:
-        """Whether a block is known that may go."""
-        return self._idle_count() > 0
+        """Whether a block is known that may go, and room that it leaves can be had."""
+        return self.can_store and self._idle_count() > 0
+
+    @property
+    def can_store(self) -> bool:
+        """Whether the count is known, and not above a capacity that became smaller.
+
+        If it is, the oldest blocks are to go, and not those that are known before the others.
+        """
+        is_over = self._usage.total_bytes > self._settings.capacity_bytes
+        return self._usage.is_complete and not (is_over and self.blocks.ages is not None)
 
     # -- what is there --------------------------------------------------------------------------
 
     def known(self) -> frozenset[OffloadKey]:
-        """Return the blocks that are known to be there; to be asked before a walk."""
+        """Return the blocks that are known to be there. For inspection."""
         return frozenset(self._policy)
 
-    def learn(self, inventory: Inventory, before: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Take over what a walk has found, in order of age; what has vanished is dropped.
+    def drop_vanished(self, first: int, unwalked: Container[int]) -> int | None:
+        """Drop the blocks of which a walk over all buckets has seen nothing, some of them.
 
         Args:
-            inventory: What was found.
-            before: What was known before: what came or went during the walk is known better.
+            first: Where to go on; 0 at the beginning.
+            unwalked: Buckets that it could not look into.
 
         Returns:
-            The oldest blocks, if there are more than can be ranked: they should go.
+            Where to go on, None if it is done.
         """
-        vanished = [k for k in before if k not in inventory.blocks and not self._busy[k]]
-        self.forget(vanished)
+        vanished, more = self.blocks.vanished(first, unwalked)
         if vanished:
+            self.forget(vanished)
             self._announce(vanished)
-        news = [k for k in inventory.oldest_first if k not in self._policy and k not in before]
-        room = max(0, self._policy.capacity_blocks - len(self._policy))
-        surplus = max(0, len(news) - room)
-        self._admit(news[surplus:])
-        return news[:surplus]
+        return more
 
     def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Return those of these blocks that are known to be there."""
         return [key for key in keys if key in self._policy]
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Drop blocks whose files are gone."""
+        self.blocks.left(keys)
         self._policy.discard(keys)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of blocks, head to tail."""
+        self._policy.access(keys)
+
+    def loaded(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that blocks were there to be loaded, head to tail, whoever stored them."""
+        self.blocks.learn(keys)
         self._policy.access(keys)
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
@@ -227,13 +207,19 @@ class Space:
             self._take_in(StoreOutcome(item), evicted)
         if evicted:
             self._announce(evicted)
-        if plan.reserved_bytes or change:
-            await self.settle(plan.reserved_bytes, change, run_io)
+        if plan.operation is not None:
+            await self.settle(plan.reserved_bytes, change, run_io, plan.operation)
 
-    async def settle(self, released_bytes: int, change: DiskChange, run_io: RunIo) -> None:
+    async def settle(
+        self,
+        released_bytes: int,
+        change: DiskChange,
+        run_io: RunIo,
+        operation: int | None = None,
+    ) -> None:
         """Tell the shared count. If that fails, it is told later, and no job suffers."""
         try:
-            await run_io(partial(self._usage.settle, released_bytes, change))
+            await run_io(partial(self._usage.settle, released_bytes, change, operation))
         except (OSError, OffloadError) as error:
             logger.warning("the shared count was not told: %s", str(error))
 
@@ -242,8 +228,9 @@ class Space:
     ) -> None:
         new = [item for item in items if item.key not in self._policy]
         granted = 0
-        if new and not squeeze:
-            granted = await self._reserve(plan, self._unit_bytes, len(new), run_io)
+        if new:
+            count = 0 if squeeze else len(new)
+            granted = await self._reserve(plan, self._unit_bytes, count, run_io)
         new = []
         for item in items:  # asked again: another job may have been faster
             if item.key in self._policy:
@@ -251,13 +238,14 @@ class Space:
             else:
                 new.append(item)
         roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
-        count = min(len(new) - roomy, self._idle_count())
+        # What a victim leaves cannot be had while the count is not known.
+        count = min(len(new) - roomy, self._idle_count()) if self.can_evict else 0
         coming = new[: roomy + count]
         victims = self._evict([item.key for item in coming], count)
         if not victims:
             del coming[roomy:]
         plan.roomless = new[len(coming) :]
-        self._admit([item.key for item in coming])
+        self.blocks.admit([item.key for item in coming])
         plan.items += coming[:roomy]
         replacing = [
             replace(item, victim=victim)
@@ -297,10 +285,11 @@ class Space:
     async def _reserve(self, plan: Plan, unit_bytes: int, count: int, run_io: RunIo) -> int:
         granted = 0
 
-        def reserve() -> int:
+        def reserve() -> None:
             nonlocal granted
+            if plan.operation is None:
+                plan.operation = self._usage.begin()
             granted = self._usage.reserve(unit_bytes, count, self._limit_bytes)
-            return granted
 
         try:
             await run_io(reserve)
@@ -312,22 +301,23 @@ class Space:
         """Take in how storing one block went; victims that are gone are added to `evicted`."""
         item, status = outcome.item, outcome.status
         if status in {StoreStatus.WRITTEN, StoreStatus.PRESENT}:
-            self._admit([item.key])
+            self.blocks.admit([item.key])
         elif item.may_write or status is StoreStatus.ABSENT:
             self.forget([item.key])
             if status is StoreStatus.ABSENT:
                 evicted.append(item.key)  # by another process
         if item.victim is None:
             return
+        self.blocks.left([item.victim])
         if outcome.victim_taken or status is StoreStatus.VICTIM_GONE:
             evicted.append(item.victim)
         else:
-            self._admit([item.victim])  # it was not needed after all
+            self.blocks.admit([item.victim])  # it was not needed after all
 
     # -- room for what will come ----------------------------------------------------------------
 
-    def trim_batch(self, usage: Usage, *, trimming: bool) -> list[OffloadKey]:
-        """Take blocks out that are to go in the background, a bounded number.
+    def num_excess(self, usage: Usage, *, trimming: bool) -> int:
+        """Return how many blocks are to go in the background, a bounded number.
 
         Args:
             usage: The shared count.
@@ -335,28 +325,33 @@ class Space:
         """
         settings = self._settings
         mark = settings.low_watermark if trimming else settings.high_watermark
-        excess = usage.total_bytes - int(mark * self._limit_bytes)
-        if excess <= 0:
-            return []
+        excess = max(0, usage.total_bytes - int(mark * self._limit_bytes))
         # As if each took its folders along; if not, the next batch goes on.
-        count = min(_TRIM_BATCH, -(-excess // self._unit_bytes), self._idle_count())
-        return self._evict([], count)
+        return min(_TRIM_BATCH, -(-excess // self._unit_bytes))
+
+    def evict_idle(self, count: int) -> list[OffloadKey]:
+        """Take up to `count` blocks out that are to go for nobody; `remove` deletes them."""
+        return self._evict([], min(count, self._idle_count()))
 
     async def remove(self, victims: Sequence[OffloadKey], run_io: RunIo) -> None:
         """Delete the files of blocks that left the policy; then give their bytes back."""
         if not victims:
             return
         change = DiskChange()
+        operation = None
 
         def delete() -> None:
-            nonlocal change
+            nonlocal change, operation
+            operation = self._usage.begin()
+            self._usage.read()  # it must be known of before the disk is touched
             change = self._files.remove(victims)
 
         try:
             await run_io(delete)
         finally:
+            self.blocks.left(victims)
             self._announce(victims)
-            await self.settle(0, change, run_io)
+            await self.settle(0, change, run_io, operation)
 
     def _idle_count(self) -> int:
         return len(self._policy) - sum(key in self._policy for key in self._busy)
@@ -368,9 +363,6 @@ class Space:
         """
         busy = self._busy
         incoming = [*coming, *nobodies(count - len(coming))]
-        return self._policy.make_room(incoming, count, lambda key: key not in busy) or []
-
-    def _admit(self, keys: Sequence[OffloadKey]) -> None:
-        news = [key for key in keys if key not in self._policy]
-        del news[max(0, self._policy.capacity_blocks - len(self._policy)) :]
-        self._policy.admit(news)
+        victims = self._policy.make_room(incoming, count, lambda key: key not in busy) or []
+        self.blocks.leave(victims)
+        return victims

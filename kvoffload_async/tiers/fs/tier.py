@@ -30,7 +30,7 @@ from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
-from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import (
     DiskChange,
     LoadFailure,
@@ -110,7 +110,7 @@ class FsTier(AsyncTier):
         self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
-        """Make the folders, sweep what dead writers left, and take stock if there is a capacity.
+        """Make the folders, and begin to look what is there; the rest is learned in time.
 
         Raises:
             ConfigError: The directory cannot be made or written, the filesystem lacks what
@@ -146,6 +146,7 @@ class FsTier(AsyncTier):
                 self._space = await self._housekeeping.open_space(
                     settings.space, self._create_policy, self._row_bytes
                 )
+            await self._housekeeping.look_around()
         except TimeoutError as error:  # of a lock that another does not give back
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
@@ -297,11 +298,14 @@ class FsTier(AsyncTier):
         """Take in how loading went: what was used, what was missing, what was removed as bad."""
         failed = {failure.index for failure in failures}
         gone = [failure for failure in failures if failure.freed_bytes is not None]
-        space.used([key for index, key in enumerate(job.keys) if index not in failed])
+        space.loaded([key for index, key in enumerate(job.keys) if index not in failed])
         space.forget([job.keys[failure.index] for failure in gone])
-        freed_bytes = sum(failure.freed_bytes or 0 for failure in gone)
-        if freed_bytes:
-            await space.settle(0, DiskChange(removed_bytes=freed_bytes), self._run_store)
+        change = DiskChange()
+        for failure in gone:
+            if failure.freed_bytes:
+                change.remove(bucket_of(job.keys[failure.index]), failure.freed_bytes)
+        if change:
+            await space.settle(0, change, self._run_store)
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
         return await self._opened().io.run(Direction.STORE, call)

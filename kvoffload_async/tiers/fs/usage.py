@@ -1,9 +1,15 @@
 """How many bytes a namespace takes on disk, counted together by all the tiers that are open on it.
 
-A small file, changed under an advisory lock: what is settled (files and folders that are there),
-what each writer has set aside for blocks that it is writing, and how much was changed in all. Room
-is set aside before a byte is written and given back after, so that the sum never exceeds the
-capacity. One locked change before a job and one after it, whatever its size.
+A small file, changed under an advisory lock; see `counts` for what is in it. Room is set aside
+before a byte is written and given back after, so that the sum never exceeds the capacity. One
+locked change before a job and one after it, whatever its size.
+
+What a writer had set aside when it died is presumed used, until walks that began later have seen
+every bucket. A count that is lost, or was never there, is not known until walks have seen every
+bucket: until then nothing new is granted.
+
+Every writer says which of its operations on the disk have ended. So a walk over a bucket is exact
+if those that ran beside it have ended and the bucket's count has not changed since before the walk.
 
 What this writer has set aside and has changed is kept here too, so that a change of the file that
 fails is made up for by the next one.
@@ -13,236 +19,304 @@ Thread: an I/O thread.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
-from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile, locked
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
+from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.fs.corrections import Sighting, is_corrected, raise_by
+from kvoffload_async.tiers.fs.counts import (
+    FILE_BYTES,
+    FILE_NAME,
+    MAX_WRITERS,
+    SLOT_BYTES,
+    Usage,
+    parsed,
+)
+from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.own_count import OwnCount
 
-FILE_NAME = ".usage"
-_MAX_BYTES = 1 << 16
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Usage:
-    """The shared count.
-
-    Attributes:
-        settled_bytes: Files and folders that are there.
-        reserved_bytes: What each writer has set aside; every writer that counts is in it.
-        changed_bytes: What was added and removed since the beginning, both taken positive.
-    """
-
-    settled_bytes: int = 0
-    reserved_bytes: dict[str, int] = field(default_factory=dict)
-    changed_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """What counts against the capacity."""
-        return self.settled_bytes + self.all_reserved_bytes
-
-    @property
-    def all_reserved_bytes(self) -> int:
-        """What is set aside by all writers together."""
-        return sum(self.reserved_bytes.values())
+class OlderReleaseError(OSError):
+    """The count is kept in an older format by a release that is still running."""
 
 
 class UsageFile:
-    """The shared count's file."""
+    """The shared count's file.
+
+    Attributes:
+        is_complete: Whether the count was known, and this writer in it, at the last change.
+        total_bytes: What counted against the capacity after it.
+    """
 
     def __init__(
         self,
         ops: FileOps,
         namespace_folder: str,
         writer_id: str,
-        count_disk: Callable[[], int],
+        living: Callable[[], Collection[str]],
         *,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
-        """Describe where; `count_disk` counts anew if the file is unreadable."""
-        self._ops = ops
-        self._path = f"{namespace_folder}/{FILE_NAME}"
-        self._writer_id = writer_id
-        self._count_disk = count_disk
-        self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
-        self._is_open = False
-        self._entry_bytes = 0
-        self._reserved_bytes = 0
-        self._untold = DiskChange()
-        self._ended: deque[tuple[int, DiskChange]] = deque()
-        """What jobs have given back and done: noted at once, also where the lock cannot be had."""
-
-    def open(self) -> None:
-        """Make the file if it is not there: it takes its place on disk before that is counted."""
-        with self._file.locked() as fd:
-            if not self._ops.fstat(fd).st_size:
-                self._write(fd, Usage(), 0)
-        self._is_open = True
-
-    def start(
-        self, living: Callable[[], Collection[str]], disk_bytes: int, entry_bytes: int = 0
-    ) -> Usage:
-        """Join the count.
-
-        The first tier to count sets it to what is on disk; beside others their count goes on, and
-        only what dead writers had set aside is given back.
+        """Describe where.
 
         Args:
+            ops: The system calls.
+            namespace_folder: Where the file is.
+            writer_id: Who counts.
             living: Returns the other writers that live. Asked under the lock: who is in the count
                 by then has registered before.
-            disk_bytes: What was on disk a moment ago.
-            entry_bytes: What of that is this writer's own, and goes with it.
+            lock_timeout_s: Seconds for taking its lock.
         """
-        with self._changed() as usage:
-            self._drop_dead(usage, living)
-            if len(usage.reserved_bytes) == 1:
-                usage.settled_bytes = disk_bytes
-            else:
-                usage.settled_bytes += entry_bytes
+        self.is_complete = False
+        self.total_bytes = 0
+        self._ops = ops
+        self._path = f"{namespace_folder}/{FILE_NAME}"
+        self._living = living
+        self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
+        self._is_open = False
+        # Under its lock:
+        self._buffer = memoryview(bytearray(FILE_BYTES))
+        self._last: Usage | None = None
+        self._entry_bytes = 0
+        self._own = OwnCount(writer_id)
+
+    def open(self, entry_bytes: int = 0) -> None:
+        """Join the count, which is made if it is not there.
+
+        Args:
+            entry_bytes: Disk bytes that are this writer's own, and go with it.
+
+        Raises:
+            OSError: The file cannot be used.
+            NewerCountError: Its format is newer.
+            OlderReleaseError: An older release is counting in it.
+        """
+
+        def join(usage: Usage) -> None:
+            self._reap(usage)
+            usage.change(REST, entry_bytes, 0)
+
+        self._is_open = True
+        try:
+            self._change(join)
+        except BaseException:
+            self._is_open = False
+            self._file.close()
+            raise
         self._entry_bytes = entry_bytes
-        return usage
 
     def close(self) -> None:
-        """Give back what this writer had set aside, and close; idempotent."""
+        """Give back what this writer had set aside, and leave the count; idempotent."""
         if not self._is_open:
             return
+
+        def leave(usage: Usage) -> None:
+            usage.writers.pop(self._own.writer_id, None)
+            usage.change(REST, 0, self._entry_bytes)
+
         try:
-            with self._changed() as usage:
-                del usage.reserved_bytes[self._writer_id]
-                usage.settled_bytes = max(0, usage.settled_bytes - self._entry_bytes)
+            self._change(leave)
         finally:
             self._is_open = False
             self._file.close()
 
     def rename_writer(self, writer_id: str) -> None:
-        """Go on under another id; what the old one had set aside is the new one's."""
-        self._writer_id = writer_id
+        """Go on under another id; what the old one had set aside is the new one's.
+
+        The next change drops the old one's entry and makes the new one's.
+        """
+        self._own.rename(writer_id)
+
+    # -- what a job changes ---------------------------------------------------------------------
+
+    def begin(self) -> int:
+        """Begin an operation on the disk; return its number.
+
+        The other writers see it from the next change on: there must be one before the disk is
+        touched.
+        """
+        return self._own.begin()
+
+    def end(self, operation: int) -> None:
+        """End an operation that has changed nothing; the others see it from the next change on."""
+        self._own.end(operation)
 
     def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
         """Set room aside for up to `count` units; return for how many there was room."""
-        with self._changed() as usage:
-            room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
-            granted = min(count, room)
-            usage.reserved_bytes[self._writer_id] += granted * unit_bytes
+        granted = 0
+
+        def grant(usage: Usage) -> None:
+            nonlocal granted
+            if self._counts_in(usage):
+                room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
+                granted = min(count, room)
+                self._own.reserve(granted * unit_bytes)
+                usage.writers[self._own.writer_id].reserved_bytes += granted * unit_bytes
+
+        try:
+            self._change(grant)
+        except BaseException:
+            self._own.reserve(-granted * unit_bytes)
+            raise
         return granted
 
-    def settle(self, released_bytes: int, change: DiskChange) -> Usage:
-        """Give back room that was set aside, and count what became of it; return the count.
+    def settle(self, released_bytes: int, change: DiskChange, operation: int | None = None) -> None:
+        """Give back room that was set aside, and count what became of it.
+
+        Args:
+            released_bytes: What is given back.
+            change: What was done to the disk.
+            operation: What has ended with it.
 
         Raises:
             OSError: The file could not be changed; the next change will tell.
         """
-        self._ended.append((released_bytes, change))
-        return self.read()
-
-    def correct(
-        self, before: Usage, disk_bytes: int, living: Callable[[], Collection[str]]
-    ) -> Usage:
-        """Set the count to what a walk has found, if more is amiss than can have moved meanwhile.
-
-        Args:
-            before: The count before the walk.
-            disk_bytes: What the walk has found.
-            living: As for `start`.
-        """
-        with self._changed() as usage:
-            self._drop_dead(usage, living)
-            unsure = usage.changed_bytes - before.changed_bytes + usage.all_reserved_bytes
-            unsure += sum(before.reserved_bytes.get(writer, 0) for writer in usage.reserved_bytes)
-            drift = disk_bytes - usage.settled_bytes
-            if abs(drift) > unsure:
-                usage.settled_bytes = disk_bytes
-                usage.changed_bytes += abs(drift)
-        return usage
+        own = self._own
+        own.reserve(-released_bytes)
+        own.add_untold(change)
+        if operation is not None:
+            own.end(operation)
+        self._change(_nothing)
 
     def read(self) -> Usage:
         """Return the count."""
-        with self._changed() as usage:
-            pass
-        return usage
+        return self._change(Usage.copy)
 
-    def _drop_dead(self, usage: Usage, living: Callable[[], Collection[str]]) -> None:
-        alive = {*living(), self._writer_id}
-        usage.reserved_bytes = {
-            writer: size for writer, size in usage.reserved_bytes.items() if writer in alive
-        }
+    # -- walks ----------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _changed(self) -> Iterator[Usage]:
+    def begin_cycle(self) -> int:
+        """Presume what the dead had reserved used; return how much was ever presumed so."""
+
+        def begin(usage: Usage) -> int:
+            self._reap(usage)
+            return usage.presumed_ever
+
+        return self._change(begin)
+
+    def end_cycle(self, presumed_ever: int) -> None:
+        """Give up what was presumed before the cycle began, all of whose buckets were exact."""
+
+        def end(usage: Usage) -> None:
+            over = min(presumed_ever, usage.presumed_ever)  # if it was made anew meanwhile
+            usage.presumed_over = max(usage.presumed_over, over)
+
+        self._change(end)
+
+    def correct(self, sightings: Collection[Sighting], operation: int) -> list[Sighting]:
+        """Correct the count by what walks have found; return what must be waited for.
+
+        Args:
+            sightings: What they have found. Those that are not returned are done with; not exact
+                are those whose bucket was changed meanwhile: their count is corrected only if it
+                is off by more than that.
+            operation: The walk's own, which has ended.
+        """
+        self._own.end(operation)
+        return self._change(lambda usage: [s for s in sightings if not is_corrected(usage, s)])
+
+    def give_up(self, sightings: Collection[Sighting]) -> None:
+        """Correct the count by what was waited for in vain, as far as it is certainly too small."""
+
+        def give_up(usage: Usage) -> None:
+            for sighting in sightings:
+                raise_by(usage, sighting)
+
+        self._change(give_up)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _counts_in(self, usage: Usage) -> bool:
+        return usage.is_complete and self._own.writer_id in usage.writers
+
+    def _reap(self, usage: Usage) -> None:
+        dead = usage.writers.keys() - {*self._living(), self._own.writer_id}
+        for writer_id in dead:
+            usage.presumed_ever += usage.writers.pop(writer_id).reserved_bytes
+        self._enter(usage)  # there may have been no place before
+
+    def _enter(self, usage: Usage) -> None:
+        """Say in the count what this writer has reserved and begun, if there is a place."""
+        if self._own.writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
+            usage.writers[self._own.writer_id] = self._own.entry()
+
+    def _change(self, call: Callable[[Usage], T]) -> T:
+        """Change the count under its lock, with all that this writer has to say."""
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
         with self._file.locked() as fd:
-            self._take_ended()
-            buffer = bytearray(_MAX_BYTES)
-            count = self._ops.pread_into(fd, memoryview(buffer), 0)
-            usage = _parsed(bytes(buffer[:count]))
+            last, self._last = self._last, None
+            content = _content(self._ops, fd, self._buffer)
+            usage = parsed(content, last)
+            is_new = usage is None
             if usage is None:
-                usage = Usage(self._count_disk())
-            else:
-                self._tell(usage)
-            usage.reserved_bytes[self._writer_id] = self._reserved_bytes
-            yield usage
-            self._write(fd, usage, count)
-            self._untold = DiskChange()
-            self._reserved_bytes = usage.reserved_bytes.get(self._writer_id, 0)
+                self._check_older(content)
+                usage = Usage()
+            own = self._own
+            untold = own.begin_change(usage)
+            try:
+                for bucket, (added_bytes, removed_bytes) in untold.buckets.items():
+                    usage.change(bucket, added_bytes, removed_bytes)
+                self._enter(usage)
+                result = call(usage)
+                self._write(fd, usage, is_new=is_new)
+            except BaseException:
+                own.telling = untold
+                raise
+            own.end_change()
+            self._last = usage
+            self.is_complete = self._counts_in(usage)
+            self.total_bytes = usage.total_bytes
+            return result
 
-    def _take_ended(self) -> None:
-        while self._ended:
-            released_bytes, change = self._ended.popleft()
-            self._reserved_bytes = max(0, self._reserved_bytes - released_bytes)
-            self._untold += change
+    def _write(self, fd: int, usage: Usage, *, is_new: bool) -> None:
+        if is_new:  # it takes its place on disk before that is counted
+            write_all(self._ops, fd, bytes(FILE_BYTES), 0)
+        usage.sequence += 1
+        write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
 
-    def _tell(self, usage: Usage) -> None:
-        added, removed = self._untold.added_bytes, self._untold.removed_bytes
-        usage.settled_bytes = max(0, usage.settled_bytes + added - removed)
-        usage.changed_bytes += added + removed
-
-    def _write(self, fd: int, usage: Usage, old_length: int) -> None:
-        content = [usage.settled_bytes, usage.reserved_bytes, usage.changed_bytes]
-        text = memoryview(json.dumps(content).encode())
+    def _check_older(self, content: memoryview) -> None:
+        """Check that nobody counts in the format of before, of which a state is a JSON list."""
         try:
-            done = 0
-            while done < len(text):
-                written = self._ops.pwrite(fd, text[done:], done)
-                done += written
-                if not written:
-                    break
-            if done < old_length:
-                # A crash before this line leaves a tail that does not parse: counted anew.
-                self._ops.truncate(fd, done)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._ops.truncate(fd, 0)  # half of it might parse: better counted anew
-            raise
+            _, reserved, _ = json.loads(bytes(content))
+            counting = set(reserved) & set(self._living())
+        except (ValueError, TypeError, RecursionError):
+            return
+        if counting:
+            raise OlderReleaseError(
+                f"{self._path} is kept by an older release that is running ({min(counting)}): "
+                "end that, or use another directory"
+            )
+
+
+def _nothing(usage: Usage) -> None:
+    """Change nothing but what this writer has to say."""
 
 
 def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     """Return a namespace's count without joining it; None if it is unreadable.
 
     Raises:
-        OSError: There is none, or it cannot be read.
+        OSError: There is none, it cannot be read, or its format is newer.
     """
-    path = f"{namespace_folder}/{FILE_NAME}"
-    buffer = bytearray(_MAX_BYTES)
-    with contextlib.ExitStack() as stack:
-        try:
-            fd = stack.enter_context(locked(ops, path, os.O_RDONLY))
-        except OSError:  # no locks here: half a change does not parse
-            fd = ops.open(path, os.O_RDONLY)
-            stack.callback(ops.close, fd)
-        count = ops.pread_into(fd, memoryview(buffer), 0)
-    return _parsed(bytes(buffer[:count]))
+    fd = ops.open(f"{namespace_folder}/{FILE_NAME}", os.O_RDONLY)
+    try:  # no lock: of a slot that is half written, the other is whole
+        return parsed(_content(ops, fd, memoryview(bytearray(FILE_BYTES))))
+    finally:
+        ops.close(fd)
 
 
-def _parsed(text: bytes) -> Usage | None:
-    try:
-        settled, reserved, changed = json.loads(text)
-        return Usage(int(settled), {str(k): int(v) for k, v in reserved.items()}, int(changed))
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
+def _content(ops: FileOps, fd: int, buffer: memoryview) -> memoryview:
+    """Read a file into the buffer; return what it has."""
+    done = ops.pread_into(fd, buffer, 0)
+    while 0 < done < FILE_BYTES:
+        count = ops.pread_into(fd, buffer[done:], done)
+        if not count:
+            break
+        done += count
+    return buffer[:done]

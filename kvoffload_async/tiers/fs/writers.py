@@ -30,8 +30,8 @@ import stat as stat_module
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.files.roots import NotRegularFileError
@@ -49,14 +49,6 @@ _MAX_ENTRY_BYTES = 4096
 
 _Ahead = tuple[str, float]
 """A writer, and the time of its file, which is ahead; mapped to when it was first seen so."""
-
-
-def boot_id() -> str:
-    """Return what is unique to this boot of this kernel; the host's name where there is nothing."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class WriterRegistry:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.failure import mapped
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, sync_folder
 from kvoffload_async.tiers.files.roots import NotRegularFileError
 from kvoffload_async.tiers.fs.digest_attribute import (
     ATTRIBUTE,
@@ -23,8 +23,8 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     DigestCache,
     Origin,
 )
-from kvoffload_async.tiers.fs.folders import LeafFolders, sync_folder
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.folders import LeafFolders
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
 
@@ -126,7 +126,7 @@ class BlockWriter:
             except OSError as error:
                 logger.warning("a block that may not be durable stays behind: %s", str(error))
             else:
-                outcome.change.removed_bytes += freed_bytes
+                outcome.change.remove(bucket_of(outcome.item.key), freed_bytes)
 
     def sync_root(self) -> None:
         """Wait until the namespace's own folder is on the device; raises OSError."""
@@ -183,7 +183,7 @@ class BlockWriter:
         if not is_published:
             self.discard(temp)
             return StoreStatus.PRESENT
-        outcome.change.added_bytes += file_bytes
+        outcome.change.add(bucket_of(item.key), file_bytes)
         if digest is not None:
             self._digest_cache.remember(item.key, digest)
         return StoreStatus.WRITTEN
@@ -224,7 +224,7 @@ class BlockWriter:
         with contextlib.suppress(FileNotFoundError):
             freed_bytes = disk_bytes(self._ops.stat(path))
             self._ops.unlink(path)
-            outcome.change.removed_bytes += freed_bytes
+            outcome.change.remove(bucket_of(outcome.item.key), freed_bytes)
 
     # -- the victim -----------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class BlockWriter:
         else:
             return False
         outcome.victim_taken = True
-        outcome.change.removed_bytes += disk_bytes(status)
+        outcome.change.remove(bucket_of(victim), disk_bytes(status))
         self._folders.remove_empty(self._namespace.leaf_of(victim), outcome.change)
         return True
 

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.tiers.files.anchor import LostDirectoryError
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import keys_of
+from kvoffload_async.tiers.slab.segments import Segment
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,11 @@ _LEAST_SHARE = 16
 """A segment is not made smaller than this part of a full one, unless it is the only one."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def is_disk_full(error: TierError | None) -> bool:
+    """Tell whether a block failed because of the disk, and not for want of blocks to evict."""
+    return isinstance(error, TierFullError) and error.__cause__ is not None
 
 
 class Allocator:
@@ -44,6 +51,10 @@ class Allocator:
         self._limited_until_s = 0.0
         self._is_grown = False
         """Whether the capacity has no room for another segment."""
+        self.num_shrinks = 0
+        """How many segments were given back to a disk that is full."""
+        self._is_futile = False
+        """Whether nothing could be stored in spite of the last one."""
 
     async def claim(self, keys: Sequence[OffloadKey]) -> list[Place]:
         """Return places for keys that are absent, ascending: for the first of them, if for fewer.
@@ -60,9 +71,18 @@ class Allocator:
             self._env.blocks_evicted(victims)
         return places
 
-    async def shrink(self) -> bool:
-        """Give a segment back to a disk that is full; False if none can be given."""
+    async def shrink(self, seen: int) -> bool:
+        """Give a segment back to a disk that is full; False if none can be given, or in vain.
+
+        Nothing more is given once that has not helped, until something could be stored again: a
+        disk or a quota that refuses all the same is not to empty the store.
+
+        Args:
+            seen: What `num_shrinks` was before that showed; one that was given since is enough.
+        """
         async with self._resizing:
+            if self._is_futile or self.num_shrinks != seen:
+                return not self._is_futile
             data_path, catalog = self._store.data_path, self._store.catalog
             idle = catalog.idle_segments()
             if not idle:
@@ -83,6 +103,7 @@ class Allocator:
                 data_path.journal.note_gone(lost)
                 return False
             self._is_grown = False
+            self.num_shrinks += 1
             self._limit(sum(catalog.segments.values()) + slots // 2)
             logger.warning(
                 "%s: the disk is full below the capacity; %d blocks were dropped",
@@ -90,6 +111,10 @@ class Allocator:
                 len(keys),
             )
             return True
+
+    def note_shrunk(self, *, has_helped: bool) -> None:
+        """Learn whether anything could be stored, at least after a segment was given back."""
+        self._is_futile = not has_helped
 
     async def _grow(self, wanted: int) -> bool:
         """Add segments; False if there will be no more now."""
@@ -106,7 +131,7 @@ class Allocator:
         slots = self._next_slots()
         while slots:
             try:
-                create = partial(self._store.data_path.segments.create, slots)
+                create = partial(self._create, slots)
                 segment = await self._env.io.run(Direction.STORE, create)
             except LostDirectoryError as error:
                 raise mapped(error) from error  # a fault, and no want of room
@@ -116,6 +141,14 @@ class Allocator:
                 self._add(segment.number, slots)
                 return True
         return False
+
+    def _create(self, slots: int) -> Segment:
+        """Make a segment, after what the journal needs for it. Thread: an I/O thread."""
+        data_path = self._store.data_path
+        data_path.journal.reserve(slots + sum(data_path.table.slots().values()))
+        segment = data_path.segments.create(slots)
+        data_path.journal.note_new_file()
+        return segment
 
     def _next_slots(self) -> int:
         present = self._store.catalog.segments.values()

@@ -23,7 +23,7 @@ from kvoffload_async.tiers.slab.rows import Rows
 from kvoffload_async.tiers.slab.runs import Run, joined
 from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.tiers.slab.table import RecordTable, split_digests
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,20 @@ class Blocks(NamedTuple):
     keys: Sequence[OffloadKey]
     places: Sequence[Place]
     rows: Sequence[int]
+
+
+def in_order_of_places(
+    job: JobMetadata, found: Sequence[Place | None]
+) -> tuple[Blocks, Sequence[int]]:
+    """Return the blocks of a job that are there, their places ascending, and their indices."""
+    rows: list[int] = job.block_ids.tolist()
+    places = [place for place in found if place is not None]
+    if len(places) == len(found) and sorted(places) == places:
+        return Blocks(job.keys, places, rows), range(len(places))
+    order = sorted((place, index) for index, place in enumerate(found) if place is not None)
+    indices = [index for _, index in order]
+    keys = [job.keys[index] for index in indices]
+    return Blocks(keys, sorted(places), [rows[index] for index in indices]), indices
 
 
 class Batch(ABC):
@@ -173,6 +187,8 @@ class StoreBatch(Batch):
     def __init__(self, data_path: DataPath, blocks: Blocks) -> None:
         super().__init__(data_path, blocks)
         self.is_journalled = False
+        self.sync_failures = data_path.segments.sync_failures
+        """How often waiting for the device had failed before the first byte was written."""
 
     def file_of(self, extent: range) -> int:
         """Return the extent's segment: the kernel lets one write at a time into a file."""
@@ -180,7 +196,7 @@ class StoreBatch(Batch):
 
     def _begin(self) -> None:
         """Journal the removals of the blocks in whose slots these are written."""
-        self._data_path.journal.flush()
+        self._data_path.journal.flush(lambda: self.error is None)
 
     def _move(self, run: Run) -> None:
         data_path, part = self._data_path, slice(run.start, run.start + run.length)
@@ -211,7 +227,13 @@ class StoreBatch(Batch):
     def _packed(self, run: Run) -> bytes:
         part = slice(run.start, run.start + run.length)
         is_keyed = self._data_path.digester.is_keyed
-        return put_records(self._keys[part], run.place, self._digests[part], is_keyed=is_keyed)
+        return put_records(
+            self._keys[part],
+            run.place,
+            self._digests[part],
+            self._data_path.table.tick,
+            is_keyed=is_keyed,
+        )
 
     @classmethod
     def finish(cls, data_path: DataPath, batches: Sequence[Self]) -> None:
@@ -224,8 +246,8 @@ class StoreBatch(Batch):
             numbers = {segment_of(place) for place, _ in written}
             data_path.segments.check(numbers)
             if data_path.fdatasync:
-                data_path.segments.sync(numbers)
-            data_path.journal.commit(written)
+                data_path.segments.sync(numbers, min(batch.sync_failures for batch in batches))
+            data_path.journal.commit(written, lambda: any(b.error is None for b in batches))
         except OSError as error:
             for batch in batches:
                 batch.failures = dict.fromkeys(batch.indices, mapped(error))
@@ -303,7 +325,7 @@ class LoadBatch(Batch):
             batch.check()
         if any(batch.corrupt for batch in batches):
             try:
-                data_path.journal.flush()
+                data_path.journal.flush(is_awaited=lambda: False)  # a load does not wait for that
             except OSError as error:
                 logger.warning("a bad block's removal is not journalled yet: %s", str(error))
 

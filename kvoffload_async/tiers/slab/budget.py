@@ -1,8 +1,8 @@
 """How many slots fit into a capacity, with everything that lies beside them on disk.
 
 All of it in bytes as the filesystem allocates them. A slot costs itself, its share of the
-segment's extent tree, and its records: two checkpoints at the moment when one replaces the other,
-and its share of the journal's log between two checkpoints.
+segment's extent tree, its records in two journals, the one in use and the next, and four bytes of
+the session's file.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from dataclasses import dataclass, replace
 
 from kvoffload_async.tiers.slab.places import MAX_SLOTS
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
+from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES
 
 PAGE_BYTES = 4096
 """What slots, and O_DIRECT, are aligned to."""
 
 _FIXED_BYTES = 16 * PAGE_BYTES
-"""Two folders, the lock, the manifest and its successor, the journals' roundings and extents."""
+"""Two folders, the lock, the session, the manifest and its successor, the journals' roundings and
+extents."""
 
 _SEGMENT_BYTES = PAGE_BYTES + 64
 """A segment's first extent block, and its name in the folder."""
 
-_EXTENT_BYTES = 64
+_USE_BYTES = 4
+"""What the session's file has of a slot."""
+
+_EXTENT_BYTES = 60
 """Two extents of 12 bytes a slot, in leaves that splitting has left half empty, and some."""
 
-_MIN_LOG_UNITS = 64
+_MIN_LOG_UNITS = 32
+"""So that a journal that is short is not written anew all the time."""
 
 _AHEAD_SHARE = 16
 """Which part of a store may stand empty, at most, so that jobs find neighbours."""
@@ -54,6 +60,7 @@ class Budget:
         segment_slots: Slots of a full segment.
         most_slots: How many slots there can be; by rounding it may be one more.
         stripes: How many segments are made at once, so that as many can be written at once.
+        header_bytes: Bytes of a segment's header.
     """
 
     capacity_bytes: int
@@ -61,6 +68,7 @@ class Budget:
     segment_slots: int
     most_slots: int
     stripes: int = 1
+    header_bytes: int = HEADER_BYTES
 
     @classmethod
     def of(
@@ -81,19 +89,21 @@ class Budget:
 
     def cost_of(self, slots: int, num_segments: int) -> int:
         """Return what `cost` does, of that many slots in that many segments."""
-        units = 2 * checkpoint_units(slots) + self.log_units
         return (
             _FIXED_BYTES
-            + slots * (self.slot_bytes + _EXTENT_BYTES)
-            + num_segments * _SEGMENT_BYTES
-            + units * RECORD_BYTES
+            + slots * (self.slot_bytes + _EXTENT_BYTES + _USE_BYTES)
+            + num_segments * (_SEGMENT_BYTES + self.header_bytes)
+            + 2 * journal_units(slots) * RECORD_BYTES
         )
 
     def next_segment(self, segments: Collection[int], max_slots: int | None = None) -> int:
         """Return how many slots one more segment may have; 0 if none is left."""
-        low, high = 0, self.segment_slots + 1
-        if max_slots is not None:
-            high = min(high, max_slots + 1)
+        most = self.segment_slots
+        return self.fitting(segments, most if max_slots is None else min(most, max_slots))
+
+    def fitting(self, segments: Collection[int], most: int) -> int:
+        """Return how many slots, of so many at most, have room in one more segment."""
+        low, high = 0, most + 1
         while high - low > 1:
             slots = (low + high) // 2
             if self.cost([*segments, slots]) <= self.capacity_bytes:
@@ -101,11 +111,6 @@ class Budget:
             else:
                 high = slots
         return low
-
-    @property
-    def log_units(self) -> int:
-        """Units that the journal may have behind its checkpoint before the next is due."""
-        return max(_MIN_LOG_UNITS, self.most_slots)
 
     @property
     def slots_ahead(self) -> int:
@@ -132,6 +137,19 @@ def _filled(budget: Budget) -> Budget:
         else:
             high = slots
     return replace(budget, most_slots=low)
+
+
+def journal_units(slots: int) -> int:
+    """Return how many units are allocated for a journal of a store with so many slots.
+
+    Those of a checkpoint of all of them, and half as many for the log behind it.
+    """
+    return checkpoint_units(slots) + log_units(slots)
+
+
+def log_units(slots: int) -> int:
+    """Return how many of these are for the log."""
+    return max(_MIN_LOG_UNITS, slots // 2)
 
 
 def slot_bytes_of(block_bytes: int) -> int:

@@ -7,15 +7,16 @@ goes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.tables.arrays import long_integers
 from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tiers.slab.places import Place, place_of, segment_of
+from kvoffload_async.tiers.slab.places import Place, SlotNumbers, place_of, segment_of
 from kvoffload_async.tiers.slab.runs import joined
 from kvoffload_async.tiers.slab.slots import FreeRuns
 from kvoffload_async.types import OffloadKey
@@ -79,13 +80,30 @@ class Catalog:
         self._slots[segment] = slots
         self._free.free(place_of(segment, 0), slots)
 
-    def fill(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
-        """Take in the blocks found at the start, the least recent first."""
-        for segment in self._slots:
+    def fill(
+        self,
+        places: npt.NDArray[np.int64],
+        portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]],
+    ) -> bool:
+        """Take in the blocks found at the start.
+
+        Args:
+            places: Where they are, the least recent first.
+            portions: Which of them, and their keys; see `KeyRanking.fill`.
+
+        Returns:
+            Whether every key came once; if not, this is of no use any more.
+        """
+        slots = SlotNumbers(self._slots)
+        is_free = np.ones(slots.total, dtype=np.bool_)
+        is_free[slots.of(places)[0]] = False
+        for segment, first, behind in slots.ranges():
             self._free.drop_segment(segment)
-        for first, count in _gaps(self._slots, places):
-            self._free.free(first, count)
-        self._enter(keys, places)
+            for start, stop in _runs(is_free[first:behind]):
+                self._free.free(place_of(segment, start), stop - start)
+        np.asarray(self._place_of)[: len(places)] = places
+        self._ranking.fill(len(places), portions)
+        return len(self._ranking.map) == len(places)
 
     def idle_segments(self) -> list[int]:
         """Return the segments whose blocks may all go, that with the fewest first."""
@@ -219,11 +237,7 @@ def _always(_slot: int) -> bool:
     return True
 
 
-def _gaps(slots: Mapping[int, int], places: Sequence[Place]) -> Iterator[tuple[Place, int]]:
-    """Yield the runs of places that are not among the given ones."""
-    starts = np.array([place_of(n, 0) for n in slots], dtype=np.int64)
-    ends = starts + np.array(list(slots.values()), dtype=np.int64)
-    marks = np.sort(np.concatenate([np.array(places, dtype=np.int64), starts - 1, ends]))
-    lengths = np.diff(marks) - 1
-    is_gap = (lengths > 0) & ~np.isin(marks[:-1], ends)  # between segments there are no slots
-    yield from zip((marks[:-1][is_gap] + 1).tolist(), lengths[is_gap].tolist(), strict=True)
+def _runs(is_free: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Yield where each run of free slots begins, and where it ends."""
+    edges = np.flatnonzero(np.diff(is_free.view(np.int8), prepend=0, append=0))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

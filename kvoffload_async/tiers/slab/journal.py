@@ -2,8 +2,12 @@
 
 Written by the threads that store, one append a job, under a lock. Removals are noted first and
 written later, at the latest before the slots that they free are written to again: whoever is about
-to do that calls `flush`. When the log behind the checkpoint is full, the whole journal is written
-anew, beside the old one, and renamed over it.
+to do that calls `flush`.
+
+When half of the log is full, the next journal is begun beside it; see `checkpoint`. Every append
+then writes a part of that as well, in proportion to itself: so much that it is complete before the
+log is full. It is waited for on the device by `tend`, which no store waits for, and renamed over
+the one in use.
 """
 
 from __future__ import annotations
@@ -15,28 +19,34 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.ops import FileOps, write_all
-from kvoffload_async.tiers.slab.layout import JOURNAL, TEMP_SUFFIX
+from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
+from kvoffload_async.tiers.slab.budget import journal_units, log_units
+from kvoffload_async.tiers.slab.checkpoint import NextJournal
+from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import (
-    RECORD,
     RECORD_BYTES,
     Records,
-    checkpoint,
     checkpoint_units,
     frame,
-    removals_of,
+    places_of,
+    removal_records,
 )
 from kvoffload_async.tiers.slab.table import RecordTable
 
 logger = logging.getLogger(__name__)
 
-_WRITE_BYTES = 1 << 20
+_LEAST_SHARE = 32
+"""A journal is written anew at the opening where less room than this part of it is left."""
+
+_SYNC_BYTES = 8 << 20
+"""How much of the next journal may wait for the device before somebody waits for it."""
+
+_POLL_S = 0.02
+"""How often an append without room looks whether anybody still waits for it."""
 
 PackedRun = tuple[Place, bytes]
 """The first place of a run of blocks, and their packed records."""
@@ -53,7 +63,6 @@ class Journal:
         table: RecordTable,
         seed: int,
         *,
-        log_units: int,
         fdatasync: bool,
     ) -> None:
         """Describe it; `open` comes first.
@@ -63,26 +72,34 @@ class Journal:
             folder: The store's.
             anchor: Of that folder; nothing is written once it is another.
             table: What it says; kept up to date here.
-            seed: Binds it to the layout.
-            log_units: See `Budget`.
+            seed: Binds it to the store.
             fdatasync: Wait for the device at the end of every append.
         """
         self._ops = ops
         self._path = f"{folder}/{JOURNAL}"
+        self._next_path = f"{folder}/{NEXT_JOURNAL}"
         self._anchor = anchor
         self._table = table
         self._seed = seed
-        self._max_log_units = log_units
         self._fdatasync = fdatasync
-        self._mutex = threading.Lock()
+        self._mutex = threading.Condition()
         self._removed: deque[bytes] = deque()
         self._fd: int | None = None
-        self._end_bytes = 0
-        self._log_units = 0
-        self._sequence = 0
-        self._changes_written = 0
+        self._end_units = 0
+        self._max_units = self._window_units = 0
+        """How long it may become, and how much of that is left when the next one is begun."""
+        self._begin_units = 0
+        """How long it may become before the next one is begun."""
+        self._next: NextJournal | None = None
+        self._next_from_units = 0  # how long this one was when that was begun
+        self._replaced: list[int] = []
+        """Files that are not in use any more; closing them frees their space, which takes time."""
+        self._is_folder_synced = False
+        self._skipped = 0  # appends that have failed since the last one that did not
+        self.sequence = 0
+        """The highest number that a frame has or had."""
 
-    def open(self, end_bytes: int, sequence: int, *, anew: bool) -> None:
+    def open(self, end_bytes: int, sequence: int, *, anew: bool) -> bool:
         """Open the file behind what was found in it; what is torn there is cut off.
 
         Args:
@@ -90,82 +107,147 @@ class Journal:
             sequence: The highest number in it.
             anew: Write everything anew, so that nobody sees the damage in it any more.
 
+        Returns:
+            Whether nothing of the damage is left, if there was any.
+
         Raises:
             OSError: The file cannot be had, or not be cut.
         """
-        self._sequence = sequence
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-            self._ops.unlink(self._path + TEMP_SUFFIX)
+        self.sequence = sequence
         self._fd = self._ops.open_own(self._path, os.O_RDWR)
-        self._end_bytes = end_bytes
+        self._end_units = end_bytes // RECORD_BYTES
         if self._ops.fstat(self._fd).st_size != end_bytes:
             self._ops.truncate(self._fd, end_bytes)
-        live_units = checkpoint_units(self._table.num_live())
-        self._log_units = max(0, end_bytes // RECORD_BYTES - live_units)
-        if anew or self._log_units > self._max_log_units:
+        self._limit(sum(self._table.slots().values()))
+        left_units = self._max_units - self._end_units
+        is_full = left_units < checkpoint_units(self._table.num_live()) // _LEAST_SHARE
+        with self._mutex:
             try:
-                self._rewrite()
+                self._ops.reserve(self._fd, self._max_units * RECORD_BYTES)
+                self._prepare()
+                if anew or is_full:
+                    self._rewrite()
             except OSError as error:
                 logger.warning("the journal cannot be written anew yet: %s", str(error))
-        self._changes_written = self._table.changes
+                return not anew
+        return True
+
+    def reserve(self, slots: int) -> None:
+        """Allocate what a store with so many slots needs; raises OSError."""
+        units = journal_units(slots)
+        with self._mutex:
+            if units <= self._max_units:
+                return
+            self._check()
+            self._ops.reserve(self._opened(), units * RECORD_BYTES)
+            if self._next is not None:
+                self._next.grow(units)
+            self._limit(slots)
+
+    def note_new_file(self) -> None:
+        """Note that the folder has a new file, of which later appends speak."""
+        self._is_folder_synced = False
 
     def note_removed(self, places: Sequence[Place]) -> None:
         """Note that blocks are gone; they are so on disk after the next `commit` or `flush`."""
         # Taken out of the table first: who writes it anew must not find there what is noted.
-        self._removed.extend(self._table.remove(places))
+        if places:
+            self._removed.append(self._table.remove(places))
 
     def note_gone(self, records: Records) -> None:
         """Note the same of blocks that are not in the table, given their records."""
         if len(records):
-            self._removed.append(removals_of(records.tobytes()))
+            self._removed.append(removal_records(places_of(records)))
 
-    def flush(self) -> None:
-        """Write the removals noted so far; raises OSError, and then they are still noted."""
+    def flush(self, is_awaited: Callable[[], bool]) -> None:
+        """Write the removals noted so far; see `commit`."""
         if self._removed:
-            self.commit(())
+            self.commit((), is_awaited)
 
-    def commit(self, puts: Sequence[PackedRun]) -> None:
+    def commit(self, puts: Sequence[PackedRun], is_awaited: Callable[[], bool]) -> None:
         """Write the removals noted so far and these puts, in one append.
+
+        Where there is no room before the next journal is on the device, it waits for that as long
+        as a job still waits for this: so the job's deadline is that of the wait as well.
 
         Raises:
             OSError: Nothing was written; the removals are still noted.
         """
         with self._mutex:
-            noted = len(self._removed)
-            body = b"".join(
-                [*itertools.islice(self._removed, noted), *(packed for _, packed in puts)]
-            )
-            if not body:
-                return
+            while True:
+                noted = len(self._removed)
+                body = b"".join(
+                    [*itertools.islice(self._removed, noted), *(packed for _, packed in puts)]
+                )
+                if not body:
+                    return
+                has_room = self._end_units + len(body) // RECORD_BYTES < self._max_units
+                if has_room or self._next is None or not self._next.is_syncing:
+                    break
+                if not is_awaited():
+                    raise OSError(errno.ETIMEDOUT, "the next journal does not reach the device")
+                self._mutex.wait(_POLL_S)
             try:
-                if self._log_units + 1 + len(body) // RECORD_BYTES <= self._max_log_units:
+                if has_room:
                     self._append(body)
                     self._put(puts)
+                    self._advance(body)
                 else:
                     self._put(puts)
-                    self._rewrite()
+                    self._rewrite(body)
             except OSError:
                 self._disown(puts)
                 raise
             for _ in range(noted):
                 self._removed.popleft()
 
-    def close(self) -> None:
-        """Write what is noted, in the order of recency, and close; idempotent.
+    def tend(self) -> None:
+        """Wait for the next journal on the device, if it is time, and put it in use.
 
-        Raises:
-            OSError: It could not be written; it is closed all the same, and as good as after a
-                crash.
+        To be called after a store has been reported; nobody waits for it.
         """
+        with self._mutex:
+            following = self._next
+            if following is None or following.is_syncing or not following.has_begun:
+                return
+            if not following.is_complete and following.unsynced_bytes < _SYNC_BYTES:
+                return
+            following.is_syncing = True
+        failure: OSError | None = None
+        try:
+            following.sync()
+        except OSError as error:
+            failure = error
+        with self._mutex:
+            following.is_syncing = False
+            self._mutex.notify_all()
+            if following.is_abandoned:
+                following.close()
+            elif failure is not None:
+                self._abandon(failure)
+            elif following.is_complete:
+                self._try_to_switch()
+            replaced, self._replaced = self._replaced, []
+        for fd in replaced:
+            self._ops.close(fd)
+
+    def sync(self) -> None:
+        """Wait until all that was appended is on the device; raises OSError."""
+        self._ops.fdatasync(self._opened())
+
+    def close(self) -> None:
+        """Close the files; idempotent. What is noted and not written comes back at the opening."""
         if self._fd is None:
             return
-        try:
-            if self._removed or self._table.changes != self._changes_written:
-                with self._mutex:
-                    self._rewrite()
-        finally:
-            fd, self._fd = self._fd, None
-            self._ops.close(fd)
+        fd, self._fd = self._fd, None
+        following, self._next = self._next, None
+        self._close_replaced()
+        self._ops.close(fd)
+        if following is not None:
+            following.close()
+            with contextlib.suppress(OSError):
+                self._anchor.check()  # else it would be another store's
+                self._ops.unlink(self._next_path)
 
     # -- inside, under the lock -----------------------------------------------------------------
 
@@ -174,69 +256,136 @@ class Journal:
             self._table.put(place, packed)
 
     def _disown(self, puts: Sequence[PackedRun]) -> None:
-        """Take back puts that may or may not be on disk after a failure.
-
-        Their removals are written before their slots are written to again, like any others.
-        """
-        with contextlib.suppress(OSError):
-            self._ops.truncate(self._opened(), self._end_bytes)
+        """Take back puts that may or may not be on disk; their removals are written as any are."""
         for first, packed in puts:
-            records = np.frombuffer(packed, dtype=RECORD)
-            self._table.forget(range(first, first + len(records)))
-            self.note_gone(records)
+            count = len(packed) // RECORD_BYTES
+            self._removed.append(self._table.remove(range(first, first + count)))
 
     def _append(self, body: bytes) -> None:
         fd = self._opened()
         self._check()
-        framed = frame(self._sequence + 1, body, self._seed)
+        framed = frame(self.sequence + 1, body, self._seed, self._skipped)
+        end_bytes = self._end_units * RECORD_BYTES
+        self.sequence += 1
         try:
-            write_all(self._ops, fd, framed, self._end_bytes)
+            self._sync_names()
+            write_all(self._ops, fd, framed, end_bytes)
             if self._fdatasync:
                 self._ops.fdatasync(fd)
         except OSError:
-            self._sequence += 1  # whatever is left of the frame will be an older one
-            raise
-        self._sequence += 1
-        self._end_bytes += len(framed)
-        self._log_units += len(framed) // RECORD_BYTES
-
-    def _rewrite(self) -> None:
-        """Write the whole table into a new file, and put that in the old one's place."""
-        self._check()  # else it could be put in the place of another store's
-        records = self._table.live()
-        temp = self._path + TEMP_SUFFIX
-        fd = self._ops.create_anew(temp)
-        try:
-            end_bytes = 0
-            pending = bytearray()
-            for framed in checkpoint(self._sequence + 1, records, self._seed):
-                self._sequence += 1
-                pending += framed
-                if len(pending) >= _WRITE_BYTES:
-                    end_bytes += write_all(self._ops, fd, pending, end_bytes)
-                    pending = bytearray()
-            end_bytes += write_all(self._ops, fd, pending, end_bytes)
-            if self._fdatasync:
-                self._ops.fdatasync(fd)
-            self._ops.rename(temp, self._path)
-        except OSError:
-            self._ops.close(fd)
+            # What is left of the frame, if it is whole, must not count: it is overwritten by one
+            # with a higher number, and made no frame until then.
+            self._skipped += 1
             with contextlib.suppress(OSError):
-                self._ops.unlink(temp)
+                self._ops.pwrite(fd, memoryview(bytes(RECORD_BYTES)), end_bytes)
             raise
-        old, self._fd = self._fd, fd
-        self._end_bytes, self._log_units = end_bytes, 0
-        if old is not None:
-            self._ops.close(old)
-        if self._fdatasync:
-            self._sync_folder()
+        self._skipped = 0
+        self._end_units += len(framed) // RECORD_BYTES
 
-    def _sync_folder(self) -> None:
-        fd = self._ops.open(self._path.rpartition("/")[0], os.O_RDONLY | os.O_DIRECTORY)
+    def _advance(self, body: bytes) -> None:
+        """Go on with the next journal after an append; a failure is that of the next one alone."""
+        if self._end_units < self._begin_units:
+            return
         try:
-            self._ops.fdatasync(fd)
-        finally:
-            self._ops.close(fd)
+            following = self._prepare()
+            if not following.has_begun:
+                following.begin(self.sequence)
+                self._next_from_units = self._end_units
+                body = b""  # its blocks are among those that are there
+            room = max(1, self._max_units - self._next_from_units)
+            used = self._end_units - self._next_from_units  # of it; half, and it is complete
+            following.advance(body, -(-2 * used * following.num_slots // room))
+        except OSError as error:
+            self._abandon(error)
+
+    def _rewrite(self, body: bytes = b"") -> None:
+        """Complete the next journal and put it in use now, with a last append."""
+        self._check()  # else it could be put in the place of another store's
+        if not self._prepare().fits(1 + len(body) // RECORD_BYTES):
+            self._drop_next()
+        while True:
+            following = self._prepare()
+            if is_new := not following.has_begun:
+                following.begin(self.sequence)
+                body = b""
+            try:
+                following.advance(body, following.num_slots)
+                following.sync()
+                self._switch(following)
+            except OSError as error:
+                self._abandon(error)  # what was lost may only be what was written before
+                if is_new:
+                    raise
+            else:
+                break
+        self._close_replaced()
+        self._sync_names()
+        with contextlib.suppress(OSError):  # it is tried again when it is needed
+            self._prepare()
+
+    def _sync_names(self) -> None:
+        """See to it that what is appended is found again, if that matters; raises OSError."""
+        if self._fdatasync and not self._is_folder_synced:
+            sync_folder(self._ops, self._path.rpartition("/")[0])
+            self._is_folder_synced = True
+
+    def _try_to_switch(self) -> None:
+        """Put the next journal, which is on the device, in use; its failure is nobody's."""
+        following = self._next
+        if following is None:
+            return
+        try:
+            self._check()
+            if self._fdatasync and following.unsynced_bytes:
+                following.sync()  # what was appended since has been reported as stored
+            self._switch(following)
+            self._prepare()
+        except OSError as error:
+            self._abandon(error)
+
+    def _switch(self, following: NextJournal) -> None:
+        self._ops.rename(self._next_path, self._path)
+        self._next = None
+        self._replaced.append(self._opened())
+        self._fd = following.fd
+        self.sequence = following.sequence
+        self._skipped = 0
+        self._end_units = following.size_bytes // RECORD_BYTES
+        self._begin_units = self._max_units - self._window_units
+        self._is_folder_synced = False
+
+    def _limit(self, slots: int) -> None:
+        self._max_units, self._window_units = journal_units(slots), log_units(slots) // 2
+        self._begin_units = self._max_units - self._window_units
+
+    def _prepare(self) -> NextJournal:
+        """Return the next journal; a new one has all its space allocated. Raises OSError."""
+        if self._next is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._ops.unlink(self._next_path)
+            self._next = NextJournal(
+                self._ops, self._next_path, self._table, self._seed, self._max_units
+            )
+        return self._next
+
+    def _abandon(self, error: OSError) -> None:
+        logger.warning("the journal cannot be written anew yet: %s", str(error))
+        self._drop_next()
+        self._begin_units = (self._end_units + self._max_units) // 2
+
+    def _drop_next(self) -> None:
+        """Give the next journal up: its bytes, once one was lost, prove nothing any more."""
+        following, self._next = self._next, None
+        if following is None:
+            return
+        if following.is_syncing:
+            following.is_abandoned = True
+        else:
+            following.close()
+
+    def _close_replaced(self) -> None:
+        while self._replaced:
+            self._ops.close(self._replaced.pop())
 
     def _check(self) -> None:
         """Raise an OSError if what is written would not be found again."""

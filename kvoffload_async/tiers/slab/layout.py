@@ -15,6 +15,9 @@ from kvoffload_async.tiers.slab.manifest import Manifest
 MANIFEST = "manifest.json"
 LOCK = "lock"
 JOURNAL = "journal"
+NEXT_JOURNAL = "journal.new"
+BAD_JOURNAL = "journal.bad"
+SESSION = "session"
 TEMP_SUFFIX = ".tmp"
 
 _DIGEST_DIGITS = 12

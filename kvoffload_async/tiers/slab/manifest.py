@@ -18,6 +18,8 @@ from kvoffload_async.tiers.files.features import (
     MalformedFormatError,
     check_format,
 )
+from kvoffload_async.tiers.slab.records import seed_of
+from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES
 
 FORMAT = "kvoffload-slab"
 VERSION = 2
@@ -26,10 +28,14 @@ VERSION = 2
 INTEGRITY_KEY: Final = "integrity-key"
 """Feature: checksums of blocks are made with a key, whose id is in the manifest."""
 
-KNOWN: Final = Features(incompatible=frozenset({INTEGRITY_KEY}))
+SEGMENT_HEADERS: Final = "segment-headers"
+"""Feature: a segment begins with a header that names the store and the segment's number, and the
+journal is bound to the store."""
+
+KNOWN: Final = Features(incompatible=frozenset({INTEGRITY_KEY, SEGMENT_HEADERS}))
 """The features that this release knows; docs/formats.md says what each means."""
 
-OF_NEW_STORES: Final = Features()
+OF_NEW_STORES: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
 """Those that every new store has."""
 
 _LAYOUT: Final = re.compile(r"[0-9a-f]{12}:[0-9]{1,9}:[1-9][0-9]{0,14}")
@@ -69,6 +75,24 @@ class Manifest:
     features: Features = OF_NEW_STORES
     store_uuid: str | None = None
     key_id: str | None = None
+
+    @property
+    def header_bytes(self) -> int:
+        """How long a segment's header is; 0 if there is none."""
+        return HEADER_BYTES if SEGMENT_HEADERS in self.features.incompatible else 0
+
+    @property
+    def journal_seed(self) -> int:
+        """What binds the frames of the journal to the store."""
+        return seed_of(self.layout, (self.store_uuid or "") if self.header_bytes else "")
+
+    def slots_in(self, segment_bytes: int) -> int:
+        """Return how many slots a segment of so many bytes has."""
+        return max(0, segment_bytes - self.header_bytes) // self.slot_bytes
+
+    def offset_of(self, slot: int) -> int:
+        """Return where in its segment a slot begins."""
+        return self.header_bytes + slot * self.slot_bytes
 
     def of_new_store(self) -> Self:
         """Return the manifest of a new store like this: with a UUID of its own."""

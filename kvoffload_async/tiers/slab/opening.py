@@ -12,17 +12,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.anchor import Anchor
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
 from kvoffload_async.tiers.slab.batches import DataPath
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.catalog import Catalog
@@ -31,6 +29,7 @@ from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
     LOCK,
     MANIFEST,
+    SESSION,
     TEMP_SUFFIX,
     StoreLayout,
     segment_name,
@@ -44,20 +43,11 @@ from kvoffload_async.tiers.slab.reading import (
     read_journal,
     read_manifest,
 )
-from kvoffload_async.tiers.slab.records import (
-    HAS_DIGEST,
-    KEYED,
-    SUSPECT,
-    Records,
-    Scan,
-    keys_of,
-    places_of,
-    seed_of,
-)
+from kvoffload_async.tiers.slab.recovery import Recovered, Recovery
 from kvoffload_async.tiers.slab.rows import Rows
 from kvoffload_async.tiers.slab.segments import Segments
+from kvoffload_async.tiers.slab.session import Session, write_header, write_session
 from kvoffload_async.tiers.slab.table import RecordTable
-from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +81,8 @@ class OpenStore:
         data_path: What moves its blocks.
         manifest: What it is.
         catalog: What is in it; the loop's, once this is constructed.
+        found_keys: The keys in it at the opening, in a map for the caller to keep.
+        budget: How much it may have.
     """
 
     def __init__(
@@ -111,57 +103,75 @@ class OpenStore:
         self._ops = ops
         self._settings = settings
         self._lock_fd: int | None = None
+        self._session_fd: int | None = None
         self.folder = _choose_folder(ops, layout, settings.on_mismatch)
         ops.make_folders(self.folder)
         anchor = Anchor(ops, self.folder)
-        table = RecordTable()
-        direct = DirectIo(wanted=settings.direct_io, where=self.folder)
-        text = layout.manifest.layout
-        self.data_path = DataPath(
-            rows=rows,
-            anchor=anchor,
-            segments=Segments(ops, self.folder, anchor, rows, direct),
-            table=table,
-            journal=Journal(
-                ops,
-                self.folder,
-                anchor,
-                table,
-                seed_of(text),
-                log_units=settings.budget.log_units,
-                fdatasync=settings.fdatasync,
-            ),
-            digester=create_digester(text, settings.integrity_key),
-            verify=settings.verify,
-            fdatasync=settings.fdatasync,
-            piece_bytes=settings.piece_bytes,
-        )
-        policy = create_policy(settings.budget.capacity_bytes // rows.slot_bytes)
-        self.catalog = Catalog(policy, self.data_path.extent_slots)
         try:
             _readable_manifest(ops, self.folder)  # of a newer release's store nothing is written
             self._lock_fd = _take_lock(ops, self.folder)
             anchor.watch(self._lock_fd, LOCK)
             found = list_folder(ops, self.folder)
             self.manifest = self._check_manifest(found, layout)
-            self._take_in(found, read_journal(ops, self.folder, text))
+        except BaseException:
+            self._unlock()
+            raise
+        table = RecordTable()
+        direct = DirectIo(wanted=settings.direct_io, where=self.folder)
+        self.data_path = DataPath(
+            rows=rows,
+            anchor=anchor,
+            segments=Segments(ops, self.folder, anchor, rows, direct, manifest=self.manifest),
+            table=table,
+            journal=Journal(
+                ops,
+                self.folder,
+                anchor,
+                table,
+                self.manifest.journal_seed,
+                fdatasync=settings.fdatasync,
+            ),
+            digester=create_digester(self.manifest.layout, settings.integrity_key),
+            verify=settings.verify,
+            fdatasync=settings.fdatasync,
+            piece_bytes=settings.piece_bytes,
+        )
+        try:
+            recovery = Recovery(ops, self.folder, found, self.manifest)
+            recovered = recovery.run(
+                settings.budget,
+                verify=settings.verify,
+                is_keyed=self.data_path.digester.is_keyed,
+            )
+            self.budget = recovered.budget
+            self._remove_temps(found)
+            self._attach(found, recovered)
+            self.catalog = self._take_in(recovered, create_policy)
+            self.found_keys = self.catalog.keys()
+            self._begin_session(recovered.session)
+            if settings.fdatasync:
+                sync_folder(ops, self.folder.rpartition("/")[0])  # where the store may be new
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Write what is not yet written, close every file, give up the lock; idempotent."""
+        session_fd, self._session_fd = self._session_fd, None
         try:
-            self.data_path.journal.close()
+            if session_fd is not None:
+                self.data_path.journal.flush(is_awaited=lambda: False)
+                self._end_session(session_fd)
         except OSError as error:
             logger.warning(
                 "%s: the journal could not be written at the end: %s", self.folder, str(error)
             )
         finally:
+            self.data_path.journal.close()
             self.data_path.segments.close()
-            fd, self._lock_fd = self._lock_fd, None
-            if fd is not None:
-                self._ops.close(fd)
+            if session_fd is not None:
+                self._ops.close(session_fd)
+            self._unlock()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -194,8 +204,8 @@ class OpenStore:
 
         The journal goes first: what it does not name is free, whoever opens the store next.
         """
-        scanned = read_journal(self._ops, self.folder, manifest.layout)
-        num_blocks = len(live_in(found, scanned, manifest.slot_bytes))
+        scanned = read_journal(self._ops, self.folder, manifest.journal_seed)
+        num_blocks = len(live_in(found, scanned, manifest))
         logger.warning(
             "%s: it has other blocks (%s): all %d of them, %d bytes, are discarded, as on_mismatch "
             "says",
@@ -206,81 +216,100 @@ class OpenStore:
         )
         if found.has_journal:
             self._ops.unlink(f"{self.folder}/{JOURNAL}")
+            found.has_journal = False
+        with contextlib.suppress(FileNotFoundError):
+            self._ops.unlink(f"{self.folder}/{SESSION}")
         while found.segments:
             number, _ = found.segments.popitem()
             self._ops.unlink(f"{self.folder}/{segment_name(number)}")
 
-    def _take_in(self, found: Folder, scanned: Scan) -> None:
-        """Take in what the journal says of the segments that fit into the capacity."""
+    def _remove_temps(self, found: Folder) -> None:
         for name in found.temps:
             with contextlib.suppress(FileNotFoundError):
                 self._ops.unlink(f"{self.folder}/{name}")
-        data_path, catalog = self.data_path, self.catalog
-        self._drop_surplus(found)
+
+    def _attach(self, found: Folder, recovered: Recovered) -> None:
+        """Open the segments; numbers that the journal or a strange file has are not used again."""
+        data_path = self.data_path
         for number in sorted(found.segments):
             segment = data_path.segments.attach(number)
             if segment is not None:
                 data_path.table.add_segment(number, segment.slots)
-                catalog.add_segment(number, segment.slots)
-        if len(scanned.records):
-            data_path.segments.skip_to(segment_of(int(scanned.records["place"].max())))
-        rows = live_in(found, scanned, data_path.rows.slot_bytes)
-        live = scanned.records
-        if len(rows) < len(live):
-            live = live[rows]
-        live["flags"][rows < scanned.num_before_damage] |= SUSPECT
-        is_keyed = data_path.digester.is_keyed
-        gone = ~_is_servable(live, verify=self._settings.verify, is_keyed=is_keyed)
-        lost = live[gone]
-        if len(lost):
-            live = live[~gone]
-        live, keys, doubles = _without_doubles(live)
-        data_path.table.fill(live)
-        catalog.fill(keys, places_of(live))
-        if scanned.num_before_damage:
-            logger.warning(
-                "%s: %d bytes of the journal are damaged; blocks stored before are verified",
-                self.folder,
-                scanned.lost_bytes,
-            )
-        data_path.journal.open(
-            scanned.end_bytes, scanned.sequence, anew=bool(scanned.num_before_damage)
+        units, rows = recovered.scanned.units, recovered.scanned.rows
+        if len(rows):
+            data_path.segments.skip_to(segment_of(int(units["place"][rows].max())))
+        if found.refused:
+            data_path.segments.skip_to(max(found.refused))
+
+    def _take_in(
+        self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
+    ) -> Catalog:
+        """Take in the blocks that may be served, and open the journal behind them."""
+        catalog = self._filled(recovered, create_policy)
+        if catalog is None:
+            recovered.drop_doubles()
+            catalog = self._filled(recovered, create_policy)
+        if catalog is None:
+            raise ValueError("two records of a key are left")
+        scanned, data_path = recovered.scanned, self.data_path
+        data_path.table.fill(scanned.units, recovered.in_order())
+        self._vouches = data_path.journal.open(
+            scanned.end_bytes, scanned.sequence, anew=recovered.is_suspect
         )
-        data_path.journal.note_gone(lost)
-        data_path.journal.note_gone(doubles)
+        data_path.journal.note_gone(recovered.records(recovered.gone))
+        return catalog
 
-    def _drop_surplus(self, found: Folder) -> None:
-        """Delete segments for which a capacity that has become smaller has no room."""
-        budget = self._settings.budget
-        slots = {n: size // budget.slot_bytes for n, size in found.segments.items()}
-        while slots and budget.cost(slots.values()) > budget.capacity_bytes:
-            number = max(slots)
-            self._ops.unlink(f"{self.folder}/{segment_name(number)}")
-            del slots[number], found.segments[number]
+    def _filled(
+        self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
+    ) -> Catalog | None:
+        """Return the catalog of the blocks that may be served; None if a key comes twice."""
+        policy = create_policy(self._settings.budget.capacity_bytes // self.manifest.slot_bytes)
+        catalog = Catalog(policy, self.data_path.extent_slots)
+        for number, slots in self.data_path.table.slots().items():
+            catalog.add_segment(number, slots)
+        places = recovered.scanned.units["place"][recovered.rows]
+        return catalog if catalog.fill(places, recovered.keys()) else None
 
+    # -- the session ----------------------------------------------------------------------------
 
-def _is_servable(live: Records, *, verify: bool, is_keyed: bool) -> npt.NDArray[np.bool_]:
-    """Return which blocks may be served: what must be verified needs a checksum, by the key."""
-    flags = live["flags"]
-    servable: npt.NDArray[np.bool_] = flags & HAS_DIGEST != 0
-    if not verify:
-        servable |= flags & SUSPECT == 0
-    servable &= (flags & KEYED != 0) == is_keyed
-    return servable
+    def _begin_session(self, last: Session | None) -> None:
+        """Say that a process of this boot has the store open; the uses of the last one stay.
 
+        Not as long as the journal says what only the last session's end tells to be doubtful.
+        """
+        self._session_fd = self._ops.open_own(f"{self.folder}/{SESSION}", os.O_RDWR)
+        if self._vouches:
+            uses = {} if last is None else last.uses
+            session = Session(boot_id(), self.data_path.journal.sequence, uses=uses)
+            write_header(self._ops, self._session_fd, session, self.manifest.journal_seed)
+            if last is None:
+                sync_folder(self._ops, self.folder)
 
-def _without_doubles(live: Records) -> tuple[Records, list[OffloadKey], Records]:
-    """Return the records with a key each, those keys, and the other records.
+    def _end_session(self, fd: int) -> None:
+        """Say that the store was closed, and when each block was used last; raises OSError."""
+        data_path = self.data_path
+        if not self._vouches:
+            return
+        data_path.anchor.check()
+        is_synced = data_path.fdatasync
+        if not (is_synced or data_path.verify):
+            # Nothing but this tells, after a power cut, whether what has no checksum is right.
+            data_path.segments.sync(data_path.segments.numbers)
+            data_path.journal.sync()
+            is_synced = True
+        session = Session(
+            boot_id(),
+            data_path.journal.sequence,
+            is_closed=True,
+            is_synced=is_synced,
+            uses=data_path.table.uses(),
+        )
+        write_session(self._ops, fd, session, self.manifest.journal_seed, sync=is_synced)
 
-    Two records of a key only damage can bring about; the later one counts.
-    """
-    keys = keys_of(live)
-    last = dict(zip(keys, range(len(live)), strict=True))
-    if len(last) == len(live):
-        return live, keys, live[:0]
-    is_last = np.zeros(len(live), dtype=np.bool_)
-    is_last[list(last.values())] = True
-    return live[is_last], keys_of(live[is_last]), live[~is_last]
+    def _unlock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, None
+        if fd is not None:
+            self._ops.close(fd)
 
 
 def _choose_folder(ops: FileOps, layout: StoreLayout, on_mismatch: OnMismatch) -> str:
@@ -316,6 +345,7 @@ def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
     finally:
         ops.close(fd)
     ops.rename(temp, f"{folder}/{MANIFEST}")
+    sync_folder(ops, folder)  # before there is anything that nobody understands without it
 
 
 def _take_lock(ops: FileOps, folder: str) -> int:

@@ -6,7 +6,7 @@ See the package's docstring for the format.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvoffload_async.tables.keymap import PART_AT
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
+from kvoffload_async.tiers.slab.places import Place, SlotNumbers
 from kvoffload_async.types import OffloadKey
 
 RECORD_BYTES: Final = 128
@@ -41,7 +42,7 @@ RECORD: Final = np.dtype(
         ("key_bytes", "u1"),
         ("flags", "<u2"),
         ("place", "<i8"),
-        ("spare", "<u4"),
+        ("use", "<u4"),
         ("digest", f"V{DIGEST_BYTES}"),
         ("key", f"V{MAX_KEY_BYTES}"),
     ]
@@ -56,50 +57,58 @@ _MAGIC: Final = b"KVSLABF1"
 _RECORD = struct.Struct(f"<BBHqI{DIGEST_BYTES}s{MAX_KEY_BYTES}s")
 DIGEST_AT: Final = struct.calcsize("<BBHqI")
 """Where in a record its checksum begins."""
+KEY_AT: Final = DIGEST_AT + DIGEST_BYTES
+"""Where in a record its key begins."""
 
 _PREFIX = struct.Struct("<8sQII")
 _CHECK = struct.Struct("<Q")
 _HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
 
 
-def seed_of(layout: str) -> int:
-    """Return what binds frames to the layout of their store."""
-    return xxhash.xxh3_64_intdigest(layout.encode())
+def seed_of(layout: str, store_uuid: str = "") -> int:
+    """Return what binds frames to the layout of their store, and to the store if it has an id."""
+    bound_to = f"{layout}\0{store_uuid}" if store_uuid else layout
+    return xxhash.xxh3_64_intdigest(bound_to.encode())
 
 
 def put_records(
-    keys: Sequence[OffloadKey], first: Place, digests: Sequence[bytes], *, is_keyed: bool = False
+    keys: Sequence[OffloadKey],
+    first: Place,
+    digests: Sequence[bytes],
+    use: int = 0,
+    *,
+    is_keyed: bool = False,
 ) -> bytes:
     """Return the records of blocks whose places are neighbours from one on.
 
-    One whose checksum is empty cannot be verified.
+    One whose checksum is empty cannot be verified. `use` is the tick of their last use.
     """
     pack = _RECORD.pack
     flags = HAS_DIGEST | KEYED if is_keyed else HAS_DIGEST
     return b"".join(
         [
-            pack(PUT, len(key), flags if digest else 0, place, 0, digest, key)
+            pack(PUT, len(key), flags if digest else 0, place, use, digest, key)
             for place, (key, digest) in enumerate(zip(keys, digests, strict=True), first)
         ]
     )
 
 
-def digests_of(packed: bytes) -> bytes:
-    """Return the checksums in packed records, one behind the other."""
-    starts = range(DIGEST_AT, len(packed), RECORD_BYTES)
-    return b"".join([packed[start : start + DIGEST_BYTES] for start in starts])
+def removal_records(places: Iterable[Place]) -> bytes:
+    """Return the records that say that places have no block."""
+    pack = _RECORD.pack
+    return b"".join([pack(REMOVE, 0, 0, place, 0, b"", b"") for place in places])
 
 
-def removals_of(packed: bytes | memoryview) -> bytes:
-    """Return the records that take back these; both packed."""
-    removals = bytearray(packed)
-    removals[::RECORD_BYTES] = bytes([REMOVE]) * (len(removals) // RECORD_BYTES)
-    return bytes(removals)
+def frame(sequence: int, body: bytes, seed: int, skipped: int = 0) -> bytes:
+    """Return a frame around records, given as bytes.
 
-
-def frame(sequence: int, body: bytes, seed: int) -> bytes:
-    """Return a frame around records, given as bytes."""
-    prefix = _PREFIX.pack(_MAGIC, sequence, len(body) // RECORD_BYTES, 0)
+    Args:
+        sequence: Its number.
+        body: The records.
+        seed: See `seed_of`.
+        skipped: How many numbers before it no frame has: those of appends that failed.
+    """
+    prefix = _PREFIX.pack(_MAGIC, sequence, len(body) // RECORD_BYTES, skipped)
     check = xxhash.xxh3_64_intdigest(prefix + body, seed)
     return b"".join((prefix, _CHECK.pack(check), _HEADER_PADDING, body))
 
@@ -122,13 +131,39 @@ def keys_of(records: Records) -> list[OffloadKey]:
         return []
     lengths = records["key_bytes"]
     longest = int(lengths.max())
+    if (lengths == longest).all():
+        keys: list[OffloadKey] = records.view(_key_only(longest))["key"].tolist()
+        return keys
     columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)[:, -MAX_KEY_BYTES:]
     packed = columns[:, :longest].tobytes()
     starts = range(0, len(packed), longest)
-    if (lengths == longest).all():
-        return [OffloadKey(packed[start : start + longest]) for start in starts]
     ends = (np.arange(len(records)) * longest + lengths).tolist()
     return [OffloadKey(packed[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _key_only(key_bytes: int) -> np.dtype[np.void]:
+    return np.dtype(
+        {
+            "names": ["key"],
+            "formats": [f"V{key_bytes}"],
+            "offsets": [KEY_AT],
+            "itemsize": RECORD_BYTES,
+        }
+    )
+
+
+def by_part(units: Records, rows: RecordRows) -> RecordRows:
+    """Return in which order of some units keys come together that are in one part of a `KeyMap`."""
+    columns = units.view(np.uint8).reshape(-1, RECORD_BYTES)
+    at = KEY_AT + PART_AT + units["key_bytes"][rows].astype(np.int64)
+    order: RecordRows = np.argsort(columns[rows, np.minimum(at, RECORD_BYTES - 1)], kind="stable")
+    return order
+
+
+def picked(units: Records, rows: RecordRows) -> Records:
+    """Return a copy of some units; as bytes without fields, which is several times as fast."""
+    records: Records = units.view(f"V{RECORD_BYTES}").take(rows).view(RECORD)
+    return records
 
 
 def places_of(records: Records) -> list[Place]:
@@ -142,64 +177,104 @@ class Scan:
     """What a journal says.
 
     Attributes:
-        records: Every record that can be believed, in order.
+        units: The journal's units, as records; most of them are.
+        rows: Which of them are records that can be believed, ascending.
         end_bytes: Where the last good frame ends; behind it there is at most a torn tail.
         sequence: The highest sequence number; the next frame needs a higher one.
-        num_before_damage: How many of the records come before a place where frames are missing;
-            one of those missing may have been the removal of any of them.
+        damage_at: Which unit comes behind the last place where frames are missing; one of those
+            missing may have been the removal of any record before.
         lost_bytes: Bytes of the places where frames are missing, a torn tail left out.
+        num_gaps: How many of those places show only by the numbers of the frames around them.
+        is_torn: Whether what follows the last good frame begins as one that is longer than what is
+            left of the file.
     """
 
-    records: Records
+    units: Records
+    rows: RecordRows
     end_bytes: int
     sequence: int
-    num_before_damage: int
+    damage_at: int
     lost_bytes: int
+    num_gaps: int
+    is_torn: bool
+
+    @property
+    def records(self) -> Records:
+        """A copy of the records that can be believed, in order."""
+        records: Records = self.units[self.rows]
+        return records
+
+    @property
+    def num_before_damage(self) -> int:
+        """How many of the records come before a place where frames are missing."""
+        return int(np.searchsorted(self.rows, self.damage_at))
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether frames are missing."""
+        return bool(self.lost_bytes or self.num_gaps)
 
 
-def scan(data: bytes | memoryview, seed: int) -> Scan:
-    """Read a journal, whatever bytes it has.
+def scan(data: bytes | bytearray | memoryview, seed: int) -> Scan:
+    """Read a journal, whatever bytes it has; where these can be written to, so can its units.
 
     A frame counts if its checksum is right and its sequence number higher than that of the one
-    before. What comes before such a frame and is none itself has been damaged.
+    before. What comes before such a frame and is none itself has been damaged, and where numbers
+    are missing, so have the frames that had them.
     """
     num_units = len(data) // RECORD_BYTES
     view = memoryview(data)
-    units: npt.NDArray[Any] = np.frombuffer(view, dtype=f"V{RECORD_BYTES}", count=num_units)
+    units: Records = np.frombuffer(view, dtype=RECORD, count=num_units)
     is_record = np.zeros(num_units, dtype=np.bool_)
-    position = sequence = end = lost_units = damage_at = 0
+    position = sequence = end = lost_units = damage_at = num_gaps = 0
     while position < num_units:
-        count, found = _read_frame(view, position, sequence, seed)
+        count, found, skipped = _read_frame(view, position, sequence, seed)
         if not count:
             position = _next_magic(units, position + 1)
             continue
         if position > end:
             lost_units += position - end
             damage_at = position
+        elif sequence and found - skipped != sequence + 1:
+            num_gaps += 1
+            damage_at = position
         is_record[position + 1 : position + 1 + count] = True
         sequence = found
         position = end = position + 1 + count
-    records = units[is_record].view(RECORD)
+    rows = np.flatnonzero(is_record)
     return Scan(
-        records,
+        units,
+        rows,
         end * RECORD_BYTES,
         sequence,
-        int(is_record[:damage_at].sum()),
+        damage_at,
         lost_units * RECORD_BYTES,
+        num_gaps,
+        _is_torn(view[end * RECORD_BYTES :]),
     )
 
 
-def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tuple[int, int]:
-    """Return a frame's number of records and sequence number; (0, 0) if there is no good one."""
+def _is_torn(rest: memoryview) -> bool:
+    if len(rest) < RECORD_BYTES:
+        return True
+    magic, _, count, _ = _PREFIX.unpack_from(rest)
+    return bool(magic == _MAGIC and RECORD_BYTES * (1 + count) > len(rest))
+
+
+def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tuple[int, int, int]:
+    """Return a frame's number of records, its sequence number, and how many it skips.
+
+    All are 0 if there is no good one.
+    """
     start = position * RECORD_BYTES
-    magic, found, count, _ = _PREFIX.unpack_from(view, start)
+    magic, found, count, skipped = _PREFIX.unpack_from(view, start)
     stop = start + RECORD_BYTES * (1 + count)
     if magic != _MAGIC or found <= sequence or not count or stop > len(view):
-        return 0, 0
+        return 0, 0, 0
     hasher = xxhash.xxh3_64(view[start : start + _PREFIX.size], seed)
     hasher.update(view[start + RECORD_BYTES : stop])
     (check,) = _CHECK.unpack_from(view, start + _PREFIX.size)
-    return (count, found) if hasher.intdigest() == check else (0, 0)
+    return (count, found, skipped) if hasher.intdigest() == check else (0, 0, 0)
 
 
 def _next_magic(units: npt.NDArray[Any], position: int) -> int:
@@ -214,26 +289,19 @@ def _next_magic(units: npt.NDArray[Any], position: int) -> int:
     return len(units)
 
 
-def live_rows(records: Records, segments: Mapping[int, int]) -> RecordRows:
-    """Return which records are of blocks that are there, in the journal's order.
+def live_rows(scanned: Scan, segments: Mapping[int, int]) -> RecordRows:
+    """Return which of a journal's units are of blocks that are there, in its order.
 
     The last record of a place is what holds for it.
 
     Args:
-        records: In the journal's order.
+        scanned: The journal.
         segments: Segment -> its slots; records of places elsewhere are left out.
     """
-    numbers = np.array(sorted(segments), dtype=np.int64)
-    sizes = np.array([segments[number] for number in sorted(segments)], dtype=np.int64)
-    if not len(records) or not len(numbers):
-        return np.zeros(0, dtype=np.int64)
-    of, slots = segment_of(records["place"]), slot_of(records["place"])
-    which = np.minimum(np.searchsorted(numbers, of), len(numbers) - 1)
-    exists = (numbers[which] == of) & (slots < sizes[which])
-    rows = np.flatnonzero(exists)
-    index = (np.cumsum(sizes) - sizes)[which[rows]] + slots[rows]
-    last = np.empty(int(sizes.sum()), dtype=np.int64)
+    slots = SlotNumbers(segments)
+    index, exists = slots.of(scanned.units["place"][scanned.rows])
+    index, rows = index[exists], scanned.rows[exists]
+    last = np.empty(slots.total, dtype=np.int64)
     last[index] = rows  # of equal indices, the last one stays
-    is_live = (last[index] == rows) & (records["kind"][rows] == PUT)
-    live: RecordRows = rows[is_live]
+    live: RecordRows = rows[(last[index] == rows) & (scanned.units["kind"][rows] == PUT)]
     return live

@@ -9,8 +9,9 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +19,12 @@ import numpy.typing as npt
 
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.direct import DirectIo
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps, write_all
 from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
 from kvoffload_async.tiers.slab.rows import Rows
+from kvoffload_async.tiers.slab.segment_header import SegmentHeader
 
 _IOV_MAX = 1024
 
@@ -47,9 +50,17 @@ class Segments:
     """The open segment files of one store."""
 
     def __init__(
-        self, ops: FileOps, folder: str, anchor: Anchor, rows: Rows, direct: DirectIo
+        self,
+        ops: FileOps,
+        folder: str,
+        anchor: Anchor,
+        rows: Rows,
+        direct: DirectIo,
+        *,
+        manifest: Manifest,
     ) -> None:
         self._ops = ops
+        self._manifest = manifest
         self._folder = folder
         self._anchor = anchor
         self._rows = rows
@@ -57,6 +68,16 @@ class Segments:
         self._open: dict[int, Segment] = {}
         self._bounce: deque[mmap.mmap] = deque()
         self._next = 0
+        self._syncing = threading.Condition()
+        self._waits: set[object] = set()
+        """Those who wait for the device now."""
+        self.sync_failures = 0
+        """How often waiting for the device has failed."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """The open segments."""
+        return list(self._open)
 
     # -- files ----------------------------------------------------------------------------------
 
@@ -66,7 +87,7 @@ class Segments:
         self._next = max(self._next, number + 1)
         fd = self._ops.open(path, os.O_RDWR)
         try:
-            slots = self._ops.fstat(fd).st_size // self._rows.slot_bytes
+            slots = self._manifest.slots_in(self._ops.fstat(fd).st_size)
             if not slots:
                 self._ops.unlink(path)
                 self._ops.close(fd)
@@ -94,7 +115,12 @@ class Segments:
             with contextlib.suppress(FileExistsError):  # somebody else's, and no segment
                 fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            self._ops.fallocate(fd, slots * self._rows.slot_bytes)
+            if self._manifest.header_bytes:
+                header = SegmentHeader(
+                    self._manifest.store_uuid or "", number, self._manifest.slot_bytes
+                )
+                write_all(self._ops, fd, header.encode(), 0)
+            self._ops.fallocate(fd, self._manifest.offset_of(slots))
             return self._adopt(number, slots, fd)
         except OSError:
             self._ops.close(fd)
@@ -120,17 +146,45 @@ class Segments:
         for number in numbers:
             self._anchor.check_file(self._open[number].fd, segment_name(number))
 
-    def sync(self, numbers: set[int]) -> None:
-        """Wait until what was written to these segments is on the device."""
-        for number in sorted(numbers):
-            self._ops.fdatasync(self._open[number].fd)
+    def sync(self, numbers: Iterable[int], failures_before: int | None = None) -> None:
+        """Wait until what was written to these segments is on the device.
+
+        The kernel reports that bytes could not be written only once, to whoever asks first, and
+        has forgotten them then. So what was written before somebody's wait has failed is lost,
+        whatever a later one says.
+
+        Args:
+            numbers: The segments.
+            failures_before: What `sync_failures` was before the bytes in question were written.
+
+        Raises:
+            OSError: It is not, or may not be.
+        """
+        mine = object()
+        try:
+            with self._syncing:
+                self._waits.add(mine)
+            for number in sorted(numbers):
+                self._ops.fdatasync(self._open[number].fd)
+        except OSError:
+            self.sync_failures += 1
+            raise
+        finally:
+            with self._syncing:
+                self._waits.remove(mine)
+                self._syncing.notify_all()
+        with self._syncing:
+            others = self._waits.copy()  # one of these may have been told of what is ours
+            self._syncing.wait_for(lambda: not self._waits & others)
+        if failures_before is not None and failures_before != self.sync_failures:
+            raise OSError(errno.EIO, "what was written beside it could not be synced")
 
     # -- bytes ----------------------------------------------------------------------------------
 
     def write(self, place: Place, rows: Sequence[memoryview]) -> None:
         """Write rows into neighbouring slots, from a place on; raises OSError."""
         segment = self._open[segment_of(place)]
-        offset = slot_of(place) * self._rows.slot_bytes
+        offset = self._manifest.offset_of(slot_of(place))
         if segment.direct_fd >= 0 and (direct := self._direct.flag):
             try:
                 self._move_direct(segment.direct_fd, rows, offset, is_write=True)
@@ -148,7 +202,7 @@ class Segments:
             OSError: Some could not be read; no row may be believed.
         """
         segment = self._open[segment_of(place)]
-        offset = slot_of(place) * self._rows.slot_bytes
+        offset = self._manifest.offset_of(slot_of(place))
         if segment.direct_fd >= 0 and (direct := self._direct.flag):
             try:
                 return self._move_direct(segment.direct_fd, rows, offset, is_write=False)

@@ -1,14 +1,12 @@
 """The record of every slot, in memory: what the journal would say if it were written anew.
 
-An array a segment, so that a run of neighbours is one slice: of bytes where a job passes, which
-costs a fraction of what a slice of an array does. A slot's record is written by whoever puts a
-block there, and read by those who have it pinned; nothing here needs a lock.
+Arrays a segment, so that a run of neighbours is one slice. A slot's record is written by whoever
+puts a block there, and read by those who have it pinned; nothing here needs a lock. Bytes a slot:
+24 and the length of the longest key.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -16,68 +14,87 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
+from kvoffload_async.tiers.slab.places import Place, place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     DIGEST_AT,
-    PUT,
+    KEY_AT,
     RECORD,
     RECORD_BYTES,
     SUSPECT,
+    RecordRows,
     Records,
-    digests_of,
-    removals_of,
+    picked,
+    removal_records,
 )
 from kvoffload_async.tiers.slab.runs import joined
 
-_TICK_BYTES: Final = 8
-_WORD_BYTES: Final = 8
+MAX_USE: Final = (1 << 32) - 1
+_HALVED_FROM: Final = 1 << 31
+_HEAD_BYTES: Final = 4
+_STEP_SLOTS: Final = 1 << 14
+"""Slots that one step takes in: nobody waits longer than that for the interpreter."""
+
+Uses = npt.NDArray[np.uint32]
+"""The tick of each slot's last use, shape `[slots]`."""
 
 
 class _Part:
     """The records of one segment.
 
     Attributes:
-        records: The record of each slot.
-        digests: The checksum in each record once more, where those of a run are one slice.
+        heads: The first four bytes of each record: kind, bytes of the key, flags. 0: no block.
+        digests: The checksum of each.
+        keys: The key of each, zeros behind it; as wide as the longest one so far.
         uses: The tick of each one's last use.
     """
 
-    __slots__ = ("_digest_bytes", "_record_bytes", "_use_bytes", "digests", "records", "uses")
+    __slots__ = ("_digest_bytes", "digests", "heads", "keys", "uses")
 
     def __init__(self, slots: int) -> None:
-        self.records: Records = np.zeros(slots, dtype=RECORD)
-        self.digests = np.zeros((slots, DIGEST_BYTES // _WORD_BYTES), dtype=np.uint64)
-        self.uses: npt.NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
-        self._record_bytes = self.records.view(np.uint8).data
-        self._digest_bytes = self.digests.reshape(-1).view(np.uint8).data
-        self._use_bytes = self.uses.view(np.uint8).data
+        self.heads: npt.NDArray[np.uint32] = np.zeros(slots, dtype=np.uint32)
+        self.digests = np.zeros((slots, DIGEST_BYTES), dtype=np.uint8)
+        self.keys = np.zeros((slots, 0), dtype=np.uint8)
+        self.uses: Uses = np.zeros(slots, dtype=np.uint32)
+        self._digest_bytes = self.digests.reshape(-1).data
 
     def put(self, slot: int, packed: bytes) -> None:
-        start = slot * RECORD_BYTES
-        self._record_bytes[start : start + len(packed)] = packed
-        digests = digests_of(packed)
-        start = slot * DIGEST_BYTES
-        self._digest_bytes[start : start + len(digests)] = digests
+        columns = np.frombuffer(packed, dtype=np.uint8).reshape(-1, RECORD_BYTES)
+        self._widen(max(packed[1::RECORD_BYTES]))
+        self._take(slice(slot, slot + len(columns)), columns)
 
     def fill(self, slots: npt.NDArray[np.int64], records: Records) -> None:
-        self.records[slots] = records
-        words = self.records.view(np.uint64).reshape(len(self.records), -1)
-        first = DIGEST_AT // _WORD_BYTES
-        self.digests[:] = words[:, first : first + self.digests.shape[1]]
+        self._widen(int(records["key_bytes"].max()))
+        self._take(slots, records.view(np.uint8).reshape(-1, RECORD_BYTES))
+        self.uses[slots] = records["use"]
+
+    def _take(self, slots: slice | npt.NDArray[np.int64], columns: npt.NDArray[np.uint8]) -> None:
+        self.keys[slots] = columns[:, KEY_AT : KEY_AT + self.keys.shape[1]]
+        self.digests[slots] = columns[:, DIGEST_AT : DIGEST_AT + DIGEST_BYTES]
+        self.heads[slots] = columns[:, :_HEAD_BYTES].copy().view(np.uint32)[:, 0]
+
+    def _widen(self, key_bytes: int) -> None:
+        slots, width = self.keys.shape
+        if key_bytes > width:
+            wider = np.zeros((slots, key_bytes), dtype=np.uint8)
+            wider[:, :width] = self.keys
+            self.keys = wider
 
     def stored_digests(self, slot: int, count: int) -> bytes:
         return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + count) * DIGEST_BYTES])
 
-    def remove(self, slot: int, count: int) -> bytes:
-        """Note that slots have no block; return the records that say so, packed."""
-        start, stop = slot * RECORD_BYTES, (slot + count) * RECORD_BYTES
-        removals = removals_of(self._record_bytes[start:stop])
-        self._record_bytes[start:stop:RECORD_BYTES] = bytes(count)
-        return removals
-
-    def use(self, slot: int, count: int, tick: int) -> None:
-        start, stop = slot * _TICK_BYTES, (slot + count) * _TICK_BYTES
-        self._use_bytes[start:stop] = tick.to_bytes(_TICK_BYTES, sys.byteorder) * count
+    def records(self, segment: int, start: int, stop: int) -> Records:
+        """Return the records of the blocks in a range of slots."""
+        heads = self.heads[start:stop].copy()
+        slots = np.flatnonzero(heads)
+        records: Records = np.zeros(len(slots), dtype=RECORD)
+        columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)
+        columns[:, :_HEAD_BYTES] = heads[slots].view(np.uint8).reshape(-1, _HEAD_BYTES)
+        slots += start
+        records["place"] = slots + place_of(segment, 0)
+        records["use"] = self.uses[slots]
+        columns[:, DIGEST_AT : DIGEST_AT + DIGEST_BYTES] = self.digests[slots]
+        columns[:, KEY_AT : KEY_AT + self.keys.shape[1]] = self.keys[slots]
+        return records
 
 
 class RecordTable:
@@ -85,11 +102,10 @@ class RecordTable:
 
     def __init__(self) -> None:
         self._parts: dict[int, _Part] = {}
-        self._ticks = itertools.count(1)
+        self.tick = 1
+        """Of the next use; about, with several threads."""
         self.has_suspects = False
         """Whether there may be blocks that must be verified in any case."""
-        self.changes = 0
-        """How often something has changed, uses included; about, with several threads."""
 
     def add_segment(self, segment: int, slots: int) -> None:
         """Add a segment, without blocks."""
@@ -101,42 +117,54 @@ class RecordTable:
 
     def slots(self) -> dict[int, int]:
         """Return how many slots each segment has."""
-        return {segment: len(part.records) for segment, part in self._parts.items()}
+        return {segment: len(part.heads) for segment, part in list(self._parts.items())}
 
-    def fill(self, live: Records) -> None:
-        """Take in the records found at the start, the least recent first."""
-        self.has_suspects = bool((live["flags"] & SUSPECT).any())
-        ticks = np.arange(1, len(live) + 1)
-        self._ticks = itertools.count(len(live) + 1)
-        for segment, part in self._parts.items():
-            mine = np.flatnonzero(segment_of(live["place"]) == segment)
-            slots = slot_of(live["place"])[mine]
-            part.fill(slots, live[mine])
-            part.uses[slots] = ticks[mine]
+    def fill(self, units: Records, rows: RecordRows) -> None:
+        """Take in those of a journal's records that are of blocks."""
+        last_use = 0
+        for start in range(0, len(rows), _STEP_SLOTS):
+            records = picked(units, rows[start : start + _STEP_SLOTS])
+            segments = segment_of(records["place"])
+            for segment in _distinct(segments):
+                is_mine = segments == segment
+                mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
+                self._parts[segment].fill(slot_of(mine["place"]), mine)
+            self.has_suspects = self.has_suspects or bool((records["flags"] & SUSPECT).any())
+            last_use = max(last_use, int(records["use"].max()))
+        self.tick = max(self.tick, min(last_use + 1, MAX_USE))
 
     def put(self, place: Place, packed: bytes) -> None:
         """Write the packed records of a run that begins at a place."""
         self._parts[segment_of(place)].put(slot_of(place), packed)
         self.use(place, len(packed) // RECORD_BYTES)
 
-    def remove(self, places: Sequence[Place]) -> list[bytes]:
-        """Note that places have no block; return the records that say so, packed."""
-        packed = []
+    def remove(self, places: Sequence[Place]) -> bytes:
+        """Note that places have no block; return the records that say so."""
         ascending = sorted(places)
         for run in joined(ascending, 0, len(ascending)):
-            part = self._parts[segment_of(run.place)]
-            packed.append(part.remove(slot_of(run.place), run.length))
-        self.changes += 1
-        return packed
-
-    def forget(self, places: Sequence[Place]) -> None:
-        """Note that neighbouring places have no block, whatever the table says of them."""
-        self._parts[segment_of(places[0])].remove(slot_of(places[0]), len(places))
+            slot = slot_of(run.place)
+            self._parts[segment_of(run.place)].heads[slot : slot + run.length] = 0
+        return removal_records(ascending)
 
     def use(self, place: Place, count: int = 1) -> None:
         """Note that a run was used now."""
-        self._parts[segment_of(place)].use(slot_of(place), count, next(self._ticks))
-        self.changes += 1
+        slot = slot_of(place)
+        self._parts[segment_of(place)].uses[slot : slot + count] = self.tick
+        self.tick = min(self.tick + 1, MAX_USE)
+
+    def halve_uses(self) -> None:
+        """Make room for more ticks, if there soon is none; the order is kept, but for the last bit.
+
+        To be called before all records are written: those on disk still have the old ticks.
+        """
+        if self.tick >= _HALVED_FROM:
+            for part in list(self._parts.values()):
+                part.uses >>= np.uint32(1)
+            self.tick >>= 1
+
+    def uses(self) -> dict[int, Uses]:
+        """Return the ticks of each segment's slots, as they are and go on changing."""
+        return {segment: part.uses for segment, part in list(self._parts.items())}
 
     def digests(self, place: Place, count: int) -> bytes:
         """Return the checksums of a run, one behind the other."""
@@ -145,33 +173,39 @@ class RecordTable:
     def is_suspect(self, place: Place, count: int) -> bool:
         """Tell whether one of a run must be verified in any case."""
         slot = slot_of(place)
-        flags = self._parts[segment_of(place)].records["flags"][slot : slot + count]
-        return bool((flags & SUSPECT).any())
+        heads = self._parts[segment_of(place)].heads[slot : slot + count]
+        return bool((heads >> np.uint32(16) & np.uint32(SUSPECT)).any())
 
     def records_in(self, segment: int) -> Records:
-        """Return a copy of the records of the blocks in a segment."""
-        records = self._parts[segment].records
-        found: Records = records[records["kind"] == PUT]
-        return found
+        """Return the records of the blocks in a segment."""
+        part = self._parts[segment]
+        return part.records(segment, 0, len(part.heads))
+
+    def records_between(self, segment: int, start: int, stop: int) -> Records:
+        """Return the records of the blocks in some slots; none if the segment is gone."""
+        part = self._parts.get(segment)
+        return np.zeros(0, dtype=RECORD) if part is None else part.records(segment, start, stop)
 
     def num_live(self) -> int:
         """Return how many blocks there are."""
-        parts = list(self._parts.values())
-        return sum(int((part.records["kind"] == PUT).sum()) for part in parts)
+        return sum(int(np.count_nonzero(part.heads)) for part in list(self._parts.values()))
 
     def live(self) -> Records:
-        """Return a copy of all records, the least recently used first."""
-        found, ticks = [np.zeros(0, dtype=RECORD)], [np.zeros(0, dtype=np.int64)]
-        for part in list(self._parts.values()):
-            slots = np.flatnonzero(part.records["kind"] == PUT)
-            found.append(part.records[slots])
-            ticks.append(part.uses[slots])
-        order = np.argsort(np.concatenate(ticks), kind="stable")
-        live: Records = np.concatenate(found)[order]
-        return live
+        """Return all records, the least recently used first. For inspection."""
+        found = [np.zeros(0, dtype=RECORD), *(self.records_in(segment) for segment in self._parts)]
+        records: Records = np.concatenate(found)
+        return records[np.argsort(records["use"], kind="stable")]
 
 
 def split_digests(digests: bytes) -> list[bytes]:
     """Return the single checksums of several, one behind the other."""
     starts: Iterable[int] = range(0, len(digests), DIGEST_BYTES)
     return [digests[start : start + DIGEST_BYTES] for start in starts]
+
+
+def _distinct(numbers: npt.NDArray[np.integer]) -> list[int]:
+    """Return each number once; `np.unique` imports a module when it is first called."""
+    ascending = np.sort(numbers)
+    is_first = np.concatenate([ascending[:1] == ascending[:1], ascending[1:] != ascending[:-1]])
+    distinct: list[int] = ascending[is_first].tolist()
+    return distinct

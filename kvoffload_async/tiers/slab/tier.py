@@ -30,8 +30,8 @@ from kvoffload_async.tiers.files.failure import unusable
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.slab.allocator import Allocator
-from kvoffload_async.tiers.slab.batches import Blocks, LoadBatch, StoreBatch
+from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
+from kvoffload_async.tiers.slab.batches import Blocks, LoadBatch, StoreBatch, in_order_of_places
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.layout import StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
@@ -43,6 +43,9 @@ from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20
 """What the small jobs that run at once in one direction move together, at most."""
+
+_OPENING_S = 1e-5
+"""What a block in the store may cost at the opening; about ten times what it does."""
 
 _SHRINKS = 8
 """How many segments one job gives up at most, to a disk that is full."""
@@ -135,6 +138,10 @@ class SlabTier(AsyncTier):
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
 
+    def opening_s(self, block_bytes: int) -> float:
+        """Return the most that reading a full journal takes, many times over."""
+        return _OPENING_S * (self._settings.capacity_bytes // block_bytes)
+
     async def open(self, env: TierEnvironment) -> None:
         """Take the store's lock, read its journal, and announce what is in it.
 
@@ -148,8 +155,7 @@ class SlabTier(AsyncTier):
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
         budget = settings.budget(block_bytes)
         self._rows = Rows(env.kv_view, budget.slot_bytes)
-        key = settings.integrity_key
-        key_id = None if key is None else key.id.hex()
+        key_id = None if (key := settings.integrity_key) is None else key.id.hex()
         identity = settings.run_config, settings.rank, block_bytes, key_id
         layout = StoreLayout(settings.root_dir, *identity)
         store_settings = StoreSettings(
@@ -166,14 +172,15 @@ class SlabTier(AsyncTier):
             self._store = await env.io.run(Direction.NONE, construct)
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._allocator = Allocator(self._store, budget, env)
+        self._allocator = Allocator(self._store, self._store.budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
-        data_path, threads = self._store.data_path, settings.io_threads
-        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, data_path, env.io, threads)
-        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, data_path, env.io, threads)
+        work = self._store.data_path, env.io, settings.io_threads
+        tend = self._store.data_path.journal.tend
+        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, *work)
+        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, *work, tend=tend)
         self._loads.other_direction, self._stores.other_direction = self._stores, self._loads
-        env.blocks_appeared(self._store.catalog.keys())
+        env.blocks_appeared(self._store.found_keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are there."""
@@ -217,7 +224,7 @@ class SlabTier(AsyncTier):
             for index, place in enumerate(found)
             if place is None
         }
-        blocks, order = _in_order_of_places(job, found)
+        blocks, order = in_order_of_places(job, found)
         if not order:
             return failures
         batch = LoadBatch(store.data_path, blocks)
@@ -286,22 +293,25 @@ class SlabTier(AsyncTier):
             if len(job.keys[index]) > MAX_KEY_BYTES
         }
         left = [index for index in indices if index not in failures] if failures else indices
+        allocator, seen = self._allocator, self._allocator.num_shrinks
         failures |= await self._store_some(store, job.keys, rows, left)
         if not failures:
             return {}
         for _ in range(_SHRINKS):
-            left = [index for index in left if _is_disk_full(failures.get(index))]
+            left = [index for index in left if is_disk_full(failures.get(index))]
             if not left:
                 break
             # Those that were written count as stored, so they must not go now.
             held = [place for place in store.catalog.find(job.keys) if place is not None]
             store.catalog.pin(held)
             try:
-                if not await self._allocator.shrink():
+                if not await allocator.shrink(seen):
                     break
+                seen = allocator.num_shrinks
                 again = await self._store_some(store, job.keys, rows, left)
             finally:
                 store.catalog.unpin(held)
+            allocator.note_shrunk(has_helped=not all(is_disk_full(again.get(i)) for i in left))
             failures = {i: e for i, e in failures.items() if i not in left} | again
         return failures
 
@@ -333,6 +343,8 @@ class SlabTier(AsyncTier):
                 store.catalog.release(places)
             raise
         self._take_in(store, batch, mine, places)
+        if len(batch.failures) < len(mine):
+            self._allocator.note_shrunk(has_helped=True)
         return failures | {indices[i]: error for i, error in batch.failures.items()}
 
     def _take_in(
@@ -378,22 +390,3 @@ class SlabTier(AsyncTier):
         if self._env is None:
             raise TierClosedError("the slab tier is not open")
         return self._env
-
-
-def _in_order_of_places(
-    job: JobMetadata, found: Sequence[Place | None]
-) -> tuple[Blocks, Sequence[int]]:
-    """Return the blocks of a job that are there, their places ascending, and their indices."""
-    rows: list[int] = job.block_ids.tolist()
-    places = [place for place in found if place is not None]
-    if len(places) == len(found) and sorted(places) == places:
-        return Blocks(job.keys, places, rows), range(len(places))
-    order = sorted((place, index) for index, place in enumerate(found) if place is not None)
-    indices = [index for _, index in order]
-    keys = [job.keys[index] for index in indices]
-    return Blocks(keys, sorted(places), [rows[index] for index in indices]), indices
-
-
-def _is_disk_full(error: TierError | None) -> bool:
-    """Tell whether a block failed because of the disk, and not for want of blocks to evict."""
-    return isinstance(error, TierFullError) and error.__cause__ is not None

@@ -77,6 +77,8 @@ class TransferQueue(Generic[BatchT]):
         data_path: DataPath,
         io: IoRunner,
         threads: int,
+        *,
+        tend: Callable[[], None] | None = None,
     ) -> None:
         """Create the queue, on the loop that it belongs to.
 
@@ -86,6 +88,8 @@ class TransferQueue(Generic[BatchT]):
             data_path: What is moved to and from.
             io: The pool.
             threads: How many threads work here at once.
+            tend: What a thread does after it has reported what has ended, so that no batch waits
+                for it.
         """
         self.other_direction: TransferQueue[Any] | None = None
         self._direction = direction
@@ -94,6 +98,7 @@ class TransferQueue(Generic[BatchT]):
         self._data_path = data_path
         self._io = io
         self._threads = threads
+        self._tend = tend
         self._extents_per_call = max(1, _CALL_BYTES // data_path.piece_bytes)
         self._waiting: deque[_Extent[BatchT]] = deque()
         self._busy: list[int] = []
@@ -216,6 +221,8 @@ class TransferQueue(Generic[BatchT]):
                 for batch in batches:
                     batch.fail(error)
             self._report(ended)
+            if self._tend is not None:
+                self._tend()
         return moved_bytes
 
     def _report(self, ended: Sequence[_Transfer[BatchT]]) -> None:

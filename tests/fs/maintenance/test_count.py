@@ -34,7 +34,7 @@ def test_a_count_that_is_wrong_is_one_until_gc(bounded):
 
 
 def test_a_count_that_is_unreadable_is_made_anew_by_gc(bounded):
-    (bounded.folder / ".usage").write_text("[1, {")
+    (bounded.folder / ".usage").write_text("[1, {" + "x" * 16_384)
     (line,) = bounded.complaints("inspect")
     assert "the count of bytes is unreadable" in line
     bounded.run("gc")

@@ -91,7 +91,11 @@ class Slab:
         contents = read_contents(FileOps(), self.store)
         places = dict(zip(keys_of(contents.live), places_of(contents.live), strict=True))
         place = places[key_of(number)]
-        return self.folder / segment_name(segment_of(place)), slot_of(place) * BLOCK
+        offset = contents.manifest.offset_of(slot_of(place))
+        return self.folder / segment_name(segment_of(place)), offset
+
+    def offset_of(self, slot):
+        return read_contents(FileOps(), self.store).manifest.offset_of(slot)
 
     def flip(self, number, at=100):
         path, offset = self.place(number)

@@ -7,6 +7,8 @@ walk has found had registered before, and so is known by then.
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,14 +18,17 @@ from kvoffload_async.abc.maintenance import Finding, GcOptions, Problem, Removal
 from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.files.verdicts import Verdict
-from kvoffload_async.tiers.fs.inventory import take_inventory, writer_of
+from kvoffload_async.tiers.fs.counts import FILE_NAME
+from kvoffload_async.tiers.fs.inventory import writer_of
 from kvoffload_async.tiers.fs.maintenance.inspection import Writers, judge_writers, sort_temps
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.tiers.fs.maintenance.scan import FoundFile, Scan
 from kvoffload_async.tiers.fs.maintenance.verification import Outcome
-from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.walk import NamespaceWalk
 from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, remove_entry
+
+_PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -235,18 +240,17 @@ class Cleanup:
 
     def _recount(self, writers: WriterRegistry) -> int:
         """Correct the shared count by a walk, as far as living writers let it be known."""
-
-        def on_disk() -> int:
-            living = {*writers.living(), writers.writer_id}
-            inventory = take_inventory(self._ops, self._namespace)
-            own_bytes = disk_bytes(self._ops.stat(self._entry(writers.writer_id)))
-            return inventory.settled_bytes(living) - own_bytes
-
-        usage = UsageFile(self._ops, self._namespace.folder, writers.writer_id, on_disk)
-        usage.open()
+        entry_bytes = writers.entry_bytes()
+        usage = UsageFile(self._ops, self._namespace.folder, writers.writer_id, writers.living)
+        usage.open(entry_bytes)
         try:
-            before = usage.settle(0, DiskChange(removed_bytes=self.removed.freed_bytes))
-            return usage.correct(before, on_disk(), writers.living).settled_bytes
+            walk = NamespaceWalk(self._ops, self._namespace, writers, usage)
+            while not (step := walk.step(math.inf, lambda: False)).ends_cycle:
+                if step.is_waiting:
+                    threading.Event().wait(_PAUSE_S)
+            if step.error is not None:
+                raise step.error
+            return usage.read().settled_bytes - entry_bytes
         finally:
             usage.close()
 

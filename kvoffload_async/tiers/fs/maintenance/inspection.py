@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.counts import Usage
 from kvoffload_async.tiers.fs.inventory import writer_of
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.tiers.fs.maintenance.scan import FoundFile, Scan, scan_namespace
-from kvoffload_async.tiers.fs.usage import Usage, read_usage
+from kvoffload_async.tiers.fs.usage import read_usage
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 
 
@@ -161,6 +162,8 @@ def _inspection(
         problems.append(f"{len(temps.dead)} temporary files of dead writers")
     if is_counted and usage is None:
         problems.append("the count of bytes is unreadable")
+    elif usage is not None and not usage.is_complete:
+        problems.append("the count of bytes is not complete yet: no walk has seen everything")
     elif usage is not None and abs(usage.settled_bytes - disk_bytes) > tolerance_bytes:
         problems.append(f"{usage.settled_bytes} bytes are counted and {disk_bytes} are on disk")
     times_s = [block.modified_s for block in scan.blocks]
@@ -199,13 +202,13 @@ def _tolerance_bytes(
 ) -> int:
     """Return how far the count may be off: what has moved during the walk, and what none counts.
 
-    That is the growth of folders, and the entries of writers who have come and gone: both are
-    made up for by the next walk of a bounded tier.
+    That is the growth of folders, the entries of writers who have come and gone, and what writers
+    had reserved when they died: all are made up for by the next walks of a bounded tier.
     """
     num_entries = len(writers.living) + len(writers.dead) + 1
     tolerance_bytes = scan.grown_bytes + num_entries * _ENTRY_BYTES
     if after is not None:
-        tolerance_bytes += after.all_reserved_bytes
+        tolerance_bytes += after.all_reserved_bytes + after.presumed_bytes
         if before is not None:
             tolerance_bytes += before.all_reserved_bytes
             tolerance_bytes += max(0, after.changed_bytes - before.changed_bytes)

@@ -10,7 +10,7 @@ from functools import partial
 
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.fs.layout import BLOCK_FOLDER, TEMP_SUFFIX
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.types import OffloadKey
 
@@ -73,7 +73,7 @@ class Scan:
         name = path[len(namespace.folder) + 1 :]
         if stat_module.S_ISDIR(status.st_mode):
             self.grown_bytes += max(0, allocated_bytes - status.st_blksize)
-            if BLOCK_FOLDER.fullmatch(name):
+            if namespace.is_block_folder(path):
                 self.folders.append(path)
             elif name and not name.startswith("."):
                 self.other_folders.append(path)

@@ -14,13 +14,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvoffload_async.abc.maintenance import Finding, GcOptions, Problem, Removal, Rewrite
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, write_all
 from kvoffload_async.tiers.files.verdicts import Verdict, problem_of
-from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, TEMP_SUFFIX
+from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, SESSION, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.maintenance.inspection import inspection_of
 from kvoffload_async.tiers.slab.maintenance.stores import Contents, SlabStore, read_contents
 from kvoffload_async.tiers.slab.maintenance.verification import BadSlot, Judged
-from kvoffload_async.tiers.slab.records import SUSPECT, Records, checkpoint, seed_of
+from kvoffload_async.tiers.slab.records import (
+    CHECKPOINT_FRAME_RECORDS,
+    SUSPECT,
+    Records,
+    checkpoint,
+)
+from kvoffload_async.tiers.slab.session import Session
 
 
 @dataclass(slots=True)
@@ -105,7 +112,8 @@ class Changes:
         kept["flags"] &= np.uint16(0xFFFF ^ SUSPECT)  # they have verified
         is_damaged = (
             changed.dropped
-            or scanned.lost_bytes
+            or scanned.is_damaged
+            or not contents.is_trusted
             or contents.journal_bytes != scanned.end_bytes
             or not contents.found.has_journal
         )
@@ -186,8 +194,12 @@ class Changes:
         """Write a journal that says where these blocks are, and nothing else."""
         if contents.manifest is None:
             return
-        seed = seed_of(contents.manifest.layout)
-        self._replace(JOURNAL, checkpoint(contents.scanned.sequence + 1, kept, seed))
+        seed = contents.manifest.journal_seed
+        sequence = contents.scanned.sequence
+        self._replace(JOURNAL, checkpoint(sequence + 1, kept, seed))
+        # What is suspect is marked so in the journal now, and the rest was read in this boot.
+        frames = -(-len(kept) // CHECKPOINT_FRAME_RECORDS)
+        self._replace(SESSION, Session(boot_id(), sequence + frames).encode(seed))
         self.changed.journal_rebuilt = True
 
     def _replace(self, name: str, parts: Iterable[bytes]) -> None:

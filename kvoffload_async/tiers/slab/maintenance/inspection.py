@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo
+from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
     SlabStore,
@@ -121,6 +122,17 @@ def _problems(contents: Contents, user: str | None) -> list[str]:
         problems.append("the journal is missing: nothing says which blocks these are")
     if contents.scanned.lost_bytes:
         problems.append(f"{contents.scanned.lost_bytes} bytes of the journal are damaged")
+    if contents.scanned.num_gaps:
+        problems.append(f"frames of the journal are missing in {contents.scanned.num_gaps} places")
+    if not contents.is_trusted and contents.found.has_journal:
+        problems.append(
+            "the store was not closed before the machine went down, or its journal has lost its end"
+        )
+    if contents.found.has_bad_journal:
+        problems.append(f"{BAD_JOURNAL}: a journal that could not be read, kept when it was found")
+    for number, refusal in sorted(contents.found.refused.items()):
+        name = segment_name(number)
+        problems.append(f"{name} is refused: {refusal.why}; look whose it is, and remove it")
     if contents.found.temps and user is None:
         problems.append(f"{len(contents.found.temps)} files that a killed writer has left")
     return problems

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -23,17 +24,19 @@ from kvoffload_async.tiers.files.features import (
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.budget import slot_bytes_of
-from kvoffload_async.tiers.slab.layout import MANIFEST, TEMP_SUFFIX, StoreLayout
+from kvoffload_async.tiers.slab.layout import MANIFEST, TEMP_SUFFIX, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import SlabStore, read_journal_bytes
 from kvoffload_async.tiers.slab.manifest import (
     FORMAT,
     KNOWN,
+    SEGMENT_HEADERS,
     VERSION,
     Manifest,
     UnreadableManifestError,
 )
-from kvoffload_async.tiers.slab.reading import MAX_MANIFEST_BYTES, read_file
-from kvoffload_async.tiers.slab.records import KEYED, scan, seed_of
+from kvoffload_async.tiers.slab.reading import MAX_MANIFEST_BYTES, list_folder, read_file
+from kvoffload_async.tiers.slab.records import KEYED, scan
+from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES, SegmentHeader
 
 _LAYOUT: Final = re.compile(r"([0-9a-f]{12}):([0-9]{1,9}):([1-9][0-9]{0,14})")
 _IN_MANIFEST: Final = re.compile(rb'"layout": "([^"]*)"')
@@ -93,13 +96,32 @@ def recover_manifest(
         key: What its checksums were made with, if the journal says that they were with a key.
     """
     journal = read_journal_bytes(ops, store)
-    for candidate in _candidates(ops, store, given):
-        records = scan(journal, seed_of(candidate.layout)).records
+    store_uuid = _uuid_in_segments(ops, store)
+    for found in _candidates(ops, store, given):
+        candidate = _with_headers(found, store_uuid) if store_uuid else found.of_new_store()
+        records = scan(journal, candidate.journal_seed).records
         if len(records):
             is_keyed = bool((records["flags"] & KEYED).any())
             key_id = key.id.hex() if key is not None and is_keyed else None
-            return candidate.of_new_store().with_key(key_id)
+            return candidate.with_key(key_id)
     return None
+
+
+def _with_headers(manifest: Manifest, store_uuid: str) -> Manifest:
+    """Return the manifest of a store whose segments have headers, and say which store it is."""
+    features = manifest.features | Features(incompatible=frozenset({SEGMENT_HEADERS}))
+    return replace(manifest, version=VERSION, features=features, store_uuid=store_uuid)
+
+
+def _uuid_in_segments(ops: FileOps, store: SlabStore) -> str | None:
+    """Return the store's UUID as most of its segments have it; None if none has one."""
+    uuids: Counter[str] = Counter()
+    for number in list_folder(ops, store.folder).segments:
+        path = f"{store.folder}/{segment_name(number)}"
+        header = SegmentHeader.decode(bytes(read_file(ops, path, HEADER_BYTES)))
+        if header is not None:
+            uuids[header.store_uuid] += 1
+    return max(uuids, key=lambda each: uuids[each], default=None)
 
 
 def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Iterator[Manifest]:

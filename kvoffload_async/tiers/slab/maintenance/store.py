@@ -36,6 +36,7 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
     key_problem,
     locked,
     read_contents,
+    user_of,
 )
 from kvoffload_async.tiers.slab.maintenance.verification import verify_slab
 from kvoffload_async.tiers.slab.manifest import Manifest
@@ -138,6 +139,9 @@ class SlabMaintenance(StoreMaintenance):
 
     async def _clean_up(self, io: MaintenanceIo, changes: Changes, options: GcOptions) -> None:
         contents = await io.run(read_contents, self._ops, self._store)
+        user = await io.run(user_of, self._ops, self._store)
+        if options.dry_run and user:
+            contents.found.temps.clear()  # they are being written
         if contents.manifest_problem:
             changes.fail(f"{contents.manifest_problem}; see repair")
         changes.changed.blocks = len(contents.live)

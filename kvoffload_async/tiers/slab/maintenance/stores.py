@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.boot import boot_id
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps
@@ -23,19 +24,23 @@ from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_n
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.reading import (
     Folder,
+    by_use,
     list_folder,
     live_in,
+    note_uses,
     read_file,
     read_manifest,
+    read_session,
+    refuse_strange_segments,
 )
 from kvoffload_async.tiers.slab.records import (
     KEYED,
     SUSPECT,
+    RecordRows,
     Records,
     Scan,
     keys_of,
     scan,
-    seed_of,
 )
 
 _HOLDER_BYTES = 32
@@ -138,8 +143,9 @@ class Contents:
         found: The files.
         scanned: The journal, as far as it can be believed.
         journal_bytes: Its length.
+        is_trusted: Whether the journal is as new as what is in the slots, as far as anybody knows.
         live: The records of the blocks that are there, the oldest first; those that were recorded
-            before damage are marked as suspect.
+            before damage, or in a journal that is not trusted, are marked as suspect.
     """
 
     manifest: Manifest | None
@@ -148,6 +154,7 @@ class Contents:
     found: Folder
     scanned: Scan
     journal_bytes: int
+    is_trusted: bool
     live: Records
 
     @property
@@ -155,8 +162,8 @@ class Contents:
         """How many slots each segment has."""
         if self.manifest is None:
             return {}
-        size = self.manifest.slot_bytes
-        return {number: length // size for number, length in self.found.segments.items()}
+        slots_in = self.manifest.slots_in
+        return {number: slots_in(length) for number, length in self.found.segments.items()}
 
 
 def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = None) -> Contents:
@@ -177,15 +184,21 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
         except NotRegularFileError:
             problem = "the manifest is no file"
     journal = read_journal_bytes(ops, store)
-    scanned = scan(journal if manifest else b"", seed_of(manifest.layout if manifest else ""))
+    scanned = scan(journal if manifest else bytearray(), manifest.journal_seed if manifest else 0)
     found = list_folder(ops, store.folder)
-    live = scanned.records[:0]
+    live, is_trusted = scanned.records[:0], True
     if manifest is not None:
-        rows = live_in(found, scanned, manifest.slot_bytes)
-        live = scanned.records[rows]
-        live["flags"][rows < scanned.num_before_damage] |= SUSPECT
-        live = _last_of_each_key(live)
-    return Contents(manifest, problem, is_newer, found, scanned, len(journal), live)
+        refuse_strange_segments(ops, store.folder, found, manifest)
+        session = read_session(ops, store.folder, manifest.journal_seed)
+        is_trusted = session is None or session.is_trusted(boot_id(), scanned.sequence)
+        rows = live_in(found, scanned, manifest)
+        if session is not None:
+            note_uses(scanned, rows, session)
+        rows = by_use(scanned, rows)
+        live = scanned.units[rows]
+        live["flags"][(rows < scanned.damage_at) | (not is_trusted)] |= SUSPECT
+        live = _last_of_each_key(live, rows)
+    return Contents(manifest, problem, is_newer, found, scanned, len(journal), is_trusted, live)
 
 
 def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
@@ -203,15 +216,16 @@ def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
     return None
 
 
-def read_journal_bytes(ops: FileOps, store: SlabStore) -> bytes | memoryview:
+def read_journal_bytes(ops: FileOps, store: SlabStore) -> memoryview:
     """Return the journal as it is; nothing if there is none."""
     try:
         return read_file(ops, f"{store.folder}/{JOURNAL}")
     except (FileNotFoundError, NotRegularFileError):
-        return b""
+        return memoryview(bytearray())
 
 
-def _last_of_each_key(live: Records) -> Records:
-    """Leave out records of a key that comes again, which only damage can bring about."""
-    last = dict(zip(keys_of(live), range(len(live)), strict=True))
+def _last_of_each_key(live: Records, rows: RecordRows) -> Records:
+    """Leave out records of a key that comes again later, which only damage can bring about."""
+    in_order = np.argsort(rows)
+    last = dict(zip(keys_of(live[in_order]), in_order.tolist(), strict=True))
     return live[np.array(sorted(last.values()), dtype=np.int64)]

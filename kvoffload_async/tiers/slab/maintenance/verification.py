@@ -232,7 +232,7 @@ class SlotChecker:
             self._ops.close(fd)
 
     def _judge(self, fd: int, row: int, buffer: memoryview) -> Judgement:
-        offset = slot_of(self._places[row]) * self._manifest.slot_bytes
+        offset = self._manifest.offset_of(slot_of(self._places[row]))
         done = 0
         try:
             while done < len(buffer):
@@ -280,7 +280,7 @@ def _identities(records: Records) -> npt.NDArray[np.uint8]:
     """Return the bytes of records that make them that of one block in one place."""
     same = records.copy()
     same["flags"] = 0
-    same["spare"] = 0
+    same["use"] = 0
     return same.view(np.uint8).reshape(-1, RECORD_BYTES)
 
 

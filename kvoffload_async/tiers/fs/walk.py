@@ -1,0 +1,226 @@
+"""Walks over a namespace, one part after the other, for ever: what it finds and sets right.
+
+A cycle is a walk over all buckets. It learns which blocks there are, corrects the count of each
+bucket by itself, and sweeps in passing what dead writers and crashes have left: their entries go
+when all buckets were swept. A step is as many buckets as a given time allows, at least one.
+
+Thread: an I/O thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
+from kvoffload_async.tiers.fs.corrections import Sighting
+from kvoffload_async.tiers.fs.inventory import (
+    Inventory,
+    StoppedError,
+    sweep_folders,
+    sweep_temps,
+    take_inventory,
+    writer_of,
+)
+from kvoffload_async.tiers.fs.layout import REST, Namespace, top_folder_bucket
+from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.writers import WriterRegistry
+from kvoffload_async.types import OffloadKey
+
+_PASSES = 3
+"""How often a bucket is walked that was changed meanwhile, before the next cycle."""
+_WAITS = 8
+"""How many steps a cycle waits for operations that ran beside it."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step has done.
+
+    Attributes:
+        found: The blocks that it has found -> times of last change in s, the oldest at the front.
+        cpu_s: Seconds of processor time that it took.
+        ends_cycle: Whether all buckets have been walked.
+        is_waiting: Whether nothing is left to be walked, and operations to be waited for.
+        unwalked: The buckets of that cycle that could not be walked.
+        is_exact: Whether the count was exactly right in all buckets of that cycle.
+        error: Why a bucket could not be walked.
+    """
+
+    found: dict[OffloadKey, float] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    ends_cycle: bool = False
+    is_waiting: bool = False
+    unwalked: frozenset[int] = frozenset()
+    is_exact: bool = False
+    error: OSError | None = None
+
+
+@dataclass(slots=True)
+class _Cycle:
+    dead: frozenset[str]
+    presumed_ever: int
+    todo: deque[int]
+    unwalked: set[int] = field(default_factory=set)
+    moving: list[int] = field(default_factory=list)
+    waiting: list[Sighting] = field(default_factory=list)
+    passes: int = 1
+    waits: int = 0
+    is_swept: bool = True
+    is_exact: bool = True
+
+
+class NamespaceWalk:
+    """One tier's walks over its namespace."""
+
+    def __init__(
+        self,
+        ops: FileOps,
+        namespace: Namespace,
+        writers: WriterRegistry,
+        usage: UsageFile | None,
+    ) -> None:
+        """Start before the first cycle; without a count, there are only things to sweep."""
+        self._ops = ops
+        self._namespace = namespace
+        self._writers = writers
+        self._usage = usage
+        self._cycle: _Cycle | None = None
+
+    @property
+    def is_in_cycle(self) -> bool:
+        """Whether a cycle has begun and not ended."""
+        return self._cycle is not None
+
+    def begin_anew(self) -> None:
+        """Give up the cycle: the namespace is another one."""
+        self._cycle = None
+
+    def step(self, budget_s: float, should_stop: Callable[[], bool]) -> Step:
+        """Walk over the next buckets.
+
+        Args:
+            budget_s: Seconds of processor time after which no further bucket is begun.
+            should_stop: Asked often; the bucket that is being walked is then left for later.
+
+        Raises:
+            OSError: The namespace or its count cannot be used.
+        """
+        begun_s = time.thread_time()
+        cycle = self._cycle = self._cycle or self._begin_cycle()
+        step = Step()
+        usage = self._usage
+        if usage is None:
+            self._walk(cycle, step, begun_s + budget_s, should_stop)
+        else:
+            operation = usage.begin()
+            try:
+                before = usage.read()
+                sightings = self._walk(cycle, step, begun_s + budget_s, should_stop)
+            except BaseException:
+                usage.end(operation)
+                raise
+            for sighting in sightings:
+                _, sighting.changed = before.bucket(sighting.bucket)
+            self._correct(usage, cycle, sightings, operation)
+        if not cycle.todo:
+            self._end_pass(cycle, step)
+        step.cpu_s = time.thread_time() - begun_s
+        return step
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _begin_cycle(self) -> _Cycle:
+        _, dead = self._writers.others()
+        presumed_ever = 0 if self._usage is None else self._usage.begin_cycle()
+        buckets = range(REST + 1) if self._usage is not None or dead else ()
+        return _Cycle(frozenset(dead), presumed_ever, deque(buckets))
+
+    def _walk(
+        self, cycle: _Cycle, step: Step, until_s: float, should_stop: Callable[[], bool]
+    ) -> list[Sighting]:
+        """Walk over buckets; return what is in each."""
+        sightings: list[Sighting] = []
+        # No pair per block: the collector would count them, and go over all of the process, for
+        # tens of milliseconds, every few buckets.
+        found: dict[OffloadKey, float] = {}
+        roots = self._roots() if cycle.todo else {}
+        while cycle.todo and not (should_stop() or (sightings and time.thread_time() > until_s)):
+            bucket = cycle.todo[0]
+            paths = roots.get(bucket, [])
+            try:
+                if bucket == REST:
+                    self._forget_dead(cycle, paths)
+                inventory = take_inventory(self._ops, self._namespace, paths, should_stop)
+                sightings.append(self._sighting(cycle, bucket, inventory))
+            except StoppedError:
+                break
+            except OSError as error:
+                step.error = error
+                cycle.unwalked.add(bucket)
+            else:
+                found |= inventory.blocks
+            cycle.todo.popleft()
+        step.found = {key: found[key] for key in sorted(found, key=found.__getitem__)}
+        return sightings
+
+    def _roots(self) -> dict[int, list[str]]:
+        """Return the paths directly in the namespace, by bucket."""
+        roots: defaultdict[int, list[str]] = defaultdict(list)
+        folder = self._namespace.folder
+        for name in names_in(self._ops, folder):
+            bucket = top_folder_bucket(name)
+            roots[REST if bucket is None else bucket].append(f"{folder}/{name}")
+        return roots
+
+    def _sighting(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> Sighting:
+        """Sweep a bucket; return what is left in it."""
+        cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
+        swept_bytes = sweep_folders(self._ops, inventory)
+        living: Iterable[str] = ()
+        if any(writer_of(path) not in cycle.dead for path in inventory.temps):
+            living = {*self._writers.living(), self._writers.writer_id}
+        size_bytes = inventory.settled_bytes(frozenset(living))
+        if bucket == REST:
+            size_bytes += disk_bytes(self._ops.stat(self._namespace.folder))
+        return Sighting(bucket, size_bytes, swept_bytes, changed=0)
+
+    def _forget_dead(self, cycle: _Cycle, paths: list[str]) -> None:
+        """Sweep what is not in folders, and remove the entries of writers that left nothing."""
+        inventory = take_inventory(self._ops, self._namespace, paths)
+        cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
+        if cycle.is_swept and not cycle.unwalked:
+            for writer_id in cycle.dead:
+                self._writers.forget(writer_id)
+
+    def _correct(
+        self, usage: UsageFile, cycle: _Cycle, sightings: list[Sighting], operation: int
+    ) -> None:
+        sightings = cycle.waiting + sightings
+        cycle.waiting = usage.correct(sightings, operation)
+        waiting = set(map(id, cycle.waiting))
+        done = [sighting for sighting in sightings if id(sighting) not in waiting]
+        cycle.moving += [sighting.bucket for sighting in done if not sighting.is_exact]
+
+    def _end_pass(self, cycle: _Cycle, step: Step) -> None:
+        """End the cycle, unless buckets are to be walked again or to be waited for."""
+        if cycle.moving and cycle.passes < _PASSES:
+            cycle.passes += 1
+            cycle.todo.extend(cycle.moving)
+            cycle.moving = []
+            return
+        if cycle.waiting and cycle.waits < _WAITS:
+            cycle.waits += 1
+            step.is_waiting = True
+            return
+        step.is_exact = not (cycle.moving or cycle.waiting or cycle.unwalked)
+        if self._usage is not None:
+            if cycle.waiting:
+                self._usage.give_up(cycle.waiting)
+            if step.is_exact:
+                self._usage.end_cycle(cycle.presumed_ever)
+        step.ends_cycle = True
+        step.unwalked = frozenset(cycle.unwalked)
+        self._cycle = None

@@ -1,0 +1,173 @@
+"""What the `fs` tier's walks cost with many blocks, and what opening and closing cost beside them.
+
+Method: a namespace of empty files, each where a block would be, with the folders above it; the
+blocks' bytes do not matter to a walk. Printed for each number of blocks:
+
+    opening     processor time and time on the clock until the tier is open
+    share       processor time of the process in seconds of background walking, of one core
+    cycle       processor time of a walk over everything, made without rests
+    pause       the longest time that the loop was kept from running meanwhile: on the clock, and of
+                its own processor time, which is what the tier answers for on a machine that is busy
+    close       as opening
+    memory      bytes a block that the tier keeps of the blocks that it knows
+
+    pytest tests/benchmarks/test_fs_scale.py --benchmark-enable -s      # 10,000 to a million
+    KVOFFLOAD_SCALE=4000000 pytest ...
+
+Without the option it only shows that it works, with few blocks. Nothing is asserted about time.
+"""
+
+import asyncio
+import os
+import shutil
+import time
+import tracemalloc
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fs.places import KIB, Place
+
+from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
+from kvoffload_async.tiers.fs.known import KnownBlocks
+
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(0)]
+
+MEASURED = [int(n) for n in os.environ.get("KVOFFLOAD_SCALE", "10000,100000,1000000").split(",")]
+MEASURED_BACKGROUND_S, PLAIN_BACKGROUND_S = 30.0, 0.05
+PLAIN = [500]
+PORTION = 1024
+BEAT_S = 0.001
+OPENING_S = housekeeping_module._OPENING_S
+
+
+def make_blocks(place: Place, count: int) -> None:
+    made = set()
+    for number in range(count):
+        path = place.namespace.get_file_name(key_of(number))
+        leaf = path.rpartition("/")[0]
+        if leaf not in made:
+            Path(leaf).mkdir(parents=True, exist_ok=True)
+            made.add(leaf)
+        os.mknod(path)
+
+
+class Pulse:
+    """Runs on the loop, and notes the longest time between two beats."""
+
+    def __init__(self) -> None:
+        self.longest_s = self.longest_own_s = 0.0
+        self._task = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._beat(), name="pulse")
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _beat(self) -> None:
+        while True:
+            wall_s, own_s = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(BEAT_S)
+            self.longest_s = max(self.longest_s, time.perf_counter() - wall_s - BEAT_S)
+            self.longest_own_s = max(self.longest_own_s, time.thread_time() - own_s)
+
+
+async def whole_cycle(housekeeping) -> tuple[float, int]:
+    """Walk over everything without rests; return the processor time, and how many were found."""
+    cpu_s, found = 0.0, 0
+    async with housekeeping._walking:
+        housekeeping._walk.begin_anew()
+        while True:
+            step = await housekeeping._take_step(lambda: False)
+            cpu_s += step.cpu_s
+            found += len(step.found)
+            if step.ends_cycle:
+                return cpu_s, found
+
+
+@contextmanager
+def timed(figures: dict, name: str):
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    yield
+    figures[name] = (time.process_time() - cpu_s, time.perf_counter() - wall_s)
+
+
+def bytes_a_block(count: int) -> float:
+    tracemalloc.start()
+    try:
+        known = KnownBlocks(KeyRanking(LruPolicy(count)), ())
+        for first in range(0, count, PORTION):
+            known.learn([key_of(n) for n in range(first, min(first + PORTION, count))])
+        return tracemalloc.get_traced_memory()[0] / count
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(autouse=True)
+def usual_openings(monkeypatch):
+    """What opening takes is measured: it is not as patient as in other tests."""
+    monkeypatch.setattr(housekeeping_module, "_OPENING_S", OPENING_S)
+
+
+@pytest.fixture
+def filled(tmp_path, request):
+    place = Place(tmp_path / "root")
+    make_blocks(place, request.param)
+    yield place, request.param
+    shutil.rmtree(place.root)
+
+
+def pytest_generate_tests(metafunc):
+    is_measured = metafunc.config.getoption("--benchmark-enable")
+    metafunc.parametrize("filled", MEASURED if is_measured else PLAIN, indirect=True)
+
+
+def test_walks_over_many_blocks(filled, request, capsys):
+    place, count = filled
+    is_measured = request.config.getoption("--benchmark-enable")
+    background_s = MEASURED_BACKGROUND_S if is_measured else PLAIN_BACKGROUND_S
+    figures: dict[str, tuple[float, float]] = {}
+    capacity_bytes = 100_000 * KIB + count * 24 * KIB
+    pulse = Pulse()
+    learn_the_count(place, capacity_bytes)
+    with timed(figures, "opening"):
+        harness = place.open(capacity_bytes=capacity_bytes)
+    harness.timeout_s = 600.0
+    try:
+        share = background_share(harness, background_s)
+        harness.run(pulse.start())
+        cpu_s, found = harness.run(whole_cycle(harness.tier._housekeeping))
+        harness.run(pulse.stop())
+        assert found == count
+        assert len(harness.tier._space.known()) == count
+    finally:
+        with timed(figures, "close"):
+            harness.close()
+    with capsys.disabled():
+        print(  # noqa: T201 - it is what the benchmark is for
+            f"\n{count:>9,} blocks: opening {figures['opening'][0]:.2f} s"
+            f" ({figures['opening'][1]:.2f} on the clock), share {share:.1%},"
+            f" cycle {cpu_s:.2f} s, pause {1e3 * pulse.longest_s:.1f} ms"
+            f" ({1e3 * pulse.longest_own_s:.1f} its own), close {figures['close'][0]:.2f} s"
+            f" ({figures['close'][1]:.2f}), memory {bytes_a_block(count):.0f} bytes a block"
+        )
+
+
+def learn_the_count(place: Place, capacity_bytes: int) -> None:
+    """Have a tier make the count, which is not known in a new namespace."""
+    with place.open(capacity_bytes=capacity_bytes) as harness:
+        harness.timeout_s = 600.0
+        harness.run(whole_cycle(harness.tier._housekeeping))
+
+
+def background_share(harness, seconds: float) -> float:
+    figures: dict[str, tuple[float, float]] = {}
+    with timed(figures, "background"):
+        harness.run(asyncio.sleep(seconds))
+    cpu_s, wall_s = figures["background"]
+    return cpu_s / wall_s

@@ -1,0 +1,73 @@
+"""One of two processes on a directory is killed at each of its system calls; the other goes on."""
+
+from pathlib import Path
+
+import pytest
+from crashes import RANDOM_KILLS, Process
+from fs.crash_server import CAPACITY, K
+from fs.places import KIB, Place
+from fs.spaces import rescan
+
+SERVER = Path(__file__).with_name("crash_server.py")
+JOB_BYTES = 3 * 12 * KIB
+"""The largest job of the script: three blocks, each with its folders."""
+STRIDE = max(1, 280 // RANDOM_KILLS)
+"""Every so manieth call is tried; with KVOFFLOAD_RANDOM_KILLS=280 all are."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Process(SERVER) as process:
+        yield process
+
+
+def open_beside(place: Place):
+    return place.open(capacity_bytes=CAPACITY, rescan_interval_s=3600.0)
+
+
+def kill(server: Process, place: Place, number: int, *, torn: bool) -> None:
+    said = server.run("scripted", root=str(place.root), kill_at=number, torn=torn)
+    assert said[-1]["killed"], f"call {number} was not reached"
+
+
+def num_calls(server: Process, place: Place) -> list[str]:
+    with open_beside(place) as harness:
+        harness.store(K[30:32])
+        said = server.run("scripted", root=str(place.root), kill_at=None)
+    assert said[-1] == {"killed": False, "status": 0}
+    return said[0]["calls"]
+
+
+@pytest.mark.timeout(60 + 2 * RANDOM_KILLS)
+def test_a_kill_beside_another_process_passes_the_capacity_by_no_more_than_its_job(
+    server, tmp_path
+):
+    calls = num_calls(server, Place(tmp_path / "dry"))
+    assert {"publish", "rename", "truncate", "set_xattr", "unlink", "rmdir"} <= set(calls)
+    for number in range(1, len(calls) + 1, STRIDE):
+        place = Place(tmp_path / str(number))
+        try:
+            check(server, place, number, torn=calls[number - 1] == "pwrite")
+        except BaseException as error:
+            error.add_note(f"killed at call {number} of {len(calls)}, a {calls[number - 1]}")
+            raise
+
+
+def check(server: Process, place: Place, number: int, *, torn: bool) -> None:
+    with open_beside(place) as harness:
+        harness.store(K[30:32])
+        kill(server, place, number, torn=torn)
+        for first in range(40, 58, 3):
+            harness.store(K[first : first + 3])
+            assert place.disk_bytes() <= CAPACITY + JOB_BYTES
+        with open_beside(place) as late:  # it finds the other dead, and takes nobody's word for it
+            for first in range(30, 54, 3):
+                late.store(K[first : first + 3])
+                harness.store(K[first + 3 : first + 6])
+                assert place.disk_bytes() <= CAPACITY
+            assert rescan(late).is_exact
+            assert place.usage().presumed_bytes == 0
+            assert place.counted_bytes() == place.disk_bytes()
+        assert place.usage().writers.keys() == {harness.tier._housekeeping._writers.writer_id}
+        assert not place.temps()
+        assert place.every_block_is_whole()

@@ -1,0 +1,132 @@
+"""Changes of the shared count that fail, are cut short, or come together, are each told once."""
+
+import errno
+import threading
+
+import pytest
+from fs.counted import MANY, grown, living, opened, state
+from fs.places import BLOCK
+
+from kvoffload_async.testing.fileops import FaultyFileOps
+
+__all__ = ["living", "opened"]
+
+
+@pytest.mark.parametrize("on", ["lock", "pread_into", "pwrite"])
+def test_a_change_that_failed_is_told_by_the_next_one(opened, on):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    usage.reserve(100, 3, MANY)
+    ops.fail(errno.EIO, on=on, times=2 if on == "lock" else 1)
+    with pytest.raises(OSError, match="injected"):
+        usage.settle(300, grown(200))
+    assert state(usage) == (200, 0, 0)
+    assert usage.read().settled_bytes == 200
+
+
+def test_a_reservation_that_failed_is_none(opened):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    ops.fail(errno.EIO, on="pwrite", times=1)
+    with pytest.raises(OSError, match="injected"):
+        usage.reserve(100, 3, MANY)
+    assert usage.read().reserved_bytes == {"me": 0}
+
+
+def test_short_reads_and_writes_of_the_count_are_continued(opened):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    ops.shorten(3000, on="pwrite")
+    ops.shorten(3000, on="pread_into")
+    usage.settle(0, grown(123456789))
+    assert usage.read().settled_bytes == 123456789
+
+
+@pytest.mark.parametrize("written_bytes", [30, 200, 2000])
+def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    usage.settle(0, grown(555))
+    ops.shorten(written_bytes, on="pwrite", times=1)
+    ops.fail(errno.EIO, on="pwrite", times=1)
+    with pytest.raises(OSError, match="injected"):
+        usage.settle(0, grown(444))
+    assert usage.read().settled_bytes == 999
+    usage.settle(0, grown(1))
+    assert usage.read().settled_bytes == 1000
+
+
+class Lying(FaultyFileOps):
+    """The next write is made, and reported as failed."""
+
+    is_lying = False
+
+    def pwrite(self, fd, data, offset):
+        written = super().pwrite(fd, data, offset)
+        if self.is_lying:
+            self.is_lying = False
+            raise OSError(errno.EIO, "injected")
+        return written
+
+
+def test_a_change_that_was_made_though_it_failed_is_told_once(opened):
+    ops = Lying()
+    usage, other = opened(ops=ops), opened("other")
+    usage.reserve(100, 3, MANY)
+    ops.is_lying = True
+    with pytest.raises(OSError, match="injected"):
+        usage.settle(300, grown(200))
+    other.settle(0, grown(7))
+    assert state(usage) == (207, 0, 0)
+    usage.settle(0, grown(1))
+    assert state(usage) == (208, 0, 0)
+
+
+def test_a_change_under_another_id_that_was_made_though_it_failed_is_told_once(opened, living):
+    ops = Lying()
+    usage = opened("old", ops)
+    living.add("new")
+    ops.is_lying = True
+    with pytest.raises(OSError, match="injected"):
+        usage.settle(0, grown(70))
+    usage.rename_writer("new")
+    assert state(usage) == (70, 0, 0)
+    assert usage.read().reserved_bytes == {"new": 0}
+
+
+# -- several at once ----------------------------------------------------------------------------
+
+
+def run_together(count, call) -> None:
+    barrier = threading.Barrier(count)
+
+    def body(number):
+        barrier.wait()
+        for _ in range(50):
+            call(number)
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+
+def test_threads_of_one_tier_lose_no_update(opened):
+    usage = opened()
+
+    def job(_number):
+        operation = usage.begin()
+        assert usage.reserve(BLOCK, 1, MANY) == 1
+        usage.settle(BLOCK, grown(10, 3), operation)
+
+    run_together(4, job)
+    assert state(usage) == (1400, 0, 0)
+    entry = usage.read().writers["me"]
+    assert (entry.reserved_bytes, entry.begun, entry.oldest) == (0, 201, 201)
+
+
+def test_tiers_lose_no_update_to_each_other(opened):
+    usages = [opened(f"w{n}") for n in range(4)]
+    run_together(4, lambda n: usages[n].settle(0, grown(10, 3)))
+    assert usages[0].read().settled_bytes == 1400

@@ -1,0 +1,379 @@
+"""Walks go bucket by bucket, resume where they were, and set right what they find."""
+
+import errno
+import json
+import math
+import os
+import shutil
+
+import pytest
+from fs.places import BLOCK, KIB, Place
+from fs.spaces import K, check, end_of, evicted, rescan, rescanned, start
+
+from kvoffload_async.abc.events import BlocksEvicted
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
+from kvoffload_async.tiers.fs.layout import REST
+from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.walk import NamespaceWalk
+from kvoffload_async.tiers.fs.writers import WriterRegistry, boot_id
+
+ROOM = 4000 * KIB
+MANY = 10**9
+
+
+def never() -> bool:
+    return False
+
+
+class Surroundings:
+    """A namespace with a writer and a count, and a walk over it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.ops = FaultyFileOps()
+        place.folder.mkdir(parents=True)
+        self.writers = WriterRegistry(self.ops, str(place.folder))
+        self.writers.register()
+        self.usage = UsageFile(
+            self.ops, str(place.folder), self.writers.writer_id, self.writers.living
+        )
+        self.usage.open(self.writers.entry_bytes())
+        self.walk = NamespaceWalk(self.ops, place.namespace, self.writers, self.usage)
+
+    def cycle(self):
+        while not (step := self.walk.step(math.inf, never)).ends_cycle:
+            pass
+        return step
+
+    def is_right(self) -> bool:
+        return self.place.counted_bytes() == self.place.disk_bytes()
+
+    def close(self) -> None:
+        self.usage.close()
+        self.writers.unregister()
+
+
+@pytest.fixture
+def around(place):
+    surroundings = Surroundings(place)
+    yield surroundings
+    surroundings.ops.heal()
+    surroundings.close()
+    assert not surroundings.ops.open_fds
+
+
+def leave_dead(place: Place, writer_id: str = "9-dead") -> None:
+    path = place.folder / ".writers" / writer_id
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"boot_id": boot_id()}), encoding="ascii")
+
+
+def leave_temp(place: Place, key, writer_id: str = "9-dead"):
+    path = place.path(key)
+    path = path.with_name(f"{path.name}.{writer_id}.0.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(BLOCK))
+    return path
+
+
+def test_a_cycle_finds_every_block_and_makes_the_count_right(around, place):
+    for key in K[:50]:
+        place.put(key)
+    (place.folder / "stranger").write_bytes(b"x" * 10_000)
+    step = around.cycle()
+    assert set(step.found) == set(K[:50])
+    assert step.is_exact
+    assert around.is_right()
+
+
+def test_a_step_without_time_is_one_bucket_and_the_next_goes_on_there(around, place):
+    for key in K[:50]:
+        place.put(key)
+    found, steps = [], 0
+    while True:
+        step = around.walk.step(0.0, never)
+        steps += 1
+        assert len({key[0] for key in step.found}) <= 1
+        found += step.found
+        if step.ends_cycle:
+            break
+    assert steps == REST + 1
+    assert sorted(found) == sorted(K[:50])
+    assert around.is_right()
+
+
+def test_a_walk_that_is_stopped_leaves_its_bucket_for_later(around, place):
+    place.put(K[0])
+    asked = iter(range(MANY))
+    step = around.walk.step(math.inf, lambda: next(asked) > 20)
+    assert not step.ends_cycle
+    found = [*step.found, *around.cycle().found]
+    assert found == [K[0]]
+    assert around.is_right()
+
+
+def test_what_is_found_is_in_order_of_age(around, place):
+    for number, key in enumerate(K[:20]):
+        os.utime(place.put(key), (100 - number, 100 - number))
+    assert list(around.cycle().found.items()) == [(K[n], 100 - n) for n in range(19, -1, -1)]
+
+
+def test_a_bucket_that_cannot_be_read_is_left_out_and_the_rest_is_right(around, place, caplog):
+    for key in K[:5]:
+        place.put(key)
+    bad = place.path(K[0]).parent.parent
+    around.ops.fail(errno.EIO, on="walk", when=lambda call: call.path == str(bad))
+    step = around.walk.step(math.inf, never)
+    assert set(step.found) == set(K[1:5])
+    assert step.unwalked == {K[0][0]}
+    assert isinstance(step.error, OSError)
+    assert not step.is_exact
+    assert not around.usage.read().is_complete
+    around.ops.heal()
+    assert around.cycle().is_exact
+    assert around.is_right()
+
+
+def test_entries_of_the_dead_go_when_all_buckets_were_swept_and_not_before(around, place):
+    leave_dead(place)
+    first, last = min(K[:50]), max(K[:50])
+    temps = [leave_temp(place, key) for key in (first, last)]
+    while temps[0].exists():
+        around.walk.step(0.0, never)
+    assert temps[1].exists()
+    assert (place.folder / ".writers" / "9-dead").exists()
+    step = around.cycle()
+    assert not temps[1].exists()
+    assert not (place.folder / ".writers" / "9-dead").exists()
+    assert step.is_exact
+    assert around.is_right()
+
+
+@pytest.mark.parametrize("on", ["unlink", "walk"])
+def test_the_entry_of_a_dead_writer_stays_while_something_of_it_may_be_left(around, place, on):
+    leave_dead(place)
+    temp = leave_temp(place, K[0])
+    around.ops.fail(
+        errno.EIO, on=on, when=lambda call: call.path.startswith(str(temp.parent.parent))
+    )
+    around.cycle()
+    assert temp.exists()
+    assert (place.folder / ".writers" / "9-dead").exists()
+    around.ops.heal()
+    assert around.cycle().is_exact
+    assert not temp.exists()
+    assert not (place.folder / ".writers" / "9-dead").exists()
+    assert around.is_right()
+
+
+def test_a_dead_writers_file_beside_the_folders_is_swept_too(around, place):
+    leave_dead(place)
+    temp = place.folder / "config.json.9-dead.0.tmp"
+    temp.write_bytes(b"{")
+    around.cycle()
+    assert not temp.exists()
+
+
+def test_what_living_writers_are_writing_is_set_aside_and_what_unknown_ones_left_is_used(
+    around, place
+):
+    leave_temp(place, K[0], around.writers.writer_id)
+    other = WriterRegistry(FileOps(), str(place.folder))
+    other.register()
+    leave_temp(place, K[1], other.writer_id)
+    leave_temp(place, K[2], "9-unknown")
+    around.cycle()
+    assert place.counted_bytes() == place.disk_bytes() - 2 * BLOCK
+    other.unregister()
+
+
+def test_empty_folders_for_blocks_are_removed_and_no_others(around, place):
+    (place.folder / "0ab" / "cd_g0").mkdir(parents=True)
+    (place.folder / "0ab" / "notes").mkdir()
+    (place.folder / "0ac").mkdir()
+    (place.folder / "empty").mkdir()
+    assert around.cycle().is_exact
+    assert sorted(path.name for path in place.folder.iterdir()) == [
+        *(".usage", ".writers", "0ab", "empty"),
+    ]
+    assert [path.name for path in (place.folder / "0ab").iterdir()] == ["notes"]
+    assert around.is_right()
+    assert place.usage().bucket(0x0A)[1] > 0, "another walk that has seen them would take them in"
+
+
+def test_a_cycle_gives_up_what_the_dead_had_reserved_once_it_is_exact(around, place):
+    around.cycle()
+    leave_dead(place)
+    dead = UsageFile(FileOps(), str(place.folder), "9-dead", around.writers.living)
+    dead.open()
+    dead.reserve(BLOCK, 3, MANY)
+    place.put(K[0])
+    around.walk.step(0.0, never)
+    usage = place.usage()
+    assert (usage.presumed_bytes, usage.all_reserved_bytes) == (3 * BLOCK, 0)
+    assert around.cycle().is_exact
+    assert place.usage().presumed_bytes == 0
+    assert around.is_right()
+
+
+def test_an_operation_that_never_ends_keeps_a_cycle_from_being_exact_and_not_from_ending(
+    around, place
+):
+    around.cycle()
+    around.usage.begin()
+    leave_dead(place)
+    dead = UsageFile(FileOps(), str(place.folder), "9-dead", around.writers.living)
+    dead.open()
+    dead.reserve(BLOCK, 3, MANY)
+    step = around.cycle()
+    assert not step.is_exact
+    assert place.usage().presumed_bytes == 3 * BLOCK
+
+
+def test_a_folder_that_only_a_dead_writers_file_was_in_goes_with_it(around, place):
+    leave_dead(place)
+    alone, beside = leave_temp(place, K[0]), leave_temp(place, K[1])
+    (beside.parent / "stranger").touch()
+    assert around.cycle().is_exact
+    assert not alone.parent.parent.exists()
+    assert {path.name for path in beside.parent.iterdir()} == {"stranger"}
+    assert around.is_right()
+
+
+def test_what_living_writers_are_writing_is_theirs_to_count_and_nobody_elses_is(around, place):
+    other = WriterRegistry(FileOps(), str(place.folder))
+    other.register()
+    leave_temp(place, K[0], around.writers.writer_id)
+    leave_temp(place, K[1], other.writer_id)
+    leave_temp(place, K[2], "7-nobody")
+    unlike = place.folder / "abc" / f"{other.writer_id}.0.tmp"  # no tier names a file so
+    unlike.parent.mkdir()
+    unlike.write_bytes(bytes(BLOCK))
+    around.cycle()
+    assert place.counted_bytes() == place.disk_bytes() - 2 * BLOCK
+    other.unregister()
+
+
+def test_without_dead_writers_and_without_a_count_there_is_nothing_to_walk_over(around, place):
+    walk = NamespaceWalk(around.ops, place.namespace, around.writers, None)
+    before = len(around.ops.calls)
+    assert walk.step(math.inf, never).ends_cycle
+    assert not any(map(place.is_listed, around.ops.calls[before:]))
+    leave_dead(place)
+    temp = leave_temp(place, K[0])
+    assert walk.step(math.inf, never).ends_cycle
+    assert not temp.exists()
+
+
+# -- in a tier ----------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_gone_are_forgotten_at_the_end_of_a_cycle(place):
+    with place.open(capacity_bytes=ROOM, num_slots=100) as harness:
+        harness.store(K[:60])
+        for key in K[:60:2]:
+            place.path(key).unlink()
+        rescan(harness)
+        assert evicted(harness) == set(K[:60:2])
+        rescan(harness)
+        gone = [e for e in harness.events if isinstance(e, BlocksEvicted)]
+        assert sum(len(event.keys) for event in gone) == 30, "announced twice"
+        check(place, harness, ROOM)
+
+
+def test_blocks_in_a_bucket_that_cannot_be_read_are_not_taken_for_gone(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM) as harness:
+        harness.store(K[:10])
+        ops.fail(errno.EIO, on="walk", times=2, when=lambda call: ".writers" not in call.path)
+        rescan(harness)
+        assert harness.tier._space.known() == set(K[:10])
+        assert evicted(harness) == set()
+        rescan(harness)
+        check(place, harness, ROOM)
+
+
+def test_a_block_that_was_loaded_is_known_before_a_walk_has_found_it(place):
+    with place.open(capacity_bytes=ROOM) as harness:
+        place.put(K[0])
+        assert harness.load(K[:1]) == {}
+        assert harness.tier._space.known() == {K[0]}
+
+
+def test_under_load_a_count_that_is_wrong_becomes_right(place):
+    """Jobs run one after the other, all the time, and evict."""
+    room = 500 * KIB
+    with place.open(capacity_bytes=room) as harness:
+        for number in range(100, 120):
+            place.put(key_of(number))  # behind the count's back
+        harness.fill(K[:4], range(4))
+        stopping = []
+
+        async def jobs() -> None:
+            number = 0
+            while not stopping:
+                keys = [K[4 * number % 200 + i] for i in range(4)]
+                await harness.tier.store(harness.job(keys, range(4), is_promotion=False))
+                number += 1
+
+        running = start(harness, jobs())
+        for _ in range(50):
+            if harness.run(rescanned(harness.tier._housekeeping)).is_exact:
+                break
+        else:
+            raise AssertionError("no cycle was exact")
+        harness.on_loop(lambda: stopping.append(True))
+        harness.run(end_of(running))
+        assert place.counted_bytes() == place.disk_bytes()
+
+
+def test_an_unreadable_count_refuses_new_blocks_until_walks_have_seen_everything(place):
+    ops = FaultyFileOps()
+    with place.open(ops, capacity_bytes=ROOM, rescan_interval_s=3600.0) as harness:
+        harness.store(K[:5])
+        (place.folder / ".usage").write_bytes(b"what is this")
+        ops.fail(errno.EIO, when=place.is_listed)
+        assert sorted(harness.store(K[5:8])) == [0, 1, 2]
+        assert place.blocks() == set(K[:5]), "something was evicted in vain"
+        assert harness.load(K[:5]) == {}
+        ops.heal()
+        harness.tier._housekeeping._next_look_s = 0.0
+        assert harness.store(K[5:8]) == {}
+        check(place, harness, ROOM)
+
+
+def test_opening_looks_at_no_more_than_it_has_time_for_and_goes_on_in_the_background(
+    place, monkeypatch
+):
+    for key in K[:40]:
+        place.put(key)
+    monkeypatch.setattr(housekeeping_module, "_OPENING_S", 0.0)
+    ops = FaultyFileOps()
+    hang = ops.hang(when=place.is_listed, times=1)
+    with place.open(ops, capacity_bytes=ROOM, rescan_interval_s=0.02) as harness:
+        assert hang.entered.wait(10)
+        assert not harness.tier._space.known()
+        hang.release()
+        harness.run(_end_of_step(harness.tier._housekeeping))
+        assert harness.tier._space.known() == set(K[:40])
+        check(place, harness, ROOM)
+
+
+async def _end_of_step(housekeeping) -> None:
+    async with housekeeping._walking:
+        pass
+
+
+def test_a_namespace_that_was_taken_away_is_walked_anew(place):
+    with place.open(capacity_bytes=ROOM) as harness:
+        harness.store(K[:5])
+        for path in place.folder.iterdir():
+            if path.name != ".writers":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        harness.run(harness.tier._housekeeping._begin_anew())
+        assert evicted(harness) == set(K[:5])
+        assert harness.store(K[:5]) == {}
+        check(place, harness, ROOM)
