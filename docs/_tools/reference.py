@@ -27,8 +27,11 @@ CONFIGURATION = """# Configuration
 
 One object, of which two keys are required: a JSON object in a file, a `dict` in Python. Sizes are
 integers or text such as `"4GiB"`; what ends in `_s` is seconds. An unknown key is an error that
-names the nearest one. `kvoffload check-config FILE` checks a configuration and shows what follows
-from it.
+names the nearest one.
+
+`kvoffload check-config FILE` checks a configuration as everything that opens it does, shows what
+follows from it, and creates nothing. Beside each tier's own options it compares the primary with
+this machine's memory, capacities with their disks, and the tiers' directories with each other.
 
 Which tier and policy to take is in [Choose tiers and policies](../howto/choosing.md), how much
 memory and disk in [Size primary and tiers](../howto/sizing.md), and what `model`, `fingerprint`,
@@ -138,8 +141,8 @@ def _pages_of(command: Any, path: str, parent: Any) -> Iterator[str]:  # noqa: A
         yield _table(
             ("argument or option", "default", "meaning"),
             [
-                *((f"`{_argument(a)}`", "", a.help or "") for a in arguments),
-                *((f"`{_spelling(o)}`", _default(o), o.help or "") for o in options),
+                *((_code(_argument(a)), "", a.help or "") for a in arguments),
+                *((_code(_spelling(o)), _default(o), o.help or "") for o in options),
             ],
         )
 
@@ -165,8 +168,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 
 
+def _code(text: str) -> str:
+    """Return a text as code; Markdown's own cannot have a bar within a table everywhere."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split())
 
 
 if __name__ == "__main__":
