@@ -28,7 +28,7 @@ PAGES = [
     ROOT / "examples/vllm_cpu/README.md",
 ]
 STORES, MODEL = "/srv/kv", "/models/org/model"
-TIMEOUT_S = 250
+TIMEOUT_S = 100
 
 _PROGRAMS = {
     "python": "",

@@ -10,7 +10,7 @@ PAGES_WITH_CODE = {
 }
 
 
-@pytest.mark.timeout(300)  # a page starts Python a dozen times
+@pytest.mark.timeout(175)  # a page starts Python a dozen times
 @pytest.mark.parametrize("name", PAGES_WITH_CODE)
 def test_the_code_of_a_page_does_what_the_page_says(name, tmp_path):
     runner = doc_blocks.PageRunner(tmp_path)
