@@ -117,6 +117,14 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Writes the pages that are made from the code, and builds the site strictly, into site/."""
+    install(session, "-e", ".[docs]")
+    session.run("python", "docs/_tools/reference.py")
+    session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """The benchmarks, measured."""
     install(session, "-e", ".[test]")

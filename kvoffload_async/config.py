@@ -187,25 +187,29 @@ class OffloadConfig:
 
     Attributes:
         cpu_bytes_to_use: Memory of the primary tier, in bytes, over all workers.
-        block_bytes: Bytes of one offload unit (`blocks_per_chunk` device blocks) on one worker.
+        block_bytes: Bytes of one offload unit (`blocks_per_chunk` device blocks) on one worker;
+            `OffloadEngine` finds it from its `kv_caches`.
         block_size: Tokens of one device block.
         blocks_per_chunk: Device blocks of one offload unit.
         num_workers: Workers that share the primary; a row holds a cell for each.
-        model: Name of the model whose KV blocks these are. Tiers on disk need one.
+        model: Name of the model whose KV blocks these are. `OffloadEngine` and tiers on disk need
+            one.
         fingerprint: The content of the model's weights, and everything else that KV bytes depend
             on and that the name does not say; see docs/kv-identity.md.
         generation: Which weights the blocks are of, an integer or a label; `invalidate` changes it.
-        eviction_policy: Name of the primary's cache policy.
+        eviction_policy: Name of the primary's cache policy, "lru" or "arc".
         store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
         max_tracker_size: Keys whose offers are remembered.
-        accept_prefix: Store the longest head of a batch that fits, instead of all or nothing.
+        accept_prefix: Store the longest head of a batch that fits, over all KV-cache groups,
+            instead of all or nothing; under vLLM for models of one group.
         enable_kv_cache_events: Record events for `take_events`.
-        reserved_fraction: Part of the primary that no tier's transfers occupy. The rest is divided
-            equally among the tiers; of its share a tier keeps the same part for each direction.
-        promotion_fraction: Part of the primary that one tier's promotions may occupy until loaded,
-            as far as its share reaches.
+        reserved_fraction: Part of the primary that tiers' transfers and what is retained for
+            requests never occupy. The rest is divided equally among the tiers; of its share a tier
+            keeps the same part for each direction.
+        promotion_fraction: Part of the primary that one tier's promotions, and what is retained
+            for waiting requests, may occupy until loaded, as far as its share reaches.
         cascade_fraction: Part of the primary that may be in cascade to one tier at once, as far
-            as its share reaches.
+            as its share reaches; more blocks wait.
         deferral_timeout_s: Seconds that a request may be deferred in all.
         breaker_fault_threshold: Faults in a row after which a tier is left alone.
         breaker_retry_s: Seconds until a tier that was left alone is tried again.

@@ -62,11 +62,21 @@ def common_options() -> tuple[TierOption, ...]:
     """Return the options that every tier takes, those included that never reach it."""
     backpressure = (
         TierOption("backpressure_cls", None, '"ema" spares a slow tier some stores.'),
-        TierOption("backpressure", None, "high_water_s_per_mib and low_water_s_per_mib."),
+        TierOption(
+            "backpressure", None, "`high_water_s_per_mib` and `low_water_s_per_mib` of that."
+        ),
     )
     opening = (
-        TierOption("required", True, "False: the engine starts without it, and opens it later."),
-        TierOption("reopen_pause_s", 60.0, "Longest pause between two tries of that."),
+        TierOption(
+            "required",
+            True,
+            "False: the engine starts without a tier that cannot be opened, and tries it again.",
+        ),
+        TierOption(
+            "reopen_pause_s",
+            60.0,
+            "Longest pause between two tries, in seconds; they double from 1 on.",
+        ),
     )
     return (*_options(SecondaryTierManager, set()), *backpressure, *opening)
 

@@ -1,0 +1,120 @@
+"""The site builds strictly, its links lead somewhere, and its reference is that of the code."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlsplit
+
+import doc_blocks
+import pytest
+
+import kvoffload_async
+from kvoffload_async import testing
+
+ROOT = doc_blocks.ROOT
+BESIDE = [page for page in doc_blocks.PAGES if ROOT / "docs" not in page.parents]
+BUILD_TIMEOUT_S = 100
+
+
+class Page(HTMLParser):
+    """The ids of a page, where its links go, and what a browser loads for it."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links, self.loaded = set(), set(), set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.ids |= {values.get("id"), values.get("name")} - {None}
+        if tag == "a":
+            self.links |= {values.get("href")} - {None}
+        self.loaded |= {values.get("src")} - {None}
+        if tag == "link" and values.get("rel") in {"stylesheet", "icon", "preload"}:
+            self.loaded.add(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages of the site, which has just been built, by path."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = {path: Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 30
+    return pages
+
+
+def leads_somewhere(link, path, site):
+    """Tell whether a link of a page stays within the site and its target is there."""
+    parts = urlsplit(link)
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    target = target / "index.html" if target.is_dir() else target
+    ids = site[target].ids if target in site else set()
+    return target.exists() and unquote(parts.fragment) in ids | {"", "__search"}
+
+
+def test_every_link_leads_to_a_page_and_a_place_on_it(site):
+    inside = [
+        (link, path)
+        for path, page in site.items()
+        for link in page.links | page.loaded
+        if not urlsplit(link).scheme and not urlsplit(link).netloc
+    ]
+    broken = [
+        f"{path.name}: {link}" for link, path in inside if not leads_somewhere(link, path, site)
+    ]
+    assert len(inside) > 1000
+    assert broken == []
+
+
+def test_a_page_loads_nothing_from_elsewhere(site):
+    loaded = set().union(*(page.loaded for page in site.values()))
+    assert {load for load in loaded if urlsplit(load).netloc} == set()
+
+
+def test_every_public_name_is_in_the_reference(site):
+    described = {name for path, page in site.items() if "api" in path.parts for name in page.ids}
+    public = {
+        f"{module.__name__}.{name}"
+        for module in (kvoffload_async, testing)
+        for name in module.__all__
+    }
+    assert public - described == set()
+
+
+def test_the_generated_pages_say_what_the_code_says():
+    pages = runpy.run_path(str(ROOT / "docs/_tools/reference.py"))["pages"]()
+    stale = [path.name for path, text in pages.items() if path.read_text("utf-8") != text]
+    assert stale == [], "run python docs/_tools/reference.py"
+
+
+@pytest.mark.parametrize("page", BESIDE, ids=lambda page: page.name)
+def test_a_link_of_a_page_beside_the_site_leads_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\(([^)\s]+)", page.read_text(encoding="utf-8"))
+    for link in links:
+        parts = urlsplit(link)
+        if parts.scheme:
+            continue
+        target = page.parent / parts.path if parts.path else page
+        assert target.exists(), link
+        assert not parts.fragment or parts.fragment in anchors_of(target), link
+
+
+def anchors_of(page):
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }

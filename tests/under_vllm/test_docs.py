@@ -1,0 +1,40 @@
+"""The configurations that the documentation gives to vLLM are ones that vLLM and we accept."""
+
+import json
+from dataclasses import replace
+
+import doc_blocks
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm_world import make_config
+
+from kvoffload_async.integrations.vllm import KVOffloadSpec
+
+SMALL = {"cpu_bytes_to_use": "64KiB"}
+CONFIGURATIONS = [
+    pytest.param(json.loads(block.text), id=f"line-{block.line}")
+    for block in doc_blocks.blocks_of(doc_blocks.ROOT / "docs/howto/vllm.md")
+    if block.language == "json"
+]
+
+
+@pytest.mark.parametrize("given", CONFIGURATIONS)
+def test_a_configuration_of_the_documentation_works(given, serving, tmp_path):
+    config = KVTransferConfig(**given)
+    extra = config.kv_connector_extra_config
+    assert KVConnectorFactory.get_connector_class(config).__name__ == given["kv_connector"]
+    spec = OffloadingSpecFactory.get_spec_cls(extra)
+    (tier,) = extra["secondary_tiers"]
+    tier = {**tier, "root_dir": str(tmp_path), "fingerprint": "made up"}
+    if spec is KVOffloadSpec:
+        tier["capacity_bytes"] = "1MiB"
+        world = make_config([], "kvoffload-test-docs")
+        spec(replace(world, extra_config={**extra, **SMALL, "secondary_tiers": [tier]}))
+    else:
+        assert serving(tier).tier.tier_type == tier["type"]
+
+
+def test_the_documentation_has_both_ways_into_vllm():
+    assert len(CONFIGURATIONS) == 2
