@@ -106,7 +106,8 @@ class SecondaryTierManager:
             runtime: Where the tier runs, if not in the spec's runtime.
             io_timeout_s: Seconds from a job's submission until it is reported failed.
             probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
-            open_timeout_s: Seconds for opening; `slab` has 10 s more for each million blocks that fit.
+            open_timeout_s: Seconds for opening; `slab` has 10 s more for each million blocks that
+                fit.
             close_timeout_s: Seconds for `shutdown`, where the call does not say.
             n_read_threads: I/O threads that prefer loads; None: one less than usable CPUs, 1 to 3.
             n_write_threads: I/O threads that prefer stores.
