@@ -6,9 +6,9 @@ from collections import Counter
 from slab.stores import BLOCK, KIB, K, SlabStore, entered, sound
 
 from kvoffload_async.abc.tier import TierBounds
+from kvoffload_async.block_io import transfer_queue
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.tiers.slab import transfer_queue
 from kvoffload_async.tiers.slab.places import segment_of
 
 

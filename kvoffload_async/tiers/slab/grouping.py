@@ -1,0 +1,101 @@
+"""One blocking call at a time for all who wait for it: who comes meanwhile is served by the next.
+
+So a hundred jobs that end together cost a few appends to the journal and hand-overs to a thread,
+and a single one waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+Runner = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+class GroupedCall(Generic[T]):
+    """A call that takes several items. Thread: loop; the call itself is made by an I/O thread."""
+
+    def __init__(self, name: str, call: Callable[[Sequence[T]], None], run: Runner) -> None:
+        """Describe it, on the loop that awaits it.
+
+        Args:
+            name: Of its task.
+            call: Takes all that wait; what it raises is everybody's.
+            run: Runs a blocking call on a thread.
+        """
+        self._name = name
+        self._call = call
+        self._run = run
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[T, asyncio.Future[BaseException | None]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, item: T) -> asyncio.Future[BaseException | None]:
+        """Have the next call take an item; the future ends with what that raises."""
+        future: asyncio.Future[BaseException | None] = self._loop.create_future()
+        self._waiting.append((item, future))
+        if self._task is None:
+            self._task = self._loop.create_task(self._serve(), name=self._name)
+        return future
+
+    async def add(self, item: T) -> BaseException | None:
+        """Return what the call raises that takes the item.
+
+        Cancelled, it returns when the call has ended, or at once if that has not begun: then it
+        leaves the item out.
+        """
+        future = self.begin(item)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError as error:
+                cancelled = error
+                mine = (item, future)
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+                    future.set_result(error)
+        if cancelled is not None:
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # it holds this frame, and what its callers hold
+        return future.result()
+
+    async def close(self) -> None:
+        """Wait until no call is made any more."""
+        while self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _serve(self) -> None:
+        group: Sequence[tuple[T, asyncio.Future[BaseException | None]]] = ()
+        failure: BaseException | None = None
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting, []
+                failure = None
+                try:
+                    await self._run(partial(self._call, [item for item, _ in group]))
+                except Exception as error:  # noqa: BLE001 - handed to those who wait
+                    failure = error
+                _end(group, failure)
+        except BaseException as error:
+            _end([*group, *self._waiting], error)
+            self._waiting.clear()
+            raise
+        finally:
+            self._task = None
+            del group, failure  # what is raised holds this frame, and with it the job's memory
+
+
+def _end(
+    group: Sequence[tuple[T, asyncio.Future[BaseException | None]]],
+    error: BaseException | None,
+) -> None:
+    for _, future in group:
+        if not future.done():
+            future.set_result(error)
