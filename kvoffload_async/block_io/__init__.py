@@ -1,0 +1,1 @@
+"""Moves blocks between memory and files, natively where that can be built."""
