@@ -48,7 +48,10 @@ def sources() -> list[Path]:
 def compiler() -> list[str]:
     """Return how the compiler is called; raises UnavailableError if there is none."""
     if named := os.environ.get("CC"):
-        return shlex.split(named)
+        try:
+            return shlex.split(named)
+        except ValueError as error:
+            raise UnavailableError(f"CC={named!r}: {error}") from None
     for name in _COMPILERS:
         if found := shutil.which(name):
             return [found]

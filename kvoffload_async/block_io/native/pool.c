@@ -25,6 +25,7 @@
 enum {
     STACK_BYTES = 1 << 20, /* address space; what is not touched costs nothing */
     LOOK_AHEAD = 16,       /* parts passed over to find one whose file nobody writes to */
+    MAX_WRITERS = 2,       /* into one file */
     NAME_BYTES = 16,       /* what the kernel keeps of a thread's name */
 };
 
@@ -102,32 +103,34 @@ static struct part *unlink_part(struct queue *queue, struct part **link)
     return part;
 }
 
-static bool is_written(const struct engine *engine, int file)
+static int num_writers(const struct engine *engine, int file)
 {
-    if (file == -1)
-        return false;
-    for (const struct thread *thread = engine->threads; thread != NULL; thread = thread->next) {
-        if (thread->file == file)
-            return true;
-    }
-    return false;
+    int num = 0;
+    for (const struct thread *thread = engine->threads; thread != NULL; thread = thread->next)
+        num += file != -1 && thread->file == file && !thread->is_replaced;
+    return num;
 }
 
-/* Takes the first part whose file nobody writes to, since the kernel lets one write at a time into
-   a file; or the first. */
+/* Takes the part, among the first, whose file the fewest write to. The kernel lets one write at a
+   time into a file: a second thread has its piece hashed by then, a third would only wait. */
 static struct part *take_part(struct engine *engine, int preferred)
 {
-    struct queue *queue = &engine->queues[preferred];
-    if (queue->first == NULL)
-        queue = &engine->queues[!preferred];
-    if (queue->first == NULL)
-        return NULL;
-    struct part **link = &queue->first;
-    for (int seen = 0; *link != NULL && seen < LOOK_AHEAD; seen++, link = &(*link)->next) {
-        if (!is_written(engine, (*link)->file))
-            return unlink_part(queue, link);
+    for (int turn = 0; turn < NUM_DIRECTIONS; turn++) {
+        struct queue *queue = &engine->queues[turn == 0 ? preferred : !preferred];
+        struct part **link = &queue->first, **best = NULL;
+        int fewest = MAX_WRITERS;
+        for (int seen = 0; *link != NULL && seen < LOOK_AHEAD && fewest > 0; seen++) {
+            int num = num_writers(engine, (*link)->file);
+            if (num < fewest) {
+                fewest = num;
+                best = link;
+            }
+            link = &(*link)->next;
+        }
+        if (best != NULL)
+            return unlink_part(queue, best);
     }
-    return unlink_part(queue, &queue->first);
+    return NULL;
 }
 
 /* Counts parts of a batch as done; tells whether the owner must be told. */
