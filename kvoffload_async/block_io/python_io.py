@@ -46,8 +46,8 @@ class PythonBlockIo(BlockIo):
         io: IoRunner,
         calls: FileCalls,
         kv_view: memoryview,
-        slot_bytes: int,
         digests: BlockDigests,
+        slot_bytes: int,
         *,
         threads: int,
         piece_bytes: int,
@@ -80,9 +80,18 @@ class PythonBlockIo(BlockIo):
         await self._queues[direction].move(batch)
         return Moved(batch.errors, batch.digests())
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether rows may be moved past the page cache as they are."""
+        return self._rows.is_aligned
+
     async def close(self) -> None:
         for queue in self._queues.values():
             await queue.close()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the buffer; nothing may be under way."""
         self._mover.close()
         self._rows.release()
 

@@ -345,6 +345,7 @@ class SlabTier(AsyncTier):
             threads=self._settings.io_threads,
             piece_bytes=self._settings.piece_bytes,
             is_direct=bool(data_path.segments.direct_flag),
+            is_system=type(self._ops) is FileOps,
         )
 
     def _open_store(self, layout: StoreLayout, settings: StoreSettings) -> OpenStore:
