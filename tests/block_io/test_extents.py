@@ -113,6 +113,18 @@ def test_calls_that_move_less_than_asked_are_continued(implementation, tmp_path)
     run(scenario, implementation, tmp_path, ops=ops, slot_bytes=5000)
 
 
+def test_more_buffers_than_one_call_takes_are_several_calls(implementation, tmp_path):
+    async def scenario(here):
+        fd, content = here.file(), here.rows.copy()
+        assert (await here.store(range(1500), [(fd, 0, 1500)])).errors == {}
+        here.rows[:] = 0
+        assert (await here.load(range(1500), [(fd, 0, 1500)])).errors == {}
+        assert (here.rows == content).all()
+
+    options = {"num_rows": 1500, "row_bytes": 16, "slot_bytes": 20}
+    run(scenario, implementation, tmp_path, **options)
+
+
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_an_error_of_a_call_is_told_by_its_number(implementation, tmp_path, call):
     ops = FaultyFileOps()

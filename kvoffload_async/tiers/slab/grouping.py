@@ -1,7 +1,8 @@
 """One blocking call at a time for all who wait for it: who comes meanwhile is served by the next.
 
 So a hundred jobs that end together cost a few appends to the journal and hand-overs to a thread,
-and a single one waits for nobody.
+and a single one waits for nobody. Only a call that hangs is not waited for: another is made beside
+it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
+
+_PATIENCE_S: Final = 0.25
+"""How long a call may take before those who came meanwhile get one of their own."""
+
+_MOST_CALLS: Final = 3
+"""How many are made at once then, at most: each has a thread."""
 
 Runner = Callable[[Callable[[], None]], Awaitable[None]]
 
@@ -32,14 +39,16 @@ class GroupedCall(Generic[T]):
         self._run = run
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[T, asyncio.Future[BaseException | None]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._current: object | None = None
+        """The last call that was begun, as long as it is not taken for one that hangs."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, item: T) -> asyncio.Future[BaseException | None]:
         """Have the next call take an item; the future ends with what that raises."""
         future: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._waiting.append((item, future))
-        if self._task is None:
-            self._task = self._loop.create_task(self._serve(), name=self._name)
+        if self._current is None:
+            self._start()
         return future
 
     async def add(self, item: T) -> BaseException | None:
@@ -68,27 +77,49 @@ class GroupedCall(Generic[T]):
 
     async def close(self) -> None:
         """Wait until no call is made any more."""
-        while self._task is not None:
-            await asyncio.wait({self._task})
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
-    async def _serve(self) -> None:
+    def _start(self) -> None:
+        """Begin to serve those who wait, unless there are too many calls that hang."""
+        if self._waiting and len(self._tasks) < _MOST_CALLS:
+            call = self._current = object()
+            task = self._loop.create_task(self._serve(call), name=self._name)
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._current is None:
+            self._start()
+
+    def _give_up(self, call: object) -> None:
+        """Take a call for one that hangs."""
+        if self._current is call:
+            self._current = None
+            self._start()
+
+    async def _serve(self, call: object) -> None:
         group: Sequence[tuple[T, asyncio.Future[BaseException | None]]] = ()
         failure: BaseException | None = None
         try:
-            while self._waiting:
+            while self._waiting and self._current is call:
                 group, self._waiting = self._waiting, []
                 failure = None
+                timer = self._loop.call_later(_PATIENCE_S, self._give_up, call)
                 try:
                     await self._run(partial(self._call, [item for item, _ in group]))
                 except Exception as error:  # noqa: BLE001 - handed to those who wait
                     failure = error
+                finally:
+                    timer.cancel()
                 _end(group, failure)
         except BaseException as error:
-            _end([*group, *self._waiting], error)
-            self._waiting.clear()
+            _end(group, error)
             raise
         finally:
-            self._task = None
+            if self._current is call:
+                self._current = None
             del group, failure  # what is raised holds this frame, and with it the job's memory
 
 
