@@ -20,16 +20,19 @@ _NAMES = (
 
 
 @functools.cache
-def addresses() -> tuple[int, ...]:
-    """Return them in the engine's order."""
+def _library() -> ctypes.CDLL:
     (path,) = Path(xxhash.__file__).parent.glob("_xxhash*.so")
-    library = ctypes.CDLL(str(path))
-    return tuple(_address(library, names) for names in _NAMES)
+    return ctypes.CDLL(str(path))
 
 
-def _address(library: ctypes.CDLL, names: tuple[str, ...]) -> int:
-    """Return that of the first function there is."""
-    function = next(getattr(library, name) for name in names if hasattr(library, name))
+def address_of(*names: str) -> int:
+    """Return the address of the first of these functions that there is."""
+    function = next(getattr(_library(), name) for name in names if hasattr(_library(), name))
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
+
+
+def addresses() -> tuple[int, ...]:
+    """Return all of them, in the engine's order."""
+    return tuple(address_of(*names) for names in _NAMES)

@@ -1,4 +1,4 @@
-"""Compiles the native module: `python kvoffload_async/block_io/build.py` does so in place.
+"""Compiles the native module: `python kvoffload_async/block_io/build.py [FILE]`, or in place.
 
 The package's build uses it as well (hatch_build.py), so that it imports nothing but the standard
 library. `KVOFFLOAD_NATIVE=0` skips the module, `=require` makes its absence an error; `CC` names
@@ -58,7 +58,7 @@ def compiler() -> list[str]:
     raise UnavailableError("there is no C compiler; install gcc or clang, or set CC")
 
 
-def build(target: Path, flags: Sequence[str] = ("-O2", "-g0")) -> None:
+def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
     """Compile the module into a file.
 
     Raises:
@@ -111,6 +111,6 @@ def build_if_wanted(target: Path) -> bool:
 
 
 if __name__ == "__main__":
-    place = Path(__file__).with_name(FILE_NAME)
+    place = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_name(FILE_NAME)
     if build_if_wanted(place):
         sys.stdout.write(f"{place}\n")

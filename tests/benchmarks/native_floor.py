@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -127,18 +128,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     what = f"{options.folder}, {options.threads} threads, {options.piece}/{options.part} KiB"
-    print(f"{what}: GiB/s (CPU s/GiB)")
-    print(f"{'block':>8} {'load':>14} {'preadv':>14} {'store':>14} {'pwritev':>14}")
+    sys.stdout.write(f"{what}: GiB/s (CPU s/GiB)\n")
+    sys.stdout.write(f"{'block':>8} {'load':>14} {'preadv':>14} {'store':>14} {'pwritev':>14}\n")
     for block_bytes in SIZES:
         size = BATCHES * BLOCKS * block_bytes
         buffer = bytearray(os.urandom(1 << 20) * (min(size, 256 << 20) >> 20))
         with opened(options.folder, size) as fd, ThreadPoolExecutor(options.threads) as pool:
             native = Native(options, buffer, block_bytes, fd)
             moves = [
-                lambda native=native: native.move(is_store=False),
-                lambda fd=fd, size=block_bytes: plain(pool, buffer, size, fd, is_store=False),
-                lambda native=native: native.move(is_store=True),
-                lambda fd=fd, size=block_bytes: plain(pool, buffer, size, fd, is_store=True),
+                partial(native.move, is_store=False),
+                partial(plain, pool, buffer, block_bytes, fd, is_store=False),
+                partial(native.move, is_store=True),
+                partial(plain, pool, buffer, block_bytes, fd, is_store=True),
             ]
             gib = size / (1 << 30)
             cells = [
@@ -146,7 +147,8 @@ def main() -> None:
                 for seconds, used in measured(moves, options.rounds)
             ]
             native.close()
-        print(f"{block_bytes >> 10:>4} KiB " + " ".join(f"{cell:>14}" for cell in cells))
+        line = " ".join(f"{cell:>14}" for cell in cells)
+        sys.stdout.write(f"{block_bytes >> 10:>4} KiB {line}\n")
 
 
 if __name__ == "__main__":

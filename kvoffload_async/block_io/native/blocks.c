@@ -501,7 +501,7 @@ bool cut_batch(struct batch *batch, const struct limits *limits)
 
 /* -- the system's own calls --------------------------------------------------------------------- */
 
-struct open_how { /* as the kernel's, which older headers lack */
+struct open_request { /* `struct open_how`, which older headers lack */
     uint64_t flags;
     uint64_t mode;
     uint64_t resolve;
@@ -509,7 +509,7 @@ struct open_how { /* as the kernel's, which older headers lack */
 
 static int open_by_kernel(int root_fd, const char *name, int flags)
 {
-    struct open_how how = {(uint64_t)(unsigned int)flags, 0, RESOLVE_NOTHING_ELSE};
+    struct open_request how = {(uint64_t)(unsigned int)flags, 0, RESOLVE_NOTHING_ELSE};
     return (int)syscall(OPENAT2, root_fd, name, &how, sizeof how);
 }
 
