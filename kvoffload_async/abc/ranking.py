@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_PORTION: Final = 1 << 12
+"""Keys that one step takes in: nobody waits longer than that for the interpreter."""
 
 
 class KeyRanking:
@@ -73,6 +81,23 @@ class KeyRanking:
         self._table.add(keys, slots)
         self.policy.admit(keys, slots)
         return slots
+
+    def fill(
+        self, count: int, portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]]
+    ) -> None:
+        """Make keys resident in a ranking that was empty ever since: the nth one gets slot n.
+
+        Args:
+            count: How many; the last one is the most recent.
+            portions: Which of them, and their keys; fast where those of a part of `KeyMap` follow
+                each other.
+        """
+        for which, keys in portions:
+            self._table.fill(keys, which)
+        for start in range(0, count, _PORTION):
+            slots = range(start, min(start + _PORTION, count))
+            self._free.take(len(slots))
+            self.policy.admit(self._table.keys_in(slots), slots)
 
     def access(
         self, keys: Iterable[OffloadKey], reused: Callable[[OffloadKey], bool] | None = None

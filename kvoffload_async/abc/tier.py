@@ -229,6 +229,10 @@ class AsyncTier(ABC):
     bounds: TierBounds = TierBounds()
     """May depend on the primary's geometry, and so be set in `open`."""
 
+    def opening_s(self, block_bytes: int) -> float:
+        """Return how much longer than any tier this one may take to open, as it may be large."""
+        return 0.0
+
     @abstractmethod
     async def open(self, env: TierEnvironment) -> None:
         """Make ready.

@@ -65,6 +65,7 @@ class TierLink:
         """Connect; nothing runs before `open`. The pool is closed with the link."""
         self.state = state
         self._pool = pool
+        self._opening_s = tier.opening_s(kv_view.nbytes // len(kv_view))
         self.inbox: deque[TierEvent] = deque()
         self._bridge = bridge
         self.actor = TierActor(
@@ -91,9 +92,13 @@ class TierLink:
     def open(self, timeout_s: float) -> None:
         """Open the tier and join the bridge; waits. Raises what the tier's `open` raises.
 
+        Args:
+            timeout_s: What any tier has for it; one that may be large has more.
+
         Raises:
             TierTimeoutError: It did not open in time.
         """
+        timeout_s += self._opening_s
         try:
             self._bridge.runner.run(self.actor.open(), timeout_s)
         except BaseException as error:

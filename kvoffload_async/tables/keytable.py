@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from kvoffload_async.tables.arrays import objects
 from kvoffload_async.tables.keymap import PART_AT, KeyMap
 from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class KeyTable:
@@ -43,12 +48,22 @@ class KeyTable:
         keys = self._keys
         return [keys[number] for number in numbers]
 
+    def keys_in(self, numbers: range) -> list[OffloadKey]:
+        """Return the same of numbers that follow each other; several times as fast."""
+        keys: list[OffloadKey] = self._keys[numbers.start : numbers.stop].tolist()
+        return keys
+
     def add(self, keys: Sequence[OffloadKey], numbers: Sequence[int]) -> None:
         """Give absent keys numbers that are free."""
         parts, of = self.map.parts, self._keys
         for key, number in zip(keys, numbers, strict=True):
             parts[key[PART_AT]][key] = number
             of[number] = key
+
+    def fill(self, keys: Sequence[OffloadKey], numbers: npt.NDArray[np.int64]) -> None:
+        """Do what `add` does with many keys: fast where those of a part follow each other."""
+        self.map.fill(keys, numbers.tolist())
+        self._keys[numbers] = keys
 
     def remove(self, numbers: Sequence[int]) -> list[OffloadKey]:
         """Free numbers that are taken; return their keys, which are absent from now on."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from kvoffload_async.tables.arrays import integers
 
 
@@ -49,9 +51,18 @@ class NumberLists:
         return taken
 
     def append(self, numbers: Sequence[int], which: int = 0) -> None:
-        """Put numbers, which are in no list, at the end of one, in their order."""
+        """Put numbers, which are in no list, at the end of one, in their order.
+
+        A range of them, not an empty one, costs next to nothing.
+        """
         after, before, ring = self._after, self._before, self._capacity + which
         last = before[ring]
+        if isinstance(numbers, range):  # what a store has when it is opened
+            first, stop = numbers.start, numbers.stop
+            after[last], before[first] = first, last
+            after[first : stop - 1] = np.arange(first + 1, stop, dtype=np.intc).data
+            before[first + 1 : stop] = np.arange(first, stop - 1, dtype=np.intc).data
+            numbers, last = (), stop - 1
         for number in numbers:
             after[last] = number
             before[number] = last

@@ -81,6 +81,10 @@ class FaultyTier(AsyncTier):
         self._hung: list[asyncio.Future[None]] = []
         self._released = False
 
+    def opening_s(self, block_bytes: int) -> float:
+        """Ask the wrapped tier."""
+        return self.inner.opening_s(block_bytes)
+
     async def open(self, env: TierEnvironment) -> None:
         """Open the wrapped tier."""
         await self.inner.open(env)

@@ -65,7 +65,7 @@ def test_where_it_is_not_built_python_moves_the_blocks_and_says_why(monkeypatch)
     assert "was not built" in chosen.why
     assert "install a C compiler" in chosen.why
     monkeypatch.setenv(choice.VARIABLE, "require")
-    with pytest.raises(ConfigError, match="required, but it was not built .* C compiler"):
+    with pytest.raises(ConfigError, match=r"required, but it was not built .* C compiler"):
         implementation()
 
 

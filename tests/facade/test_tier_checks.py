@@ -151,6 +151,13 @@ def test_an_error_at_opening_names_the_tier_and_keeps_its_kind(failure, kind, me
     assert not [each for each in threading.enumerate() if each.name.startswith("kvoffload")]
 
 
+def test_a_tier_that_may_be_large_has_longer_to_open(monkeypatch):
+    monkeypatch.setattr(CheckedTier, "opening_s", lambda _tier, block_bytes: block_bytes / 4)
+    spec = spec_of({"type": "example"}, tier(raises="slow"))
+    with pytest.raises(TierTimeoutError, match="did not open within 1054 s"):
+        spec.get_manager()
+
+
 def test_a_primary_that_is_larger_than_the_memory_is_refused_with_the_numbers():
     with pytest.raises(ConfigError, match=r"cpu_bytes_to_use: 109951162777600 bytes are more "):
         spec_of(cpu_bytes_to_use="100TiB")

@@ -45,6 +45,25 @@ def test_a_store_that_is_not_tiny_has_a_segment_for_each_stripe(
     assert budget.cost(segments) <= capacity
 
 
+@given(st.integers(1, 4000), st.integers(1, 3))
+def test_what_just_fits_is_used_and_a_byte_less_is_a_slot_less(slots, stripes):
+    num_segments = stripes if slots >= 16 * stripes else 1
+    capacity = Budget(0, 4096, 1, 0).cost_of(slots, num_segments)
+    budget = Budget.of(capacity, 4096, 1 << 30, stripes)
+    if stripes == 1:
+        assert budget.most_slots == slots
+        assert budget.next_segment([]) == slots
+        assert Budget.of(capacity - 1, 4096, 1 << 30).most_slots == slots - 1
+        assert Budget(capacity - 1, 4096, slots, 0).next_segment([]) == slots - 1
+    assert budget.cost_of(budget.most_slots, num_segments) <= capacity
+
+
+def test_a_store_has_stripes_from_sixteen_slots_for_each_on():
+    capacity = Budget(0, 4096, 1, 0).cost_of(32, 1)
+    assert Budget.of(capacity, 4096, 1 << 30, 2).stripes == 2
+    assert Budget.of(capacity - 1, 4096, 1 << 30, 2).stripes == 1
+
+
 def test_large_blocks_use_nearly_all_of_the_capacity():
     for block_bytes, share in [(64 << 10, 0.98), (1 << 20, 0.99), (4 << 20, 0.99)]:
         budget = Budget.of(16 << 30, block_bytes, 1 << 30)

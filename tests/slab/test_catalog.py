@@ -1,11 +1,13 @@
 """What is where: whom the policy makes room for, and how much."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.slab.catalog import Catalog
+from kvoffload_async.tiers.slab.places import SlotNumbers, place_of
 from kvoffload_async.types import OffloadKey
 
 K = [key_of(number) for number in range(60)]
@@ -147,3 +149,45 @@ def test_a_dropped_blocks_place_is_free_when_the_last_pin_goes(order):
         catalog.unpin(pinnings[index])
     assert catalog.num_free == 1
     assert not list(catalog.violations())
+
+
+# -- what is found at the opening ------------------------------------------------------------------
+
+
+SIZES = st.dictionaries(st.integers(0, 40), st.integers(1, 6), max_size=4)
+
+
+@given(SIZES, st.lists(st.tuples(st.integers(0, 41), st.integers(0, 7)), unique=True))
+def test_every_slot_has_a_number_of_its_own_and_what_is_none_has_none(sizes, asked):
+    numbers = SlotNumbers(sizes)
+    every = [place_of(segment, slot) for segment in sorted(sizes) for slot in range(sizes[segment])]
+    found, exists = numbers.of(np.array(every, dtype=np.int64))
+    assert found.tolist() == list(range(numbers.total))
+    assert exists.all()
+    assert [n for _, first, behind in numbers.ranges() for n in range(first, behind)] == [*found]
+    _, exists = numbers.of(np.array([place_of(*place) for place in asked], dtype=np.int64))
+    assert exists.tolist() == [slot < sizes.get(segment, 0) for segment, slot in asked]
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_a_catalog_that_is_filled_has_those_blocks_and_the_other_slots_free(sizes, draw):
+    policy = LruPolicy(sum(sizes.values()))
+    catalog = Catalog(policy, 4)
+    every = [place_of(segment, slot) for segment, slots in sizes.items() for slot in range(slots)]
+    for segment, slots in sizes.items():
+        catalog.add_segment(segment, slots)
+    places = draw.sample(every, draw.randint(0, len(every)))
+    keys = K[: len(places)]
+    order = np.array(draw.sample(range(len(keys)), len(keys)), dtype=np.int64)
+    portions = [(part, [keys[n] for n in part]) for part in np.array_split(order, 2) if len(part)]
+    assert catalog.fill(np.array(places, dtype=np.int64), portions)
+    assert dict(catalog.items()) == dict(zip(keys, places, strict=True))
+    assert list(catalog._ranking.resident()) == keys
+    assert catalog.num_free == len(every) - len(keys)
+    assert not list(catalog.violations())
+
+
+def test_a_catalog_says_that_a_key_came_twice():
+    catalog = Catalog(LruPolicy(4), 4)
+    catalog.add_segment(0, 4)
+    assert not catalog.fill(np.arange(2), [(np.arange(2), [K[0], K[0]])])

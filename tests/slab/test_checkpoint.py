@@ -1,13 +1,15 @@
 """The next journal: written beside the one in use, never in the way of a store."""
 
+import asyncio
 import errno
+import itertools
 from collections import Counter
 
 import pytest
 from slab.stores import BLOCK, FIXED, KIB, K, is_journal, is_segment, sound
 
 from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.testing.harness import key_of
+from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.slab.budget import journal_units
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 
@@ -135,7 +137,81 @@ def test_a_job_that_the_rest_of_the_journal_has_no_room_for_is_stored(slab_store
         sound(harness.tier)
 
 
+def test_a_journal_with_next_to_no_room_left_is_written_anew_at_the_opening(slab_store):
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE) as harness:
+        churn(harness, 2000)
+        ops.fail(errno.EIO, on="pwrite", when=is_next)
+        journal = harness.tier._store.data_path.journal
+        for number in itertools.count(4000):
+            if journal._max_units - journal._end_units < len(harness.tier._store.catalog) // 40:
+                break
+            churn(harness, 1, number, 1)
+        kept = set(harness.tier._store.catalog.keys())
+    full_bytes = slab_store.journal.stat().st_size
+    with slab_store.open(**WHOLE) as harness:
+        assert slab_store.journal.stat().st_size < 0.8 * full_bytes
+        assert harness.announced() == kept
+    with slab_store.open(ops := FaultyFileOps(), **WHOLE) as harness:
+        assert not ops.counts()["rename"], "only where there is need"
+
+
 # -- waiting for the device -----------------------------------------------------------------------
+
+
+def crowded(harness, ops):
+    """Have the next journal wait for the device until a job has no room in the one in use.
+
+    Returns the hanging wait, the task that stores that job, and its keys.
+    """
+    hang = ops.hang(on="fdatasync", when=is_next, times=1)
+    waiters = harness.tier._store.data_path.journal._mutex._waiters
+
+    async def crowd():
+        numbers = itertools.count()
+        while True:
+            number = next(numbers)
+            keys = [key_of(1000 + 4 * number + i) for i in range(4)]
+            job = make_job(900 + number, keys, range(4), is_promotion=False)
+            task = asyncio.create_task(harness.tier.store(job))
+            while not (task.done() or waiters):  # noqa: ASYNC110 - another thread waits
+                await asyncio.sleep(0)
+            if not task.done():
+                return task, keys
+            assert await task == {}
+
+    return hang, *harness.run(crowd())
+
+
+def test_a_job_without_room_is_stored_as_soon_as_the_next_journal_is_on_the_device(slab_store):
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE, io_threads=3) as harness:
+        hang, task, keys = crowded(harness, ops)
+        hang.release()
+
+        async def ended():
+            return await task
+
+        assert harness.run(ended()) == {}
+        assert harness.load(keys) == {}
+        sound(harness.tier)
+
+
+def test_a_job_without_room_ends_when_it_is_cancelled_also_if_the_device_hangs(slab_store):
+    """Its deadline is the only one; see also `_POLL_S`."""
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE, io_threads=3) as harness:
+        hang, task, keys = crowded(harness, ops)
+        task.cancel()
+
+        async def ended():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        harness.run(ended())
+        assert not harness.contains(keys)
+        hang.release()
+        sound(harness.tier)
 
 
 def test_what_was_written_before_a_failed_wait_is_lost_whoever_asks_next(slab_store):

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from slab.stores import BLOCK, KIB, SlabStore, entered, sound
+from slab.stores import BLOCK, KIB, SlabStore, entered, is_segment, sound
 
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps
@@ -14,6 +14,7 @@ from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.slab import allocator
 
 K = [key_of(number) for number in range(80)]
+L = [key_of(number) for number in range(1000, 1020)]
 
 
 def is_journal(call) -> bool:
@@ -101,6 +102,59 @@ def test_what_a_job_has_stored_before_it_is_cancelled_is_announced(slab_store):
         stored = harness.contains(K[20:24])
         assert len(stored) == 3
         assert harness.announced() == stored
+        sound(harness.tier)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [("fdatasync", is_segment), ("fdatasync", is_journal), ("pwrite", is_journal)],
+)
+def test_what_fails_all_the_same_costs_one_segment_and_no_more_however_many_jobs_fail(
+    slab_store, caplog, call, where, error
+):
+    ops = FaultyFileOps()
+    options = {"segment_bytes": 32 * KIB, "capacity_bytes": 300 * KIB, "fdatasync": True}
+    with slab_store.open(ops, **options) as harness:
+        for first in range(0, 80, 8):
+            assert harness.store(K[first : first + 8]) == {}
+        before = harness.contains(K)
+        segments = len(harness.tier._store.catalog.segments)
+        ops.fail(error, on=call, when=where)
+        for first in range(0, 16, 4):
+            failures = harness.store(L[first : first + 4])
+            assert {type(error) for error in failures.values()} == {TierFullError}
+        assert len(harness.tier._store.catalog.segments) == segments - 1
+        assert len(before - harness.contains(K)) <= 8 + 4 * 4, "and what was evicted for the jobs"
+        sound(harness.tier)
+        ops.heal()
+        assert harness.store(L[:4]) == {}
+        ops.fail(errno.ENOSPC, on=call, when=where, times=1)
+        assert harness.store(L[4:8]) == {}, "a segment that is given up may help again"
+        sound(harness.tier)
+
+
+def test_jobs_that_fail_together_give_one_segment_up(slab_store):
+    ops = FaultyFileOps()
+    options = {"segment_bytes": 32 * KIB, "capacity_bytes": 300 * KIB, "io_threads": 2}
+    with slab_store.open(ops, **options, piece_bytes=BLOCK) as harness:
+        for first in range(0, 80, 8):
+            assert harness.store(K[first : first + 8]) == {}
+        segments = len(harness.tier._store.catalog.segments)
+        ops.fail(errno.ENOSPC, on="pwritev", times=4)
+        hang = ops.hang(on="unlink", times=1)
+
+        async def both():
+            jobs = [
+                make_job(900 + i, L[i : i + 2], range(i, i + 2), is_promotion=False) for i in (0, 2)
+            ]
+            tasks = [asyncio.create_task(harness.tier.store(job)) for job in jobs]
+            await entered(hang)
+            hang.release()
+            return [await task for task in tasks]
+
+        assert harness.run(both()) == [{}, {}]
+        assert len(harness.tier._store.catalog.segments) == segments - 1
         sound(harness.tier)
 
 

@@ -18,8 +18,9 @@ class World:
         self.taken = []
         self.running = []
 
-    def call(self, items):
+    def call(self, items, is_awaited):
         self.taken.append(list(items))
+        self.is_awaited = is_awaited
 
     async def run(self, call):
         call()
@@ -114,10 +115,12 @@ def test_who_is_cancelled_during_the_call_waits_for_its_end():
     async def scenario(world):
         task = world.add(1)
         await settle()
+        assert world.is_awaited()
         for _ in range(2):
             task.cancel()
             await settle()
             assert not task.done()
+            assert not world.is_awaited()
         world.end()
         await settle()
         assert task.cancelled()

@@ -333,3 +333,9 @@ def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(slab_store, cap
     with slab_store.open(verify=False) as harness:
         assert not caplog.messages, "the journal was written anew"
         assert isinstance(harness.load([K[11]])[0], CorruptBlockError), "it is still suspect"
+
+
+def test_the_time_for_an_opening_grows_with_the_blocks_that_there_may_be(slab_store):
+    tier = slab_store.tier(capacity_bytes=1_000_000 * BLOCK)
+    assert tier.opening_s(BLOCK) == pytest.approx(10.0)
+    assert tier.opening_s(10 * BLOCK) == pytest.approx(1.0)

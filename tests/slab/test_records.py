@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload_async.tables.keymap import PART_AT
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
@@ -12,11 +13,13 @@ from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     MAX_KEY_BYTES,
     RECORD_BYTES,
+    by_part,
     checkpoint,
     checkpoint_units,
     frame,
     keys_of,
     live_rows,
+    picked,
     places_of,
     put_records,
     removal_records,
@@ -227,3 +230,32 @@ def test_a_flipped_bit_in_the_manifest_is_seen_or_changes_nothing(data):
 def test_what_is_no_manifest_says_why(content, reason):
     with pytest.raises(UnreadableManifestError, match=reason):
         Manifest.decode(content)
+
+
+# -- what follows the last good frame --------------------------------------------------------------
+
+
+def test_a_frame_that_is_there_as_a_whole_and_damaged_is_not_torn():
+    whole = frame(1, put_record(K[0], 0, b"d" * 16), SEED)
+    damaged = whole[:-1] + bytes([whole[-1] ^ 1])
+    assert not scan(damaged, SEED).is_torn
+    assert scan(whole[:-1], SEED).is_torn
+    assert scan(whole[:RECORD_BYTES], SEED).is_torn
+    assert scan(b"", SEED).is_torn
+    assert not scan(bytes(RECORD_BYTES), SEED).is_torn, "zeros are no frame, and as long as one"
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(K), unique=True, min_size=1), st.booleans())
+def test_keys_of_one_part_of_a_map_come_together_and_none_is_left_out(keys, has_longer):
+    if has_longer:
+        keys = [*keys, OffloadKey(K[0] * 2)]
+    units = scan(frame(1, put_records(keys, 0, [b""] * len(keys)), SEED), SEED).units
+    rows = np.arange(1, 1 + len(keys))
+    order = by_part(units, rows)
+    found = keys_of(picked(units, rows[order]))
+    assert found == [keys[number] for number in order.tolist()]
+    parts = [key[PART_AT] for key in found]
+    assert parts == sorted(key[PART_AT] for key in keys)

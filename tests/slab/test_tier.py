@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 
 import pytest
 from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, entered, is_segment, sound
@@ -12,6 +13,9 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps, is_direct
 from kvoffload_async.testing.harness import key_of, make_job
+from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.places import segment_of, slot_of
 
 # -- the capacity, and who goes -------------------------------------------------------------------
 
@@ -70,6 +74,20 @@ def test_a_store_that_may_still_grow_evicts_nothing_for_the_sake_of_neighbours(s
         assert not any(isinstance(event, BlocksEvicted) for event in harness.events)
 
 
+def spelled_out(slots, num_segments):
+    """What a store takes, in bytes: everything beside the blocks has its reason here."""
+    small_files = 16 * 4096  # folders, lock, session, manifest and its successor, roundings
+    beside_a_slot = 2 * 12 + 36 + 4  # two extents in leaves that are half empty; its last use
+    beside_a_segment = 4096 + 4096 + 64  # header, first extent block, name
+    journal = slots + -(-slots // 64) + max(32, slots // 2)  # records, their frames' headers, log
+    return (
+        small_files
+        + slots * (BLOCK + beside_a_slot)
+        + num_segments * beside_a_segment
+        + 2 * journal * 128  # the one in use, and the next
+    )
+
+
 def test_the_capacity_is_never_exceeded_and_nearly_used(slab_store):
     capacity = 2048 * KIB
     with slab_store.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
@@ -79,13 +97,26 @@ def test_the_capacity_is_never_exceeded_and_nearly_used(slab_store):
             assert harness.store(keys) == {}
             largest = max(largest, slab_store.disk_bytes())
             assert slab_store.disk_bytes() <= capacity
+        segments = harness.tier._store.catalog.segments
+        slots = sum(segments.values())
+        assert spelled_out(slots, len(segments)) <= capacity
+        assert spelled_out(slots + 1, len(segments) + 1) > capacity, "there is no room for one more"
         ahead = harness.tier._allocator._budget.slots_ahead
-        assert (len(harness.tier._store.catalog) + ahead) * BLOCK > 0.8 * capacity
+        assert len(harness.tier._store.catalog) >= slots - ahead
+        assert largest > 0.95 * capacity, "what is reckoned with is used"
         sound(harness.tier)
     assert slab_store.disk_bytes() <= capacity
     with slab_store.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:
         assert harness.load(keys) == {}
         assert slab_store.disk_bytes() <= capacity
+
+
+@pytest.mark.parametrize(
+    ("block", "share"), [(4 * KIB, 0.9), (64 * KIB, 0.99), (1024 * KIB, 0.999)]
+)
+def test_what_lies_beside_the_blocks_of_a_large_store_takes_its_share_and_no_more(block, share):
+    capacity = 10 << 30
+    assert Budget.of(capacity, block, 1 << 30).most_slots * block > share * capacity
 
 
 class MeasuringFileOps(FaultyFileOps):
@@ -227,3 +258,30 @@ def test_with_fdatasync_blocks_are_on_the_device_before_they_are_journalled(slab
         assert names.index(("fdatasync", True)) > names.index(("pwritev", True))
         assert names.index(("pwrite", False)) > names.index(("fdatasync", True))
         assert names[-1] == ("fdatasync", False)
+
+
+@pytest.mark.parametrize("direct_io", [False, True])
+def test_a_segment_that_ends_behind_a_blocks_bytes_and_within_its_slot_has_the_block(
+    tmp_path, direct_io
+):
+    slab_store = SlabStore(tmp_path, block_bytes=5000)
+    with slab_store.open(direct_io=direct_io) as harness:
+        assert harness.store(K[:4]) == {}
+        ((place, key), *_) = sorted(((p, k) for k, p in slab_store.places().items()), reverse=True)
+        path = slab_store.folder / segment_name(segment_of(place))
+        end = slab_store.size_of(slot_of(place)) + 5000
+        os.truncate(path, end)
+        assert harness.load(K[:4]) == {}
+        os.truncate(path, end - 1)
+        failures = harness.load(K[:4])
+        assert {K[index] for index in failures} == {key}
+
+
+def test_jobs_that_grow_are_moved_past_the_page_cache_in_memory_that_is_long_enough(tmp_path):
+    slab_store = SlabStore(tmp_path, block_bytes=5000)  # no whole pages: by way of aligned memory
+    with slab_store.open(direct_io=True) as harness:
+        for count in 1, 4, 2, 8:
+            keys = [key_of(100 * count + number) for number in range(count)]
+            assert harness.store(keys) == {}
+            assert harness.load(keys) == {}
+            assert all(harness.holds(key, slot) for slot, key in enumerate(keys))

@@ -1,16 +1,19 @@
 """Keys, numbers and lists of numbers, against dictionaries and lists."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvoffload_async.abc import ranking as ranking_module
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.errors import StateError
+from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.tables.arrays import integers, long_integers, objects, small_integers
 from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
+from kvoffload_async.tables.keymap import MOST_PARTS, PART_AT, KeyMap
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.testing.harness import key_of
@@ -28,7 +31,9 @@ some_keys = st.lists(st.sampled_from(K), unique=True, max_size=6)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["update", "set", "discard", "discard_present", "change", "take"]),
+            st.sampled_from(
+                ["update", "fill", "set", "discard", "discard_present", "change", "take"]
+            ),
             some_keys,
         )
     )
@@ -53,8 +58,8 @@ def test_a_map_is_a_dictionary(steps):
             model.update(dict.fromkeys(keys, 7))
             continue
         model.update(zip(keys, numbers, strict=True))
-        if what == "update":
-            found.update(keys, numbers)
+        if what in ("update", "fill"):
+            getattr(found, what)(keys, numbers)
         else:
             for key, value in zip(keys, numbers, strict=True):
                 found.set(key, value)
@@ -85,10 +90,23 @@ def test_keys_are_spread_evenly_whether_their_hashes_are_random_or_counted():
         assert max(map(len, spread.parts)) < 2 * 64
 
 
-@pytest.mark.parametrize("call", ["get", "find", "update"])
+@given(st.lists(st.sampled_from(K), min_size=1), st.booleans())
+def test_a_table_is_filled_with_many_keys_as_with_one_by_one(keys, by_part):
+    keys = sorted(dict.fromkeys(keys), key=lambda key: key[PART_AT] if by_part else key)
+    numbers = np.random.default_rng(0).permutation(len(keys))
+    filled, added = KeyTable(len(K)), KeyTable(len(K))
+    filled.fill(keys, numbers)
+    added.add(keys, numbers.tolist())
+    assert filled.items() == added.items()
+    assert filled.keys_in(range(len(keys))) == added.keys_of(range(len(keys)))
+    assert filled.remove([0]) == added.remove([0])
+
+
+@pytest.mark.parametrize("call", ["get", "find", "update", "fill"])
 def test_what_is_too_short_to_be_a_key_is_an_error_that_says_so(call):
     short = OffloadKey(b"abc")
     arguments = {"get": [short], "find": [[K[0], short]], "update": [[K[0], short], [1, 2]]}
+    arguments["fill"] = arguments["update"]
     with pytest.raises(StateError, match=r"b'abc' is no key: .*make_offload_key"):
         getattr(KeyMap(), call)(*arguments[call])
 
@@ -142,6 +160,13 @@ class ListsMachine(RuleBasedStateMachine):
         self.lists.append(numbers, which)
         self.model[which] += numbers
 
+    @rule(which=st.integers(0, 1), start=st.integers(0, CAPACITY - 1), length=st.integers(1, 5))
+    def append_range(self, which, start, length):
+        numbers = range(start, min(start + length, CAPACITY))
+        if not {*self.model[0], *self.model[1]}.intersection(numbers):
+            self.lists.append(numbers, which)
+            self.model[which] += numbers
+
     @precondition(lambda self: any(self.model))
     @rule(data=st.data(), which=st.integers(0, 1), how=st.sampled_from(["any", "run", "nur"]))
     def move_or_remove(self, data, which, how):
@@ -187,6 +212,21 @@ def test_a_ranking_ignores_keys_that_are_absent_or_named_twice():
     ranking.discard([K[1], K[9], K[1]])
     assert (len(ranking), set(ranking), K[1] in ranking) == (2, {K[2], K[0]}, False)
     assert list(ranking.violations()) == []
+
+
+@pytest.mark.parametrize("policy", [LruPolicy, ArcPolicy])
+def test_a_ranking_that_is_filled_ranks_as_one_that_admits(policy, monkeypatch):
+    monkeypatch.setattr(ranking_module, "_PORTION", 7)
+    filled, admitted = KeyRanking(policy(40)), KeyRanking(policy(40))
+    order = np.random.default_rng(1).permutation(30)
+    filled.fill(30, [(part, [K[n] for n in part]) for part in np.split(order, [11, 12])])
+    admitted.admit(K[:30])
+    for ranking in filled, admitted:
+        assert ranking.resident() == K[:30]
+        assert list(ranking.violations()) == []
+        assert len(ranking) == 30
+    assert filled.admit(K[30:33]) == admitted.admit(K[30:33])
+    assert filled.make_room(K[33:40], 7, bool) == admitted.make_room(K[33:40], 7, bool)
 
 
 def test_a_policy_that_ranks_other_slots_than_it_was_given_is_a_violation():

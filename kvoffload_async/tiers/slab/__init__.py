@@ -73,9 +73,10 @@ is allocated already, is begun. It gets every append from then on, and behind ea
 all slots were looked at, records of blocks that are there, in frames of at most 64: as many as are
 needed for it to be complete when half of the rest is full. It is waited for on the device,
 by no store, and renamed over the journal. Up to the rename it means nothing, and from then on the
-old one does: a kill leaves one of the two, each of them complete. One that cannot be written or
-waited for is given up, and begun in a new file later. A journal of up to 8192 units is written anew
-by the append that has no room.
+old one does: a kill leaves one of the two, each of them complete. An append for which there is no
+room before it is on the device waits for that, up to its job's deadline. One that cannot be written
+or waited for is given up, and begun in a new file later. A journal of up to 8192 units is written
+anew by the append that has no room.
 
 **Session.** 128 bytes, then for each segment its number and how many slots it has, 8 bytes each,
 and 4 bytes a slot: the tick of its last use when the store was last closed.
@@ -135,5 +136,6 @@ smaller ones in a small store. Jobs go to them in turn, as the kernel lets one t
 write into a file. Once there are as many as fit, up to 256 slots stand free, though never more than
 a sixteenth of them or 32 MiB: so blocks that are stored together find neighbouring slots, also
 after long use. A disk that is full earlier ends the growth; if even the journal has no room, a
-segment is given back, by unlinking it. Growth is tried again after a minute.
+segment is given back, by unlinking it. Once one was given back in vain, jobs fail for want of room
+and the store stays as it is, until something can be stored. Growth is tried again after a minute.
 """

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.tiers.files.anchor import LostDirectoryError
 from kvoffload_async.tiers.files.failure import mapped
 from kvoffload_async.tiers.slab.budget import Budget
@@ -33,6 +34,11 @@ _LEAST_SHARE = 16
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+def is_disk_full(error: TierError | None) -> bool:
+    """Tell whether a block failed because of the disk, and not for want of blocks to evict."""
+    return isinstance(error, TierFullError) and error.__cause__ is not None
+
+
 class Allocator:
     """Allocates the slots of one open store. Thread: loop."""
 
@@ -45,6 +51,10 @@ class Allocator:
         self._limited_until_s = 0.0
         self._is_grown = False
         """Whether the capacity has no room for another segment."""
+        self.num_shrinks = 0
+        """How many segments were given back to a disk that is full."""
+        self._is_futile = False
+        """Whether nothing could be stored in spite of the last one."""
 
     async def claim(self, keys: Sequence[OffloadKey]) -> list[Place]:
         """Return places for keys that are absent, ascending: for the first of them, if for fewer.
@@ -61,9 +71,18 @@ class Allocator:
             self._env.blocks_evicted(victims)
         return places
 
-    async def shrink(self) -> bool:
-        """Give a segment back to a disk that is full; False if none can be given."""
+    async def shrink(self, seen: int) -> bool:
+        """Give a segment back to a disk that is full; False if none can be given, or in vain.
+
+        Nothing more is given once that has not helped, until something could be stored again: a
+        disk or a quota that refuses all the same is not to empty the store.
+
+        Args:
+            seen: What `num_shrinks` was before that showed; one that was given since is enough.
+        """
         async with self._resizing:
+            if self._is_futile or self.num_shrinks != seen:
+                return not self._is_futile
             data_path, catalog = self._store.data_path, self._store.catalog
             idle = catalog.idle_segments()
             if not idle:
@@ -84,6 +103,7 @@ class Allocator:
                 data_path.journal.note_gone(lost)
                 return False
             self._is_grown = False
+            self.num_shrinks += 1
             self._limit(sum(catalog.segments.values()) + slots // 2)
             logger.warning(
                 "%s: the disk is full below the capacity; %d blocks were dropped",
@@ -91,6 +111,10 @@ class Allocator:
                 len(keys),
             )
             return True
+
+    def note_shrunk(self, *, has_helped: bool) -> None:
+        """Learn whether anything could be stored, at least after a segment was given back."""
+        self._is_futile = not has_helped
 
     async def _grow(self, wanted: int) -> bool:
         """Add segments; False if there will be no more now."""

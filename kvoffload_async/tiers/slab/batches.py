@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -18,7 +18,7 @@ from kvoffload_async.tiers.slab.records import PackedRun, put_records
 from kvoffload_async.tiers.slab.runs import Run, joined
 from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.tiers.slab.table import RecordTable, split_digests
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,20 @@ class Blocks(NamedTuple):
     keys: Sequence[OffloadKey]
     places: Sequence[Place]
     rows: Sequence[int]
+
+
+def in_order_of_places(
+    job: JobMetadata, found: Sequence[Place | None]
+) -> tuple[Blocks, Sequence[int]]:
+    """Return the blocks of a job that are there, their places ascending, and their indices."""
+    rows: list[int] = job.block_ids.tolist()
+    places = [place for place in found if place is not None]
+    if len(places) == len(found) and sorted(places) == places:
+        return Blocks(job.keys, places, rows), range(len(places))
+    order = sorted((place, index) for index, place in enumerate(found) if place is not None)
+    indices = [index for _, index in order]
+    keys = [job.keys[index] for index in indices]
+    return Blocks(keys, sorted(places), [rows[index] for index in indices]), indices
 
 
 class Batch:
@@ -167,15 +181,20 @@ class StoreBatch(Batch):
         )
 
     @classmethod
-    def finish(cls, data_path: DataPath, batches: Sequence[Self]) -> None:
-        """Journal what was written, all of it in one append. Thread: an I/O thread."""
+    def finish(
+        cls, data_path: DataPath, batches: Sequence[Self], is_awaited: Callable[[], bool]
+    ) -> None:
+        """Journal what was written, all of it in one append; see `Journal.commit`.
+
+        Thread: an I/O thread.
+        """
         written = [run for batch in batches for run in batch.records()]
         try:
             numbers = {segment_of(place) for place, _ in written}
             data_path.segments.check(numbers)
             if data_path.fdatasync:
                 data_path.segments.sync(numbers, min(batch.sync_failures for batch in batches))
-            data_path.journal.commit(written)
+            data_path.journal.commit(written, is_awaited)
         except OSError as error:
             for batch in batches:
                 batch.fail(error)

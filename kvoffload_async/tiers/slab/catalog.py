@@ -16,7 +16,7 @@ from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.tables.arrays import long_integers
 from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tiers.slab.places import Place, place_of, segment_of, slot_of
+from kvoffload_async.tiers.slab.places import Place, SlotNumbers, place_of, segment_of
 from kvoffload_async.tiers.slab.runs import joined
 from kvoffload_async.tiers.slab.slots import FreeRuns
 from kvoffload_async.types import OffloadKey
@@ -80,27 +80,30 @@ class Catalog:
         self._slots[segment] = slots
         self._free.free(place_of(segment, 0), slots)
 
-    def fill(self, places: npt.NDArray[np.int64], keys: Iterable[Sequence[OffloadKey]]) -> bool:
-        """Take in the blocks found at the start, the least recent first.
+    def fill(
+        self,
+        places: npt.NDArray[np.int64],
+        portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]],
+    ) -> bool:
+        """Take in the blocks found at the start.
 
         Args:
-            places: Where they are.
-            keys: Theirs, in portions.
+            places: Where they are, the least recent first.
+            portions: Which of them, and their keys; see `KeyRanking.fill`.
 
         Returns:
             Whether every key came once; if not, this is of no use any more.
         """
-        for segment, slots in self._slots.items():
+        slots = SlotNumbers(self._slots)
+        is_free = np.ones(slots.total, dtype=np.bool_)
+        is_free[slots.of(places)[0]] = False
+        for segment, first, behind in slots.ranges():
             self._free.drop_segment(segment)
-            is_free = np.ones(slots, dtype=np.bool_)
-            is_free[slot_of(places[segment_of(places) == segment])] = False
-            for start, stop in _runs(is_free):
+            for start, stop in _runs(is_free[first:behind]):
                 self._free.free(place_of(segment, start), stop - start)
-        done = 0
-        for portion in keys:
-            self._enter(portion, places[done : done + len(portion)].tolist())
-            done += len(portion)
-        return len(self._ranking.map) == done
+        np.asarray(self._place_of)[: len(places)] = places
+        self._ranking.fill(len(places), portions)
+        return len(self._ranking.map) == len(places)
 
     def idle_segments(self) -> list[int]:
         """Return the segments whose blocks may all go, that with the fewest first."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
+
+Call = Callable[[Sequence[T], Callable[[], bool]], None]
+"""Takes items, and what tells whether anybody still waits for them. Thread: an I/O thread."""
 
 _PATIENCE_S: Final = 0.25
 """How long a call may take before those who came meanwhile get one of their own."""
@@ -23,10 +27,19 @@ _MOST_CALLS: Final = 3
 Runner = Callable[[Callable[[], None]], Awaitable[None]]
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter(Generic[T]):
+    """Who waits, and whether it does so still."""
+
+    item: T
+    future: asyncio.Future[BaseException | None]
+    is_waiting: bool = True
+
+
 class GroupedCall(Generic[T]):
     """A call that takes several items. Thread: loop; the call itself is made by an I/O thread."""
 
-    def __init__(self, name: str, call: Callable[[Sequence[T]], None], run: Runner) -> None:
+    def __init__(self, name: str, call: Call[T], run: Runner) -> None:
         """Describe it, on the loop that awaits it.
 
         Args:
@@ -38,18 +51,21 @@ class GroupedCall(Generic[T]):
         self._call = call
         self._run = run
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[tuple[T, asyncio.Future[BaseException | None]]] = []
+        self._waiting: list[_Waiter[T]] = []
         self._current: object | None = None
         """The last call that was begun, as long as it is not taken for one that hangs."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, item: T) -> asyncio.Future[BaseException | None]:
         """Have the next call take an item; the future ends with what that raises."""
-        future: asyncio.Future[BaseException | None] = self._loop.create_future()
-        self._waiting.append((item, future))
+        return self._enqueue(item).future
+
+    def _enqueue(self, item: T) -> _Waiter[T]:
+        waiter = _Waiter[T](item, self._loop.create_future())
+        self._waiting.append(waiter)
         if self._current is None:
             self._start()
-        return future
+        return waiter
 
     async def add(self, item: T) -> BaseException | None:
         """Return what the call raises that takes the item.
@@ -57,17 +73,18 @@ class GroupedCall(Generic[T]):
         Cancelled, it returns when the call has ended, or at once if that has not begun: then it
         leaves the item out.
         """
-        future = self.begin(item)
+        waiter = self._enqueue(item)
+        future = waiter.future
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
             try:
                 await asyncio.wait({future})
             except asyncio.CancelledError as error:
                 cancelled = error
-                mine = (item, future)
-                if mine in self._waiting:
-                    self._waiting.remove(mine)
-                    future.set_result(error)
+                waiter.is_waiting = False
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+                    break
         if cancelled is not None:
             try:
                 raise cancelled
@@ -100,7 +117,7 @@ class GroupedCall(Generic[T]):
             self._start()
 
     async def _serve(self, call: object) -> None:
-        group: Sequence[tuple[T, asyncio.Future[BaseException | None]]] = ()
+        group: Sequence[_Waiter[T]] = ()
         failure: BaseException | None = None
         try:
             while self._waiting and self._current is call:
@@ -108,7 +125,7 @@ class GroupedCall(Generic[T]):
                 failure = None
                 timer = self._loop.call_later(_PATIENCE_S, self._give_up, call)
                 try:
-                    await self._run(partial(self._call, [item for item, _ in group]))
+                    await self._run(partial(self._make, group))
                 except Exception as error:  # noqa: BLE001 - handed to those who wait
                     failure = error
                 finally:
@@ -122,11 +139,15 @@ class GroupedCall(Generic[T]):
                 self._current = None
             del group, failure  # what is raised holds this frame, and with it the job's memory
 
+    def _make(self, group: Sequence[_Waiter[T]]) -> None:
+        """Make the call. Thread: an I/O thread."""
+        self._call(
+            [waiter.item for waiter in group],
+            lambda: any(waiter.is_waiting for waiter in group),
+        )
 
-def _end(
-    group: Sequence[tuple[T, asyncio.Future[BaseException | None]]],
-    error: BaseException | None,
-) -> None:
-    for _, future in group:
-        if not future.done():
-            future.set_result(error)
+
+def _end(group: Sequence[_Waiter[T]], error: BaseException | None) -> None:
+    for waiter in group:
+        if not waiter.future.done():
+            waiter.future.set_result(error)

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 _LEAST_SHARE = 32
 """A journal is written anew at the opening where less room than this part of it is left."""
 
-_SYNC_TIMEOUT_S = 60.0
-"""How long an append for which there is no room waits for that."""
+_POLL_S = 0.02
+"""How often an append without room looks whether anybody still waits for it."""
 
 
 class Journal:
@@ -90,7 +90,7 @@ class Journal:
         self._replaced: list[int] = []
         """Files that are not in use any more; closing them frees their space, which takes time."""
         self._is_folder_synced = False
-        self._skipped = 0  # how many appends have failed since the last one that did not
+        self._skipped = 0  # appends that have failed since the last one that did not
         self.sequence = 0
         """The highest number that a frame has or had."""
 
@@ -154,13 +154,16 @@ class Journal:
         if len(records):
             self._removed.append(removal_records(places_of(records)))
 
-    def flush(self) -> None:
-        """Write the removals noted so far; raises OSError, and then they are still noted."""
+    def flush(self, is_awaited: Callable[[], bool]) -> None:
+        """Write the removals noted so far; see `commit`."""
         if self._removed:
-            self.commit(())
+            self.commit((), is_awaited)
 
-    def commit(self, puts: Sequence[PackedRun]) -> None:
+    def commit(self, puts: Sequence[PackedRun], is_awaited: Callable[[], bool]) -> None:
         """Write the removals noted so far and these puts, in one append.
+
+        Where there is no room before the next journal is on the device, it waits for that as long
+        as a job still waits for this: so the job's deadline is that of the wait as well.
 
         Raises:
             OSError: Nothing was written; the removals are still noted.
@@ -176,8 +179,9 @@ class Journal:
                 has_room = self._end_units + len(body) // RECORD_BYTES < self._max_units
                 if has_room or self._next is None or not self._next.is_syncing:
                     break
-                if not self._mutex.wait(_SYNC_TIMEOUT_S):
+                if not is_awaited():
                     raise OSError(errno.ETIMEDOUT, "the next journal does not reach the device")
+                self._mutex.wait(_POLL_S)
             try:
                 if has_room:
                     self._append(body)
@@ -217,15 +221,13 @@ class Journal:
         with self._mutex:
             following.is_syncing = False
             self._mutex.notify_all()
-            try:
-                if following.is_abandoned:
-                    following.close()
-                elif failure is not None:
-                    self._abandon(failure)
-                elif following.is_complete:
-                    self._try_to_switch()
-            finally:
-                replaced, self._replaced = self._replaced, []
+            if following.is_abandoned:
+                following.close()
+            elif failure is not None:
+                self._abandon(failure)
+            elif following.is_complete:
+                self._try_to_switch()
+            replaced, self._replaced = self._replaced, []
         for fd in replaced:
             self._ops.close(fd)
 
@@ -254,10 +256,7 @@ class Journal:
             self._table.put(place, packed)
 
     def _disown(self, puts: Sequence[PackedRun]) -> None:
-        """Take back puts that may or may not be on disk after a failure.
-
-        Their removals are written before their slots are written to again, like any others.
-        """
+        """Take back puts that may or may not be on disk; their removals are written as any are."""
         for first, packed in puts:
             count = len(packed) // RECORD_BYTES
             self._removed.append(self._table.remove(range(first, first + count)))

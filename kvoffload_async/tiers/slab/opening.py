@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.anchor import Anchor
@@ -160,7 +158,7 @@ class OpenStore:
         session_fd, self._session_fd = self._session_fd, None
         try:
             if session_fd is not None:
-                self.data_path.journal.flush()
+                self.data_path.journal.flush(is_awaited=lambda: False)
                 self._end_session(session_fd)
         except OSError as error:
             logger.warning(
@@ -252,7 +250,7 @@ class OpenStore:
         if catalog is None:
             raise ValueError("two records of a key are left")
         scanned, data_path = recovered.scanned, self.data_path
-        data_path.table.fill(scanned.units, np.sort(recovered.rows))
+        data_path.table.fill(scanned.units, recovered.in_order())
         self._vouches = data_path.journal.open(
             scanned.end_bytes, scanned.sequence, anew=recovered.is_suspect
         )

@@ -6,6 +6,7 @@ never are, so that a run of places is always within one file.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Final, TypeVar
 
 import numpy as np
@@ -36,3 +37,34 @@ def segment_of(place: PlaceOrPlaces) -> PlaceOrPlaces:
 def slot_of(place: PlaceOrPlaces) -> PlaceOrPlaces:
     """Return the slot of a place, or of each of an array of them."""
     return place & _SLOT_MASK
+
+
+class SlotNumbers:
+    """Numbers for the slots of all segments, without gaps: what arrays by slot are indexed with.
+
+    Attributes:
+        total: How many slots there are.
+    """
+
+    def __init__(self, segments: Mapping[int, int]) -> None:
+        """Number them; given segment -> its slots."""
+        self._segments = np.array(sorted(segments), dtype=np.int64)
+        self._sizes = np.array([segments[n] for n in sorted(segments)], dtype=np.int64)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self.total = int(self._sizes.sum())
+
+    def of(
+        self, places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the number of each place, and whether there is such a place: else it is void."""
+        if not len(self._segments):
+            return np.zeros(len(places), dtype=np.int64), np.zeros(len(places), dtype=np.bool_)
+        of, slots = segment_of(places), slot_of(places)
+        which = np.minimum(np.searchsorted(self._segments, of), len(self._segments) - 1)
+        exists = (self._segments[which] == of) & (slots < self._sizes[which])
+        return self._starts[which] + slots, exists
+
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Yield each segment, in their order, with its first number and that behind its last."""
+        stops = self._starts + self._sizes
+        yield from zip(self._segments.tolist(), self._starts.tolist(), stops.tolist(), strict=True)

@@ -26,7 +26,7 @@ from kvoffload_async.tiers.slab.layout import (
     segment_number,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
+from kvoffload_async.tiers.slab.places import SlotNumbers
 from kvoffload_async.tiers.slab.records import RecordRows, Scan, live_rows, scan
 from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES, SegmentHeader
 from kvoffload_async.tiers.slab.session import Session
@@ -135,13 +135,14 @@ def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
 
     The journal knows the uses up to when it was written, a session those up to its end.
     """
-    places = scanned.units["place"][rows]
-    segments = segment_of(places)
-    for number, uses in session.uses.items():
-        mine = np.flatnonzero(segments == number)
-        mine = mine[slot_of(places[mine]) < len(uses)]
-        known = scanned.units["use"][rows[mine]]
-        scanned.units["use"][rows[mine]] = np.maximum(known, uses[slot_of(places[mine])])
+    slots = SlotNumbers({number: len(uses) for number, uses in session.uses.items()})
+    ticks = np.zeros(slots.total, dtype=np.uint32)
+    for number, start, stop in slots.ranges():
+        ticks[start:stop] = session.uses[number]
+    index, exists = slots.of(scanned.units["place"][rows])
+    mine = rows[exists]
+    known = scanned.units["use"][mine]
+    scanned.units["use"][mine] = np.maximum(known, ticks[index[exists]])
 
 
 def by_use(scanned: Scan, rows: RecordRows) -> RecordRows:
@@ -198,7 +199,7 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
         size_bytes = ops.fstat(fd).st_size
         if max_bytes is not None:
             size_bytes = min(size_bytes, max_bytes)
-        buffer = memoryview(bytearray(size_bytes))
+        buffer = np.empty(size_bytes, dtype=np.uint8).data  # writing zeros would hold up the loop
         done = 0
         while done < len(buffer):
             count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], done)

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvoffload_async.tables.keymap import PART_AT
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
+from kvoffload_async.tiers.slab.places import Place, SlotNumbers
 from kvoffload_async.types import OffloadKey
 
 RECORD_BYTES: Final = 128
@@ -133,13 +134,33 @@ def keys_of(records: Records) -> list[OffloadKey]:
         return []
     lengths = records["key_bytes"]
     longest = int(lengths.max())
+    if (lengths == longest).all():
+        keys: list[OffloadKey] = records.view(_key_only(longest))["key"].tolist()
+        return keys
     columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)[:, -MAX_KEY_BYTES:]
     packed = columns[:, :longest].tobytes()
     starts = range(0, len(packed), longest)
-    if (lengths == longest).all():
-        return [OffloadKey(packed[start : start + longest]) for start in starts]
     ends = (np.arange(len(records)) * longest + lengths).tolist()
     return [OffloadKey(packed[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _key_only(key_bytes: int) -> np.dtype[np.void]:
+    return np.dtype(
+        {
+            "names": ["key"],
+            "formats": [f"V{key_bytes}"],
+            "offsets": [KEY_AT],
+            "itemsize": RECORD_BYTES,
+        }
+    )
+
+
+def by_part(units: Records, rows: RecordRows) -> RecordRows:
+    """Return in which order of some units keys come together that are in one part of a `KeyMap`."""
+    columns = units.view(np.uint8).reshape(-1, RECORD_BYTES)
+    at = KEY_AT + PART_AT + units["key_bytes"][rows].astype(np.int64)
+    order: RecordRows = np.argsort(columns[rows, np.minimum(at, RECORD_BYTES - 1)], kind="stable")
+    return order
 
 
 def picked(units: Records, rows: RecordRows) -> Records:
@@ -280,18 +301,10 @@ def live_rows(scanned: Scan, segments: Mapping[int, int]) -> RecordRows:
         scanned: The journal.
         segments: Segment -> its slots; records of places elsewhere are left out.
     """
-    numbers = np.array(sorted(segments), dtype=np.int64)
-    sizes = np.array([segments[number] for number in sorted(segments)], dtype=np.int64)
-    if not len(scanned.rows) or not len(numbers):
-        return np.zeros(0, dtype=np.int64)
-    rows = scanned.rows
-    places = scanned.units["place"][rows]
-    of, slots = segment_of(places), slot_of(places)
-    which = np.minimum(np.searchsorted(numbers, of), len(numbers) - 1)
-    exists = (numbers[which] == of) & (slots < sizes[which])
-    index = ((np.cumsum(sizes) - sizes)[which] + slots)[exists]
-    rows = rows[exists]
-    last = np.empty(int(sizes.sum()), dtype=np.int64)
+    slots = SlotNumbers(segments)
+    index, exists = slots.of(scanned.units["place"][scanned.rows])
+    index, rows = index[exists], scanned.rows[exists]
+    last = np.empty(slots.total, dtype=np.int64)
     last[index] = rows  # of equal indices, the last one stays
     live: RecordRows = rows[(last[index] == rows) & (scanned.units["kind"][rows] == PUT)]
     return live

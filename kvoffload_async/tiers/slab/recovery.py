@@ -36,6 +36,7 @@ from kvoffload_async.tiers.slab.records import (
     RecordRows,
     Records,
     Scan,
+    by_part,
     keys_of,
     picked,
 )
@@ -72,10 +73,21 @@ class Recovered:
         """Return some of the units."""
         return picked(self.scanned.units, rows)
 
-    def keys(self) -> Iterator[list[OffloadKey]]:
-        """Yield the keys of the blocks that may be served, in portions."""
-        for start in range(0, len(self.rows), _PORTION):
-            yield keys_of(self.records(self.rows[start : start + _PORTION]))
+    def keys(self) -> Iterator[tuple[RecordRows, list[OffloadKey]]]:
+        """Yield which of the blocks that may be served, and their keys: all of them, in portions.
+
+        Keys that are in one part of a `KeyMap` come together.
+        """
+        order = by_part(self.scanned.units, self.rows)
+        for start in range(0, len(order), _PORTION):
+            which = order[start : start + _PORTION]
+            yield which, keys_of(self.records(self.rows[which]))
+
+    def in_order(self) -> RecordRows:
+        """Return the rows, ascending."""
+        is_row = np.zeros(len(self.scanned.units), dtype=np.bool_)
+        is_row[self.rows] = True
+        return np.flatnonzero(is_row)
 
     def drop_doubles(self) -> None:
         """Keep one record of each key, the one that comes last in the journal.
@@ -83,7 +95,7 @@ class Recovered:
         Several there are only after damage.
         """
         last: dict[OffloadKey, int] = {}
-        in_order = np.sort(self.rows)
+        in_order = self.in_order()
         for start in range(0, len(in_order), _PORTION):
             part = in_order[start : start + _PORTION]
             last.update(zip(keys_of(self.records(part)), part.tolist(), strict=True))

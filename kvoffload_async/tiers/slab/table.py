@@ -126,7 +126,8 @@ class RecordTable:
             records = picked(units, rows[start : start + _STEP_SLOTS])
             segments = segment_of(records["place"])
             for segment in np.unique(segments).tolist():
-                mine = picked(records, np.flatnonzero(segments == segment))
+                is_mine = segments == segment
+                mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
                 self._parts[segment].fill(slot_of(mine["place"]), mine)
             self.has_suspects = self.has_suspects or bool((records["flags"] & SUSPECT).any())
             last_use = max(last_use, int(records["use"].max()))

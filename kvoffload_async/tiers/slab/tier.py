@@ -31,8 +31,14 @@ from kvoffload_async.tiers.files.failure import unusable
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.slab.allocator import Allocator
-from kvoffload_async.tiers.slab.batches import Blocks, DataPath, LoadBatch, StoreBatch
+from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
+from kvoffload_async.tiers.slab.batches import (
+    Blocks,
+    DataPath,
+    LoadBatch,
+    StoreBatch,
+    in_order_of_places,
+)
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.layout import StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
@@ -43,6 +49,9 @@ from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20
 """What the small jobs that run at once in one direction move together, at most."""
+
+_OPENING_S = 1e-5
+"""What a block in the store may cost at the opening; about ten times what it does."""
 
 _SHRINKS = 8
 """How many segments one job gives up at most, to a disk that is full."""
@@ -133,6 +142,10 @@ class SlabTier(AsyncTier):
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
 
+    def opening_s(self, block_bytes: int) -> float:
+        """Return the most that reading a full journal takes, many times over."""
+        return _OPENING_S * (self._settings.capacity_bytes // block_bytes)
+
     async def open(self, env: TierEnvironment) -> None:
         """Take the store's lock, read its journal, and announce what is in it.
 
@@ -211,7 +224,7 @@ class SlabTier(AsyncTier):
             for index, place in enumerate(found)
             if place is None
         }
-        blocks, order = _in_order_of_places(job, found)
+        blocks, order = in_order_of_places(job, found)
         if not order:
             return failures
         batch = LoadBatch(store.data_path, blocks)
@@ -274,22 +287,25 @@ class SlabTier(AsyncTier):
             if len(job.keys[index]) > MAX_KEY_BYTES
         }
         left = [index for index in indices if index not in failures] if failures else indices
+        allocator, seen = self._allocator, self._allocator.num_shrinks
         failures |= await self._store_some(store, job.keys, rows, left)
         if not failures:
             return {}
         for _ in range(_SHRINKS):
-            left = [index for index in left if _is_disk_full(failures.get(index))]
+            left = [index for index in left if is_disk_full(failures.get(index))]
             if not left:
                 break
             # Those that were written count as stored, so they must not go now.
             held = [place for place in store.catalog.find(job.keys) if place is not None]
             store.catalog.pin(held)
             try:
-                if not await self._allocator.shrink():
+                if not await allocator.shrink(seen):
                     break
+                seen = allocator.num_shrinks
                 again = await self._store_some(store, job.keys, rows, left)
             finally:
                 store.catalog.unpin(held)
+            allocator.note_shrunk(has_helped=not all(is_disk_full(again.get(i)) for i in left))
             failures = {i: e for i, e in failures.items() if i not in left} | again
         return failures
 
@@ -321,6 +337,8 @@ class SlabTier(AsyncTier):
                 store.catalog.release(places)
             raise
         self._take_in(store, batch, mine, places)
+        if len(batch.failures) < len(mine):
+            self._allocator.note_shrunk(has_helped=True)
         return failures | {indices[i]: error for i, error in batch.failures.items()}
 
     def _take_in(
@@ -378,22 +396,3 @@ class SlabTier(AsyncTier):
         if self._env is None:
             raise TierClosedError("the slab tier is not open")
         return self._env
-
-
-def _in_order_of_places(
-    job: JobMetadata, found: Sequence[Place | None]
-) -> tuple[Blocks, Sequence[int]]:
-    """Return the blocks of a job that are there, their places ascending, and their indices."""
-    rows: list[int] = job.block_ids.tolist()
-    places = [place for place in found if place is not None]
-    if len(places) == len(found) and sorted(places) == places:
-        return Blocks(job.keys, places, rows), range(len(places))
-    order = sorted((place, index) for index, place in enumerate(found) if place is not None)
-    indices = [index for _, index in order]
-    keys = [job.keys[index] for index in indices]
-    return Blocks(keys, sorted(places), [rows[index] for index in indices]), indices
-
-
-def _is_disk_full(error: TierError | None) -> bool:
-    """Tell whether a block failed because of the disk, and not for want of blocks to evict."""
-    return isinstance(error, TierFullError) and error.__cause__ is not None

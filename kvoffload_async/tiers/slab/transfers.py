@@ -11,7 +11,7 @@ Thread: loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction, IoRunner
@@ -33,6 +33,7 @@ class Transfers:
         probe, store = partial(io.run, Direction.NONE), partial(io.run, Direction.STORE)
         self._checks = GroupedCall("slab:check", self._check, probe)
         self._flushes = GroupedCall("slab:flush", self._flush, store)
+        self._notes = GroupedCall("slab:note", self._note, store)
         self._commits = GroupedCall("slab:commit", self._commit, store)
         self._tends = GroupedCall("slab:tend", self._tend, store)
 
@@ -51,7 +52,7 @@ class Transfers:
             batch.fail(error)
         else:
             batch.check()
-        if batch.corrupt and (error := await self._flushes.add(None)) is not None:
+        if batch.corrupt and (error := await self._notes.add(None)) is not None:
             logger.warning("a bad block's removal is not journalled yet: %s", str(error))
         if batch.error is not None:
             raise batch.error
@@ -78,7 +79,7 @@ class Transfers:
 
     async def close(self) -> None:
         """Wait until no thread is at work; no job may run any more."""
-        for call in (self._checks, self._flushes, self._commits, self._tends):
+        for call in (self._checks, self._flushes, self._notes, self._commits, self._tends):
             await call.close()
         await self._block_io.close()
 
@@ -126,19 +127,26 @@ class Transfers:
 
     # -- calls that are shared ------------------------------------------------------------------
 
-    def _check(self, segments: Sequence[set[int]]) -> None:
+    def _check(self, segments: Sequence[set[int]], _is_awaited: Callable[[], bool]) -> None:
         """Look whether folder and files are there still. Thread: an I/O thread."""
         self._data_path.anchor.check()
         self._data_path.segments.check(set[int]().union(*segments))
 
-    def _flush(self, _waiting: Sequence[None]) -> None:
+    def _flush(self, _waiting: Sequence[None], is_awaited: Callable[[], bool]) -> None:
         """Journal the removals noted so far. Thread: an I/O thread."""
-        self._data_path.journal.flush()
+        self._data_path.journal.flush(is_awaited)
 
-    def _commit(self, batches: Sequence[StoreBatch]) -> None:
+    def _note(self, _waiting: Sequence[None], _is_awaited: Callable[[], bool]) -> None:
+        """Journal that blocks are bad, if there is room: a load does not wait for it.
+
+        Thread: an I/O thread.
+        """
+        self._data_path.journal.flush(lambda: False)
+
+    def _commit(self, batches: Sequence[StoreBatch], is_awaited: Callable[[], bool]) -> None:
         """Journal what was written. Thread: an I/O thread."""
-        StoreBatch.finish(self._data_path, batches)
+        StoreBatch.finish(self._data_path, batches, is_awaited)
 
-    def _tend(self, _waiting: Sequence[None]) -> None:
+    def _tend(self, _waiting: Sequence[None], _is_awaited: Callable[[], bool]) -> None:
         """Go on with the next journal, which nobody waits for. Thread: an I/O thread."""
         self._data_path.journal.tend()
