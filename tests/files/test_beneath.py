@@ -14,7 +14,7 @@ from kvoffload_async.tiers.files.beneath import (
     open_by_kernel,
     suitable_opener,
 )
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps, names_in
 from kvoffload_async.tiers.files.roots import NotRegularFileError
 
 CREATE = os.O_RDWR | os.O_CREAT
@@ -70,6 +70,7 @@ CALLS = {
     "make folders": lambda ops, path: ops.make_folders(path),
     "rmdir": lambda ops, path: ops.rmdir(path),
     "entries": lambda ops, path: ops.entries(path),
+    "names": names_in,
     "rename away": lambda ops, path: ops.rename(path, path.rpartition("/")[0] + "/../stolen"),
 }
 
@@ -196,6 +197,7 @@ def test_a_walk_yields_links_and_does_not_follow_them(ops, root, outside):
     found = dict(ops.walk(str(root)))
     assert sorted(found) == [f"{root}/folder", f"{root}/folder/file", f"{root}/way"]
     assert dict(ops.entries(str(root))).keys() == {f"{root}/folder", f"{root}/way"}
+    assert set(names_in(ops, str(root))) == {"folder", "way"}
     (root / "way").unlink()
     (root / "way").symlink_to(root)  # a circle
     assert len(list(ops.walk(str(root)))) == 3

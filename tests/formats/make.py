@@ -62,8 +62,11 @@ SLAB = {
     "io_threads": 2,
 }
 
+FS = {"type": "fs", "model": "org/sample", "capacity_bytes": "1MiB"}
+
 MAKERS = {
-    "fs-1": (fill_fs, {"type": "fs", "model": "org/sample", "capacity_bytes": "1MiB"}),
+    "fs-1": (fill_fs, FS),
+    "fs-1-count": (fill_fs, FS),
     "slab-2-headers": (fill_slab, SLAB),
 }
 

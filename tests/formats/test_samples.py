@@ -7,6 +7,8 @@ from command_line import command
 from formats.samples import FOLDER, Opened, Sample
 
 from kvoffload_async import ConfigError
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.usage import read_usage
 
 __all__ = ["command"]
 
@@ -35,7 +37,8 @@ def truth(sample):
 
 
 def test_there_is_a_sample_of_every_version():
-    assert {"fs-1", "fs-1-key", "slab-1", "slab-2", "slab-2-key", "slab-2-headers"} <= set(NAMES)
+    assert {"fs-1", "fs-1-key", "fs-1-count"} <= set(NAMES)
+    assert {"slab-1", "slab-2", "slab-2-key", "slab-2-headers"} <= set(NAMES)
 
 
 def test_every_block_of_a_sample_is_served_with_its_bytes(sample, root):
@@ -89,3 +92,29 @@ def test_a_sample_with_a_key_is_served_to_nobody_without_it(sample, root):
         return
     with Opened(root, sample.tier) as opened:
         assert opened.load(sample.keys()) == {}
+
+
+@pytest.mark.parametrize("sample", ["fs-1-count"], indirect=True)
+def test_the_count_of_a_sample_is_read_and_goes_on(sample, root):
+    (path,) = root.glob("*_r0/.usage")
+    usage = read_usage(FileOps(), str(path.parent))
+    assert usage is not None
+    assert usage.is_complete
+    assert (usage.sequence, usage.settled_bytes) == (8, 126976)
+    assert [writer.has_ended(2) for writer in usage.writers.values()] == [True]
+    assert served(sample, root) == truth(sample)
+    after = read_usage(FileOps(), str(path.parent))
+    assert after is not None
+    assert after.sequence > 8
+    assert not after.writers
+
+
+def test_the_count_of_an_older_release_is_taken_anew(tmp_path):
+    sample = Sample.read("fs-1")
+    sample.unpack(tmp_path)
+    (path,) = tmp_path.glob("*_r0/.usage")
+    assert read_usage(FileOps(), str(path.parent)) is None
+    assert served(sample, tmp_path) == truth(sample)
+    usage = read_usage(FileOps(), str(path.parent))
+    assert usage is not None
+    assert usage.is_complete

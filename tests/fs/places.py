@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from kvoffload_async.registry import create_policy
+from kvoffload_async.testing.fileops import FileCall
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
@@ -86,6 +87,10 @@ class Place:
 
     def path(self, key: OffloadKey) -> Path:
         return Path(self.namespace.get_file_name(key))
+
+    def is_listed(self, call: FileCall) -> bool:
+        """Tell whether a call lists what is directly in the namespace, as each walk begins."""
+        return (call.name, call.path) == ("open", str(self.folder))
 
     def inventory(self) -> Inventory:
         roots = map(str, self.folder.iterdir())

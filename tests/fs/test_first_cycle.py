@@ -1,15 +1,20 @@
 """A capacity that became smaller takes the oldest blocks, once a whole cycle has seen them all."""
 
+import asyncio
 import math
 import os
 
 import pytest
-from fs.places import BLOCK, Place
+from fs.places import BLOCK, KIB, Place
 from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, trim
 
+from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
 from kvoffload_async.tiers.fs.ages import Ages
+from kvoffload_async.tiers.fs.known import KnownBlocks
+from kvoffload_async.tiers.fs.walk import Step
 
 
 @pytest.fixture
@@ -72,21 +77,146 @@ def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(place):
 
 
 @pytest.mark.usefixtures("slow_opening")
-def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(place):
+def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(place, caplog):
     by_age = fill(place, 60)
     with open_later(place, 8 * ROOM_FOR_8) as harness:
         rescan(harness)
+        trim(harness)
+    assert not caplog.messages
+    before_bytes = place.disk_bytes()
     with open_later(place, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
         housekeeping._task.cancel()
         assert list(harness.store(K[300:301])) == [0]
         assert place.blocks() == set(by_age)
         assert harness.load(by_age) == {}
+        trim(harness)
+        (waiting,) = caplog.messages
+        assert f"{before_bytes + 4 * KIB} bytes" in waiting  # with the entry of a writer
+        assert f"capacity_bytes is {ROOM_FOR_8}: blocks are served, and no new ones" in waiting
         rescan(harness)
         trim(harness)
         assert harness.store(K[300:301]) == {}
         assert K[300] in place.blocks()
         check(place, harness, ROOM_FOR_8)
+
+
+@pytest.mark.usefixtures("slow_opening")
+def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_ends(place):
+    fill(place, 60)
+    with open_later(place, 8 * ROOM_FOR_8) as harness:
+        rescan(harness)
+    full_bytes = place.disk_bytes() + 4 * KIB  # and 4 for the entry of a writer
+    with open_later(place, full_bytes) as harness:
+        space = harness.tier._space
+        harness.tier._housekeeping._task.cancel()
+        while len(space.known()) < 8:
+            harness.run(step(harness.tier._housekeeping))
+        assert space.blocks.is_first_cycle
+        assert harness.store(K[300:301]) == {}
+        assert len(evicted(harness)) > 0
+        rescan(harness)
+        check(place, harness, full_bytes)
+
+
+def test_a_block_that_could_not_be_ranked_is_seen_again_and_evicted_once():
+    ranking = KeyRanking(LruPolicy(2))
+    known = KnownBlocks(ranking, ())
+    known.learn(K[:3], {key: number for number, key in enumerate(K[:3])})
+    ranking.discard(K[2:3])
+    known.learn(K[:2], {key: number for number, key in enumerate(K[:2])})
+    known.ages.sorting()()
+    gone = []
+    while victims := known.take_oldest(1):
+        gone += victims
+        known.left(victims)
+    assert gone == K[:2]
+
+
+def test_a_block_that_could_not_be_ranked_and_is_used_is_not_among_the_oldest():
+    ranking = KeyRanking(LruPolicy(2))
+    known = KnownBlocks(ranking, ())
+    known.learn(K[:3], {key: number for number, key in enumerate(K[:3])})
+    ranking.discard(K[2:3])
+    known.learn(K[:1])
+    known.ages.sorting()()
+    assert known.take_oldest(3) == K[1:2]
+
+
+def test_opening_looks_at_everything_in_as_many_steps_as_that_takes(place, monkeypatch):
+    monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
+    by_age = fill(place, 20)
+    with open_later(place, 4 * ROOM_FOR_8) as harness:
+        assert harness.tier._space.known() == set(by_age)
+        assert not harness.tier._space.blocks.is_first_cycle
+
+
+def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(place):
+    with open_later(place, ROOM_FOR_8) as harness:
+        space = harness.tier._space
+        assert space.blocks.ages is None
+        fill(place, 60)
+        rescan(harness)
+        assert len(space.known()) == ROOM_FOR_8 // BLOCK
+        assert space.known() == place.blocks()
+        trim(harness)
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, monkeypatch):
+    monkeypatch.setattr(housekeeping_module, "_PORTION", 1)
+    monkeypatch.setattr("kvoffload_async.tiers.fs.known._SLOTS_AT_ONCE", 1)
+    with open_later(place, 3 * ROOM_FOR_8) as harness:
+        housekeeping, space = harness.tier._housekeeping, harness.tier._space
+        seen, ends = [], asyncio.Event()
+
+        async def others() -> None:
+            while not ends.is_set():
+                if (known := len(space.known())) not in seen:
+                    seen.append(known)
+                await asyncio.sleep(0)
+
+        async def learn(step) -> None:
+            task = asyncio.create_task(others())
+            await asyncio.sleep(0)
+            await housekeeping._learn(space, step)
+            ends.set()
+            await task
+
+        harness.run(learn(Step(found=dict.fromkeys(K[:5], 1.0))))
+        assert seen == [0, 1, 2, 3, 4, 5]
+        space.blocks.begin_cycle()
+        seen.clear()
+        ends.clear()
+        harness.run(learn(Step(ends_cycle=True)))  # none of them is there
+        assert seen == [5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (True, 10.0, 0.0, 50.0),
+        (True, 10.0, 2.0, 100.0),
+        (True, 0.0, 0.0, 0.1),
+        (False, 10.0, 0.0, 0.1),
+        (False, 10.0, 2.0, 8.0),
+    ],
+)
+def test_walks_rest_by_what_they_cost_and_less_while_nothing_can_be_stored(
+    place, monkeypatch, case
+):
+    is_known, took_s, cpu_s, rest_s = case
+    with open_later(place, 3 * ROOM_FOR_8) as harness:
+        housekeeping = harness.tier._housekeeping
+        housekeeping._usage.is_complete = is_known
+
+        def rest() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio.get_running_loop(), "time", lambda: 1000.0)
+                housekeeping._rest(1000.0 - took_s, cpu_s)
+            assert housekeeping._next_step_s == pytest.approx(1000.0 + rest_s)
+
+        harness.on_loop(rest)
 
 
 def test_trimming_goes_on_where_it_was_left(place, monkeypatch):

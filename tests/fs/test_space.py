@@ -179,7 +179,7 @@ def test_it_does_not_look_again_at_once(place, caplog):
         housekeeping._next_look_s = float("inf")
         assert not harness.run(housekeeping.look_for_blocks())
         housekeeping._next_look_s = 0.0
-        ops.fail(errno.EIO, on="entries", times=1)
+        ops.fail(errno.EIO, when=place.is_listed, times=1)
         assert not harness.run(housekeeping.look_for_blocks())
         assert "looking for room failed" in caplog.text
 

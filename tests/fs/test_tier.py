@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+from types import SimpleNamespace
 
 import pytest
 from fs.places import Place
@@ -10,6 +11,7 @@ from fs.places import Place
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.fs.footprint import Footprint
 
 K = [key_of(number) for number in range(8)]
 MIB = 1 << 20
@@ -95,3 +97,24 @@ def test_probes_at_its_limits_are_whatever_the_disk_says(place):
         assert harness.contains(K) == frozenset()
         place.put(K[3])
         assert harness.contains(K) == {K[3]}
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * MIB, "verify": "required"}])
+def test_nothing_is_open_after_the_close_however_the_directory_was_opened(place, ops, options):
+    with open_large(place, ops, **options) as harness:
+        assert harness.store(K[:2]) == {}
+        assert harness.load(K[:2]) == {}
+    assert not ops.open_fds
+    with open_large(place, ops, **options):
+        pass
+    assert not ops.open_fds
+
+
+def test_the_grain_of_a_filesystem_is_no_less_than_a_sector():
+    footprints = [
+        Footprint.of(SimpleNamespace(st_blksize=grain, st_blocks=8), 1025) for grain in (1, 512)
+    ]
+    assert footprints[0] == footprints[1]
+    assert (footprints[0].block_bytes, footprints[0].folder_bytes) == (1536, 512)
+    coarse = Footprint.of(SimpleNamespace(st_blksize=4096, st_blocks=24), 1025)
+    assert (coarse.block_bytes, coarse.folder_bytes) == (4096, 4096)

@@ -111,7 +111,7 @@ def test_a_writer_that_goes_on_under_another_id_keeps_what_it_had_reserved(opene
 def test_without_a_place_among_the_writers_nothing_is_granted(opened, living):
     first = opened("w0")
     living |= {f"w{number}" for number in range(MAX_WRITERS)}
-    others = {f"w{number}": WriterCount() for number in range(1, MAX_WRITERS)}
+    others = {f"w{number}": WriterCount(0, 0, 0, 0) for number in range(1, MAX_WRITERS)}
     first._change(lambda usage: usage.writers.update(others))
     late = opened("late", is_known=False)
     assert late.reserve(100, 1, MANY) == 0
@@ -248,9 +248,9 @@ def test_the_largest_count_fits():
         usage.set(number, 2**50)
         usage.change(number, 2**41, 0)
     for number in range(MAX_WRITERS):
-        usage.writers[f"{2**22}-{number:012}"] = WriterCount(2**60, 2**40 + 3, 2**40 + 1)
+        usage.writers[f"{2**22}-{number:012}"] = WriterCount(2**60, 2**40 + 3, 2**40 + 1, 7)
     again = parsed(memoryview(bytes(usage.packed()) + bytes(SLOT_BYTES)))
     assert again.settled_bytes == usage.settled_bytes == NUM_BUCKETS * (2**50 + 2**41)
     assert again.reserved_bytes == usage.reserved_bytes
-    assert again.writers[f"{2**22}-{5:012}"] == WriterCount(2**60, 3, 1)
+    assert again.writers[f"{2**22}-{5:012}"] == WriterCount(2**60, 3, 1, 7)
     assert again.is_complete

@@ -25,6 +25,18 @@ def test_a_victims_inode_is_reused(place):
     assert load_key(files, A) is None
 
 
+def test_a_victims_folders_go_with_it_unless_others_are_in_them(place):
+    files = place.files()
+    store_key(files, B)
+    store_key(files, D)
+    (place.path(D).parent.parent / "other").touch()
+    for new, victim in ((A, B), (C, D)):
+        store_key(files, new, victim=victim)
+        assert not place.path(victim).parent.exists()
+    assert not place.path(B).parent.parent.exists()
+    assert place.path(D).parent.parent.exists()
+
+
 def has_new_inode(place: Place, files) -> bool:
     """Store A in the place of B; is the file another one? (B's is kept open, so that its inode
     cannot come back by chance.)"""

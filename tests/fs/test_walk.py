@@ -233,11 +233,35 @@ def test_an_operation_that_never_ends_keeps_a_cycle_from_being_exact_and_not_fro
     assert place.usage().presumed_bytes == 3 * BLOCK
 
 
+def test_a_folder_that_only_a_dead_writers_file_was_in_goes_with_it(around, place):
+    leave_dead(place)
+    alone, beside = leave_temp(place, K[0]), leave_temp(place, K[1])
+    (beside.parent / "stranger").touch()
+    assert around.cycle().is_exact
+    assert not alone.parent.parent.exists()
+    assert {path.name for path in beside.parent.iterdir()} == {"stranger"}
+    assert around.is_right()
+
+
+def test_what_living_writers_are_writing_is_theirs_to_count_and_nobody_elses_is(around, place):
+    other = WriterRegistry(FileOps(), str(place.folder))
+    other.register()
+    leave_temp(place, K[0], around.writers.writer_id)
+    leave_temp(place, K[1], other.writer_id)
+    leave_temp(place, K[2], "7-nobody")
+    unlike = place.folder / "abc" / f"{other.writer_id}.0.tmp"  # no tier names a file so
+    unlike.parent.mkdir()
+    unlike.write_bytes(bytes(BLOCK))
+    around.cycle()
+    assert place.counted_bytes() == place.disk_bytes() - 2 * BLOCK
+    other.unregister()
+
+
 def test_without_dead_writers_and_without_a_count_there_is_nothing_to_walk_over(around, place):
     walk = NamespaceWalk(around.ops, place.namespace, around.writers, None)
     before = len(around.ops.calls)
     assert walk.step(math.inf, never).ends_cycle
-    assert "entries" not in around.ops.counts(before)
+    assert not any(map(place.is_listed, around.ops.calls[before:]))
     leave_dead(place)
     temp = leave_temp(place, K[0])
     assert walk.step(math.inf, never).ends_cycle
@@ -311,7 +335,7 @@ def test_an_unreadable_count_refuses_new_blocks_until_walks_have_seen_everything
     with place.open(ops, capacity_bytes=ROOM, rescan_interval_s=3600.0) as harness:
         harness.store(K[:5])
         (place.folder / ".usage").write_bytes(b"what is this")
-        ops.fail(errno.EIO, on="entries")
+        ops.fail(errno.EIO, when=place.is_listed)
         assert sorted(harness.store(K[5:8])) == [0, 1, 2]
         assert place.blocks() == set(K[:5]), "something was evicted in vain"
         assert harness.load(K[:5]) == {}
@@ -328,7 +352,7 @@ def test_opening_looks_at_no_more_than_it_has_time_for_and_goes_on_in_the_backgr
         place.put(key)
     monkeypatch.setattr(housekeeping_module, "_OPENING_S", 0.0)
     ops = FaultyFileOps()
-    hang = ops.hang(on="entries", times=1)
+    hang = ops.hang(when=place.is_listed, times=1)
     with place.open(ops, capacity_bytes=ROOM, rescan_interval_s=0.02) as harness:
         assert hang.entered.wait(10)
         assert not harness.tier._space.known()

@@ -335,3 +335,12 @@ def sync_folder(ops: FileOps, folder: str) -> None:
 def disk_bytes(status: os.stat_result) -> int:
     """Return the bytes that a file or folder takes on disk, as allocated."""
     return status.st_blocks * 512
+
+
+def names_in(ops: FileOps, folder: str) -> list[str]:
+    """Return the names directly in a folder, for less than `entries` costs; raises OSError."""
+    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return os.listdir(fd)
+    finally:
+        ops.close(fd)

@@ -65,10 +65,10 @@ class WriterCount:
             reported as failed.
     """
 
-    reserved_bytes: int = 0
-    begun: int = 0
-    oldest: int = 0
-    told: int = 0
+    reserved_bytes: int
+    begun: int
+    oldest: int
+    told: int
 
     def has_ended(self, begun: int) -> bool:
         """Tell whether all operations have ended that had begun when `begun` was so."""

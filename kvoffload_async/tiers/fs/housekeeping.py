@@ -45,7 +45,7 @@ _STEP_S = 0.02
 """Of processor time, what a step may take before it begins another bucket."""
 _OPENING_S = 0.2
 """How long opening, or a job that finds no room, looks around."""
-_PORTION = 1024
+_PORTION = 512
 """Blocks that are learned at a time, so that the loop is kept busy for milliseconds."""
 
 
@@ -241,7 +241,7 @@ class Housekeeping:
             is_known = self._space is None or self._space.can_store
             if is_known and not self._walk.is_in_cycle:
                 walk_at_s = max(walk_at_s, self._cycle_begun_s + rescan_interval_s)
-            await asyncio.sleep(max(0.0, min(walk_at_s, tick_at_s) - loop.time()))
+            await asyncio.sleep(min(walk_at_s, tick_at_s) - loop.time())
             try:
                 if loop.time() >= tick_at_s:
                     tick_at_s = loop.time() + tick_s

@@ -34,6 +34,7 @@ class Trimming:
         self._run = run
         self._folder = folder
         self._capacity_bytes = capacity_bytes
+        self._has_warned = False
         self._is_sorted = False
         self._before_bytes = 0
         self._num_removed = 0
@@ -45,6 +46,7 @@ class Trimming:
             OSError: The count cannot be used.
         """
         if self._space.blocks.is_first_cycle:
+            self._warn_of_waiting()
             return
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _SLICE_S
@@ -60,6 +62,20 @@ class Trimming:
         await self._end(now)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _warn_of_waiting(self) -> None:
+        """Say once, of a capacity that became smaller, what happens until a cycle has ended."""
+        total_bytes = self._usage.total_bytes
+        if self._has_warned or not self._usage.is_complete or total_bytes <= self._capacity_bytes:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s: %d bytes are there, and capacity_bytes is %d: blocks are served, and no new ones "
+            "stored until a walk over all of them has found the oldest, which are removed",
+            self._folder,
+            total_bytes,
+            self._capacity_bytes,
+        )
 
     async def _victims(self, now: Usage) -> list[OffloadKey]:
         space, ages = self._space, self._space.blocks.ages

@@ -13,9 +13,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
 
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
 from kvoffload_async.tiers.fs.corrections import Sighting
 from kvoffload_async.tiers.fs.inventory import (
     Inventory,
@@ -144,7 +143,9 @@ class NamespaceWalk:
     ) -> list[Sighting]:
         """Walk over buckets; return what is in each."""
         sightings: list[Sighting] = []
-        found: list[tuple[OffloadKey, float]] = []
+        # No pair per block: the collector would count them, and go over all of the process, for
+        # tens of milliseconds, every few buckets.
+        found: dict[OffloadKey, float] = {}
         roots = self._roots() if cycle.todo else {}
         while cycle.todo and not (should_stop() or (sightings and time.thread_time() > until_s)):
             bucket = cycle.todo[0]
@@ -160,18 +161,18 @@ class NamespaceWalk:
                 step.error = error
                 cycle.unwalked.add(bucket)
             else:
-                found += inventory.blocks.items()
+                found |= inventory.blocks
             cycle.todo.popleft()
-        found.sort(key=itemgetter(1))
-        step.found = dict(found)
+        step.found = {key: found[key] for key in sorted(found, key=found.__getitem__)}
         return sightings
 
     def _roots(self) -> dict[int, list[str]]:
         """Return the paths directly in the namespace, by bucket."""
         roots: defaultdict[int, list[str]] = defaultdict(list)
-        for path, _ in self._ops.entries(self._namespace.folder):
-            bucket = top_folder_bucket(path.rpartition("/")[2])
-            roots[REST if bucket is None else bucket].append(path)
+        folder = self._namespace.folder
+        for name in names_in(self._ops, folder):
+            bucket = top_folder_bucket(name)
+            roots[REST if bucket is None else bucket].append(f"{folder}/{name}")
         return roots
 
     def _sighting(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> Sighting:
