@@ -5,23 +5,32 @@ never take the interpreter's lock; the Python one does the same on an `IoRunner`
 the extension module was not built, or where checksums are made with an integrity key.
 """
 
-from kvoffload_async.block_io.choice import create_block_io, implementation
+from kvoffload_async.block_io.choice import create_block_io, create_file_io, implementation
 from kvoffload_async.block_io.contract import (
     ENDED_EARLY,
+    Attribute,
     BlockDigests,
     BlockIo,
+    FileBatch,
     FileCalls,
+    FileIo,
+    LoadedFiles,
     Moved,
     Run,
 )
 
 __all__ = [
     "ENDED_EARLY",
+    "Attribute",
     "BlockDigests",
     "BlockIo",
+    "FileBatch",
     "FileCalls",
+    "FileIo",
+    "LoadedFiles",
     "Moved",
     "Run",
     "create_block_io",
+    "create_file_io",
     "implementation",
 ]

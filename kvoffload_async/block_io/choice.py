@@ -6,13 +6,16 @@ import importlib
 import logging
 import os
 from functools import cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvoffload_async.abc.tier import TierEnvironment
-from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls
+from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, FileIo
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvoffload_async.block_io.native_io import NativeBlockIo
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +93,40 @@ def create_block_io(
     if chosen.name == "python" or digests.is_keyed or (is_direct and not others.is_aligned):
         return others
     others.release()
-    native = importlib.import_module("kvoffload_async.block_io.native_io")
-    return native.NativeBlockIo(  # type: ignore[no-any-return]  # its module may lack a part
-        env.io, None if is_system else calls, env.kv_view, digests, slot_bytes, threads=threads
-    )
+    return _native_io(env, None if is_system else calls, digests, slot_bytes, threads)
+
+
+def create_file_io(
+    env: TierEnvironment,
+    calls: FileCalls,
+    digests: BlockDigests,
+    *,
+    threads: int,
+    is_system: bool = True,
+) -> FileIo | None:
+    """Return what moves whole files by native code; None where that is not used.
+
+    The arguments, and what is raised, are those of `create_block_io`.
+    """
+    chosen = implementation()
+    _tell(chosen)
+    if chosen.name == "python" or digests.is_keyed:
+        return None
+    row_bytes = env.kv_view.nbytes // len(env.kv_view)
+    return _native_io(env, None if is_system else calls, digests, row_bytes, threads)
+
+
+def _native_io(
+    env: TierEnvironment,
+    calls: FileCalls | None,
+    digests: BlockDigests,
+    slot_bytes: int,
+    threads: int,
+) -> NativeBlockIo:
+    # Not before it is known that the module it needs is there.
+    from kvoffload_async.block_io.native_io import NativeBlockIo  # noqa: PLC0415
+
+    return NativeBlockIo(env.io, calls, env.kv_view, digests, slot_bytes, threads=threads)
 
 
 @cache

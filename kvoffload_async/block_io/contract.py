@@ -42,6 +42,79 @@ class Moved(NamedTuple):
     digests: bytes
 
 
+class Attribute(NamedTuple):
+    """Where a file has the checksum of its bytes.
+
+    Attributes:
+        name: Of the extended attribute.
+        prefix: What is before the checksum in its value.
+    """
+
+    name: str
+    prefix: bytes
+
+
+class FileBatch(NamedTuple):
+    """Files of one block each; the sequences are parallel.
+
+    Attributes:
+        root: A directory: its descriptor, to be kept open meanwhile, and its path.
+        names: The files, beneath it.
+        keys: The blocks' keys.
+        rows: Where they are in the buffer.
+    """
+
+    root: tuple[int, str]
+    names: Sequence[str]
+    keys: Sequence[OffloadKey]
+    rows: Sequence[int]
+
+
+class LoadedFiles(NamedTuple):
+    """What became of files that were read.
+
+    Attributes:
+        statuses: A byte each: 0 if the row has the whole block, verified if that was wanted. Else
+            whatever is in the row is not to be served, and whoever asked has to find out why.
+        digests: The checksums of what was read; those of other statuses mean nothing. Empty where
+            none was wanted.
+    """
+
+    statuses: bytes
+    digests: bytes
+
+
+class FileIo(Protocol):
+    """Whole files in the plain good case; what is not that is the caller's. Thread: loop."""
+
+    async def load_files(
+        self, files: FileBatch, expected: Sequence[bytes | None], attribute: Attribute | None
+    ) -> LoadedFiles:
+        """Read files into rows; ends as `BlockIo.extents` does.
+
+        Args:
+            files: They.
+            expected: The attribute's value for the bytes, where it is known: then it is not read.
+            attribute: Where the checksum is; None: only lengths are looked at.
+
+        Raises:
+            BusyError: Too many batches wait.
+        """
+        ...
+
+    async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
+        """Return a byte for each name: 1 for a regular file, 0 for what is none or cannot be asked.
+
+        Raises:
+            BusyError: Too many batches wait.
+        """
+        ...
+
+    async def close(self) -> None:
+        """See `BlockIo.close`."""
+        ...
+
+
 class BlockDigests(Protocol):
     """Computes checksums. Thread: any.
 

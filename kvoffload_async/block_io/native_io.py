@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io._native import Engine
-from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, Moved, Run
+from kvoffload_async.block_io.contract import (
+    Attribute,
+    BlockDigests,
+    BlockIo,
+    FileBatch,
+    FileCalls,
+    LoadedFiles,
+    Moved,
+    Run,
+)
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.errors import BusyError, TierClosedError
 from kvoffload_async.types import OffloadKey
@@ -25,6 +35,15 @@ _HUNG_AFTER_S: Final = 1.0
 
 _CLOSE_S: Final = 5.0
 """For threads that have nothing to do."""
+
+
+@contextlib.contextmanager
+def _busy() -> Iterator[None]:
+    """Turn what a full queue raises into a tier's error."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise BusyError(f"{_QUEUED} batches are queued") from error
 
 
 class NativeBlockIo(BlockIo):
@@ -75,11 +94,38 @@ class NativeBlockIo(BlockIo):
         is_direct: bool = False,
     ) -> Moved:
         engine, is_store = self._opened(), direction is Direction.STORE
-        try:
+        with _busy():
             ticket = engine.extents(self._memory, is_store, rows, runs, keys, self._prefix)
-        except BlockingIOError as error:
-            raise BusyError(f"{_QUEUED} batches are queued") from error
         return Moved(*await self._outcome(engine, ticket))
+
+    async def load_files(
+        self, files: FileBatch, expected: Sequence[bytes | None], attribute: Attribute | None
+    ) -> LoadedFiles:
+        """See `FileIo.load_files`."""
+        engine = self._opened()
+        name, prefix = attribute or ("", b"")
+        with _busy():
+            ticket = engine.load_files(
+                self._memory,
+                files.root,
+                files.names,
+                files.rows,
+                files.keys,
+                self._prefix,
+                name,
+                prefix,
+                expected,
+                verify=attribute is not None,
+                direct=False,
+            )
+        return LoadedFiles(*await self._outcome(engine, ticket))
+
+    async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
+        """See `FileIo.has_files`."""
+        engine = self._opened()
+        with _busy():
+            ticket = engine.has_files(root, names)
+        return await self._outcome(engine, ticket)  # type: ignore[no-any-return]  # the call's own
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None

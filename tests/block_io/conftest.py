@@ -1,5 +1,8 @@
 import pytest
 from block_io.places import IMPLEMENTATIONS, is_built
+from command_line import command
+
+__all__ = ["command", "implementation"]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

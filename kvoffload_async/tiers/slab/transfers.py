@@ -16,8 +16,8 @@ from functools import partial
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io import ENDED_EARLY, BlockIo, Moved
+from kvoffload_async.tiers.files.grouping import GroupedCall
 from kvoffload_async.tiers.slab.batches import Batch, DataPath, LoadBatch, StoreBatch
-from kvoffload_async.tiers.slab.grouping import GroupedCall
 from kvoffload_async.tiers.slab.runs import Run
 
 logger = logging.getLogger(__name__)
