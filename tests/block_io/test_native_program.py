@@ -1,7 +1,6 @@
 """The native engine without Python: its tests in C, compiled with what this machine has."""
 
 import importlib.util
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -45,14 +44,16 @@ def _no_compiler(monkeypatch, tmp_path):
 
 def loaded(path):
     spec = importlib.util.spec_from_file_location("_native", path)
-    return importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_what_is_built_can_be_imported(monkeypatch, tmp_path):
     monkeypatch.setenv("KVOFFLOAD_NATIVE", "require")
     assert build.build_if_wanted(tmp_path / build.FILE_NAME)
     assert loaded(tmp_path / build.FILE_NAME).Engine
-    assert os.listdir(tmp_path) == [build.FILE_NAME]
+    assert list(tmp_path.iterdir()) == [tmp_path / build.FILE_NAME]
 
 
 @pytest.mark.usefixtures("_no_compiler")
@@ -88,7 +89,7 @@ def test_what_the_environment_says_wrongly(monkeypatch, tmp_path, variable, valu
     monkeypatch.setenv(variable, value)
     with pytest.raises(build.UnavailableError, match=words):
         build.build_if_wanted(tmp_path / build.FILE_NAME)
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_headers_of_python_the_module_cannot_be_built(monkeypatch, tmp_path):
