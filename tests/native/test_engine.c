@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <sys/xattr.h>
 #include <unistd.h>
 
@@ -88,6 +89,32 @@ static void test_extents_are_read_as_they_were_written(size_t row_bytes, size_t 
     close_store(&store);
 }
 
+static void test_short_and_interrupted_calls_go_on(void)
+{
+    struct store store;
+    struct engine *engine = open_engine(1024, 0, 8);
+    open_store(&store, 40, 5000, 5120, 1);
+    atomic_store(&faults.are_gentle, true);
+    atomic_store(&faults.per_mille, 400);
+    struct batch *batches[] = {extents_of(&store, true), extents_of(&store, false),
+                               files_of(&store, BATCH_STORE_FILES),
+                               files_of(&store, BATCH_LOAD_FILES)};
+    for (size_t i = 0; i < 4; i++) {
+        run(engine, batches[i]);
+        if (i < 2)
+            check_errors(batches[i], 0);
+        else
+            check_statuses(batches[i], 0);
+        CHECK(i % 2 == 0 || memcmp(store.rows, store.loaded, store.count * 5000) == 0);
+        memset(store.loaded, 0, store.count * 5000);
+        free_batch(batches[i]);
+    }
+    atomic_store(&faults.per_mille, 0);
+    atomic_store(&faults.are_gentle, false);
+    close_engine(engine);
+    close_store(&store);
+}
+
 static void test_runs_fail_on_their_own(void)
 {
     struct store store;
@@ -124,6 +151,18 @@ static void test_files(size_t row_bytes)
     free_batch(again);
     free_batch(loaded);
     free_batch(found);
+
+    if (mknodat(store.folder_fd, "leaf/device", S_IFCHR | 0600, makedev(1, 5)) == 0) { /* zeros */
+        loaded = files_of(&store, BATCH_LOAD_FILES);
+        const uint64_t *seeds = loaded->seeds;
+        loaded->seeds = NULL; /* nothing is verified */
+        free((void *)(uintptr_t)loaded->names[0]);
+        ((const char **)(uintptr_t)loaded->names)[0] = strdup("leaf/device");
+        run(engine, loaded);
+        CHECK(loaded->statuses[0] == 1 && loaded->statuses[1] == 0);
+        loaded->seeds = seeds;
+        free_batch(loaded);
+    }
 
     /* too short, too long, another byte, another value, a folder, a link, a pipe, gone */
     CHECK(fchdir(store.folder_fd) == 0 && chdir("leaf") == 0);
@@ -316,6 +355,7 @@ static void run_unit_tests(void)
     test_extents_are_read_as_they_were_written(100, 128);
     test_extents_are_read_as_they_were_written(4096, 4096);
     test_extents_are_read_as_they_were_written(10001, 10240);
+    test_short_and_interrupted_calls_go_on();
     test_runs_fail_on_their_own();
     test_files(100);
     test_files(4096);

@@ -95,8 +95,8 @@ static int64_t make_call(struct worker *worker, struct file_call call)
         result = worker->files->make(worker->files->self, &call);
         atomic_store_explicit(&worker->in_call_since_ns, 0, memory_order_relaxed);
         count(&worker->counters->system_calls, 1);
-    } while (result == -EINTR && call.kind != CALL_CLOSE); /* which is closed nevertheless */
-    return result;
+    } while (result == -EINTR && call.kind != CALL_CLOSE);
+    return result == -EINTR ? 0 : result; /* it is closed nevertheless */
 }
 
 /* Moves buffers, in as many calls as it takes to move `needed` bytes. Returns the bytes, which are
