@@ -206,20 +206,23 @@ static void test_files(size_t row_bytes)
 static void test_what_waits_can_be_withdrawn(void)
 {
     struct store store;
-    struct batch *ended[2];
+    struct batch *ended[3];
     struct engine *engine = open_engine(1000, 0, 8);
     open_store(&store, 40, 1000, 1000, 1);
     hang_calls(CALL_WRITE);
     struct batch *first = extents_of(&store, true), *second = files_of(&store, BATCH_STORE_FILES);
-    CHECK(engine_submit(engine, first) == 0); /* its first parts, which two threads may write */
-    await_hanging(2);
-    hang_calls(CALL_WRITE);
+    struct batch *other = extents_of(&store, true);
+    CHECK(engine_submit(engine, first) == 0);
+    await_hanging(2); /* in its first parts: no more threads write into one file */
     CHECK(engine_submit(engine, second) == 0);
+    CHECK(engine_submit(engine, other) == 0);
+    engine_withdraw(engine, 12345);
     engine_withdraw(engine, first->ticket);
     engine_withdraw(engine, second->ticket);
-    engine_withdraw(engine, 12345);
     release_calls();
-    await_ended(engine, ended, 2);
+    await_ended(engine, ended, 3);
+    CHECK(!other->is_cancelled);
+    check_errors(other, 0);
     CHECK(first->is_cancelled);
     int num_done = 0;
     for (size_t i = 0; i < first->count; i++) {
@@ -228,6 +231,7 @@ static void test_what_waits_can_be_withdrawn(void)
     }
     CHECK(num_done == 8); /* two parts of four */
     CHECK(second->statuses[39] == OUTCOME_CANCELLED);
+    free_batch(other);
     free_batch(first);
     free_batch(second);
     close_engine(engine);
