@@ -26,7 +26,6 @@ WHEEL_TAG: Final = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').repl
 WARNINGS: Final = (
     *("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"),
     *("-Wpointer-arith", "-Wvla", "-Wformat=2", "-Wundef"),
-    "-Wno-deprecated-declarations",  # PyErr_Fetch: what takes its place came with 3.12
 )
 FLAGS: Final = ("-std=c11", "-D_GNU_SOURCE", "-pthread", *WARNINGS)
 

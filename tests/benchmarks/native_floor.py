@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from xxh3 import addresses
 
 BATCHES = BLOCKS = 16
-SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+SIZES_KIB = (64, 256, 1024, 4096)
 KEYS = [bytes([index]) * 32 for index in range(BLOCKS)]
 
 
@@ -126,11 +126,12 @@ def main() -> None:
     parser.add_argument("--piece", type=int, default=256, help="KiB")
     parser.add_argument("--part", type=int, default=1024, help="KiB")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--block", type=int, nargs="*", default=SIZES_KIB, help="KiB")
     options = parser.parse_args()
     what = f"{options.folder}, {options.threads} threads, {options.piece}/{options.part} KiB"
     sys.stdout.write(f"{what}: GiB/s (CPU s/GiB)\n")
     sys.stdout.write(f"{'block':>8} {'load':>14} {'preadv':>14} {'store':>14} {'pwritev':>14}\n")
-    for block_bytes in SIZES:
+    for block_bytes in (size << 10 for size in options.block):
         size = BATCHES * BLOCKS * block_bytes
         buffer = bytearray(os.urandom(1 << 20) * (min(size, 256 << 20) >> 20))
         with opened(options.folder, size) as fd, ThreadPoolExecutor(options.threads) as pool:

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import re
+import select
 import struct
 import sys
 from pathlib import Path
@@ -91,8 +92,10 @@ def test_a_remembered_value_or_the_attribute_must_match(engine, block, tmp_path)
     values = [VALUE_PREFIX + block.digests[at : at + 16] for at in range(0, BLOCKS * 16, 16)]
     for index in (0, 1):
         os.removexattr(tmp_path / f"leaf/{index}.bin", ATTRIBUTE)
-    expected = [values[0], values[0], values[0], None, b"", values[5]]
-    assert outcomes(engine, block.load_files(expected=expected))[0] == b"\0\1\0\0\0\0"
+    other = b"\x02" + values[4][1:]  # the same checksum, and not as one that counts
+    os.setxattr(tmp_path / "leaf/4.bin", ATTRIBUTE, other)
+    expected = [values[0], values[0], values[0], None, other, b""]
+    assert outcomes(engine, block.load_files(expected=expected))[0] == b"\0\1\0\0\1\0"
 
 
 def test_a_recycled_file_is_overwritten_and_cut_to_its_size(engine, block, tmp_path):
@@ -205,6 +208,7 @@ FILES = [
 ]
 STORES = [
     ({"temps": ["other/0"] * BLOCKS}, ValueError, "temps: other/0 is not in the folder of"),
+    ({"temps": ["flea/0"] * BLOCKS}, ValueError, "temps: flea/0 is not in the folder of"),
     ({"temps": ["0"] * BLOCKS}, ValueError, "temps: 0 is not in the folder of leaf/0.bin"),
     ({"recycled": b""}, ValueError, "recycled: 0 bytes instead of 6"),
     ({"file_mode": 0o1000}, ValueError, "file_mode: 512"),
@@ -530,14 +534,25 @@ def test_a_forked_child_is_told_and_joins_nothing(engine, block):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_an_engine_may_be_deallocated_in_a_forked_child(tmp_path):
-    engines = [native.Engine(1, 1, 0, 8, addresses())]
+def test_an_engine_deallocated_in_a_forked_child_cancels_nothing(tmp_path):
+    ops = FaultyFileOps()
+    engines = [native.Engine(1, 1, 0, 8, addresses(), ops)]
+    block = Block(engines[0], tmp_path, 1, ROW_BYTES)
+    hang = ops.hang(on="stat")
+    tickets = [engines[0].has_files(block.root, block.names) for _ in range(3)]
+    while ops.counts()["stat"] < 2:
+        assert hang.entered.wait(60)
     child = os.fork()
     if not child:
+        del block
         engines.clear()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+    assert not select.select([engines[0].fd], [], [], 0)[0]
+    hang.release()
+    assert outcomes(engines[0], *tickets) == [b"\0"] * 3
     assert engines[0].close(30.0) == 0
+    block.close()
 
 
 def test_the_prefix_is_part_of_the_seed(engine, block):

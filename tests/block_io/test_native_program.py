@@ -44,14 +44,16 @@ def _no_compiler(monkeypatch, tmp_path):
 
 def loaded(path):
     spec = importlib.util.spec_from_file_location("_native", path)
-    return importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_what_is_built_can_be_imported(monkeypatch, tmp_path):
     monkeypatch.setenv("KVOFFLOAD_NATIVE", "require")
     assert build.build_if_wanted(tmp_path / build.FILE_NAME)
     assert loaded(tmp_path / build.FILE_NAME).Engine
-    assert [path.name for path in tmp_path.iterdir()] == [build.FILE_NAME]
+    assert list(tmp_path.iterdir()) == [tmp_path / build.FILE_NAME]
 
 
 @pytest.mark.usefixtures("_no_compiler")
@@ -87,7 +89,7 @@ def test_what_the_environment_says_wrongly(monkeypatch, tmp_path, variable, valu
     monkeypatch.setenv(variable, value)
     with pytest.raises(build.UnavailableError, match=words):
         build.build_if_wanted(tmp_path / build.FILE_NAME)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_headers_of_python_the_module_cannot_be_built(monkeypatch, tmp_path):

@@ -76,6 +76,8 @@ static int64_t make_faulty_call(void *self, const struct file_call *call)
         return make_shortened(call);
     if (call->kind == CALL_CLOSE) /* which is closed nevertheless */
         make_system_call(self, call);
+    if (atomic_load(&faults.are_gentle))
+        return -EINTR;
     return -codes[(random >> 32) % (sizeof codes / sizeof *codes)];
 }
 

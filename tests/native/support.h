@@ -20,6 +20,7 @@
 struct faults { /* of every call; set while no call is made, but for what is atomic */
     _Atomic uint64_t random;
     _Atomic int per_mille;    /* calls that fail, are cut short or are interrupted */
+    _Atomic bool are_gentle;  /* no calls fail: whoever goes on has it all in the end */
     _Atomic int hanging_kind; /* calls of this kind hang; -1: none */
     _Atomic int num_hanging;
     pthread_mutex_t mutex;

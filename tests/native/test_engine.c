@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <sys/xattr.h>
 #include <unistd.h>
 
@@ -88,6 +89,32 @@ static void test_extents_are_read_as_they_were_written(size_t row_bytes, size_t 
     close_store(&store);
 }
 
+static void test_short_and_interrupted_calls_go_on(void)
+{
+    struct store store;
+    struct engine *engine = open_engine(1024, 0, 8);
+    open_store(&store, 40, 5000, 5120, 1);
+    atomic_store(&faults.are_gentle, true);
+    atomic_store(&faults.per_mille, 400);
+    struct batch *batches[] = {extents_of(&store, true), extents_of(&store, false),
+                               files_of(&store, BATCH_STORE_FILES),
+                               files_of(&store, BATCH_LOAD_FILES)};
+    for (size_t i = 0; i < 4; i++) {
+        run(engine, batches[i]);
+        if (i < 2)
+            check_errors(batches[i], 0);
+        else
+            check_statuses(batches[i], 0);
+        CHECK(i % 2 == 0 || memcmp(store.rows, store.loaded, store.count * 5000) == 0);
+        memset(store.loaded, 0, store.count * 5000);
+        free_batch(batches[i]);
+    }
+    atomic_store(&faults.per_mille, 0);
+    atomic_store(&faults.are_gentle, false);
+    close_engine(engine);
+    close_store(&store);
+}
+
 static void test_runs_fail_on_their_own(void)
 {
     struct store store;
@@ -124,6 +151,18 @@ static void test_files(size_t row_bytes)
     free_batch(again);
     free_batch(loaded);
     free_batch(found);
+
+    if (mknodat(store.folder_fd, "leaf/device", S_IFCHR | 0600, makedev(1, 5)) == 0) { /* zeros */
+        loaded = files_of(&store, BATCH_LOAD_FILES);
+        const uint64_t *seeds = loaded->seeds;
+        loaded->seeds = NULL; /* nothing is verified */
+        free((void *)(uintptr_t)loaded->names[0]);
+        ((const char **)(uintptr_t)loaded->names)[0] = strdup("leaf/device");
+        run(engine, loaded);
+        CHECK(loaded->statuses[0] == 1 && loaded->statuses[1] == 0);
+        loaded->seeds = seeds;
+        free_batch(loaded);
+    }
 
     /* too short, too long, another byte, another value, a folder, a link, a pipe, gone */
     CHECK(fchdir(store.folder_fd) == 0 && chdir("leaf") == 0);
@@ -167,20 +206,23 @@ static void test_files(size_t row_bytes)
 static void test_what_waits_can_be_withdrawn(void)
 {
     struct store store;
-    struct batch *ended[2];
+    struct batch *ended[3];
     struct engine *engine = open_engine(1000, 0, 8);
     open_store(&store, 40, 1000, 1000, 1);
     hang_calls(CALL_WRITE);
     struct batch *first = extents_of(&store, true), *second = files_of(&store, BATCH_STORE_FILES);
-    CHECK(engine_submit(engine, first) == 0); /* its first parts, which two threads may write */
-    await_hanging(2);
-    hang_calls(CALL_WRITE);
+    struct batch *other = extents_of(&store, true);
+    CHECK(engine_submit(engine, first) == 0);
+    await_hanging(2); /* in its first parts: no more threads write into one file */
     CHECK(engine_submit(engine, second) == 0);
+    CHECK(engine_submit(engine, other) == 0);
+    engine_withdraw(engine, 12345);
     engine_withdraw(engine, first->ticket);
     engine_withdraw(engine, second->ticket);
-    engine_withdraw(engine, 12345);
     release_calls();
-    await_ended(engine, ended, 2);
+    await_ended(engine, ended, 3);
+    CHECK(!other->is_cancelled);
+    check_errors(other, 0);
     CHECK(first->is_cancelled);
     int num_done = 0;
     for (size_t i = 0; i < first->count; i++) {
@@ -189,6 +231,7 @@ static void test_what_waits_can_be_withdrawn(void)
     }
     CHECK(num_done == 8); /* two parts of four */
     CHECK(second->statuses[39] == OUTCOME_CANCELLED);
+    free_batch(other);
     free_batch(first);
     free_batch(second);
     close_engine(engine);
@@ -316,6 +359,7 @@ static void run_unit_tests(void)
     test_extents_are_read_as_they_were_written(100, 128);
     test_extents_are_read_as_they_were_written(4096, 4096);
     test_extents_are_read_as_they_were_written(10001, 10240);
+    test_short_and_interrupted_calls_go_on();
     test_runs_fail_on_their_own();
     test_files(100);
     test_files(4096);

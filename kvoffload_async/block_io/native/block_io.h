@@ -53,7 +53,7 @@ bool hashes_are_right(const struct hashes *hashes);
 
 /* -- system calls ------------------------------------------------------------------------------- */
 
-enum call_kind {
+enum call_kind { /* file_calls.py has the same order */
     CALL_OPEN,          /* a regular file beneath the root, no link followed -> descriptor */
     CALL_CLOSE,
     CALL_READ,          /* -> bytes */
@@ -62,7 +62,7 @@ enum call_kind {
     CALL_SET_ATTRIBUTE,
     CALL_TRUNCATE,      /* to `offset` bytes */
     CALL_SYNC,          /* bytes and attributes */
-    CALL_STAT,          /* of `fd`, or of `name` if that is -1; into `status` */
+    CALL_STAT,          /* of `fd`, or of `name` if that is -1; `value` is a struct file_status */
     CALL_PUBLISH,       /* rename `name` to `target` in the same folder, not replacing it */
     CALL_UNLINK,
 };
@@ -79,8 +79,8 @@ struct folder { /* the last folder that a thread used; closed at the end of a pa
     size_t name_bytes;
 };
 
-struct file_status {
-    bool is_regular;
+struct file_status { /* file_calls.py knows how it is laid out */
+    int64_t is_regular;
     int64_t size_bytes;
     int64_t disk_bytes;
 };
@@ -98,7 +98,6 @@ struct file_call {
     int64_t offset;
     void *value;
     size_t value_bytes;
-    struct file_status *status;
     struct folder *folder;
 };
 

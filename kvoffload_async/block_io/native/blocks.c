@@ -95,8 +95,8 @@ static int64_t make_call(struct worker *worker, struct file_call call)
         result = worker->files->make(worker->files->self, &call);
         atomic_store_explicit(&worker->in_call_since_ns, 0, memory_order_relaxed);
         count(&worker->counters->system_calls, 1);
-    } while (result == -EINTR && call.kind != CALL_CLOSE); /* which is closed nevertheless */
-    return result;
+    } while (result == -EINTR && call.kind != CALL_CLOSE);
+    return result == -EINTR ? 0 : result; /* it is closed nevertheless */
 }
 
 /* Moves buffers, in as many calls as it takes to move `needed` bytes. Returns the bytes, which are
@@ -298,7 +298,8 @@ static bool get_status(struct worker *worker, const struct batch *batch, int fd,
                                                 .fd = fd,
                                                 .root = &batch->root,
                                                 .name = name,
-                                                .status = status}) == 0;
+                                                .value = status,
+                                                .value_bytes = sizeof *status}) == 0;
 }
 
 static bool is_there(struct worker *worker, const struct batch *batch, const char *name)
@@ -652,7 +653,7 @@ static int get_stat(const struct file_call *call)
     } else if (fstat(folder_fd, &found) != 0) {
         return -1;
     }
-    *call->status = (struct file_status){S_ISREG(found.st_mode), (int64_t)found.st_size,
+    *(struct file_status *)call->value = (struct file_status){S_ISREG(found.st_mode), (int64_t)found.st_size,
                                          (int64_t)found.st_blocks * 512};
     return 0;
 }

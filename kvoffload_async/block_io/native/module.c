@@ -18,7 +18,6 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 enum { MAX_ARRAYS = 10, MAX_THREADS = 64 };
@@ -35,7 +34,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     struct engine *engine;
-    PyObject *ops; /* NULL: the system's own calls */
+    PyObject *adapter; /* NULL: the system's own calls */
     pid_t pid;
     bool is_closed;
     int num_left; /* threads that were left behind */
@@ -131,147 +130,56 @@ static Memory *new_memory(PyTypeObject *type, PyObject *buffer, Py_ssize_t row_b
     return self;
 }
 
-/* -- calls through a Python object -------------------------------------------------------------- */
+/* -- calls through Python ------------------------------------------------------------------------ */
 
-/* Returns the errno of the exception that was raised, negative, and clears it. */
-static int64_t negative_errno(void)
+static PyObject *views_of(const struct iovec *buffers, int num_buffers, int access)
 {
-    PyObject *type, *value, *traceback;
-    int64_t code = 0;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (PyErr_GivenExceptionMatches(value, PyExc_OSError)) {
-        PyObject *number = PyObject_GetAttrString(value, "errno");
-        code = number != NULL && PyLong_Check(number) ? PyLong_AsLong(number) : 0;
-        Py_XDECREF(number);
-        PyErr_Clear();
+    PyObject *views = PyList_New(num_buffers);
+    for (int i = 0; i < num_buffers && views != NULL; i++) {
+        PyObject *view = PyMemoryView_FromMemory(buffers[i].iov_base,
+                                                 (Py_ssize_t)buffers[i].iov_len, access);
+        if (view == NULL || PyList_SetItem(views, i, view) != 0)
+            Py_CLEAR(views);
     }
-    if (code <= 0) { /* a defect of the object: told, and the call has failed */
-        PyErr_Restore(type, value, traceback);
-        PyErr_WriteUnraisable(NULL);
-        return -EIO;
-    }
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-    return -code;
+    return views;
 }
 
-static PyObject *path_of(const struct file_call *call, const char *name)
+/* Makes a call by the adapter in file_calls.py, which turns exceptions into numbers. */
+static int64_t make_python_call(void *adapter, const struct file_call *call)
 {
-    PyObject *whole = PyBytes_FromFormat("%s/%s", call->root->path, name);
-    PyObject *path =
-        whole == NULL ? NULL
-                      : PyUnicode_DecodeFSDefaultAndSize(PyBytes_AsString(whole), PyBytes_Size(whole));
-    Py_XDECREF(whole);
-    return path;
-}
-
-static PyObject *call_with_buffers(PyObject *ops, const struct file_call *call)
-{
-    bool is_read = call->kind == CALL_READ;
-    PyObject *views = PyList_New(0), *result = NULL;
-    bool is_complete = views != NULL;
-    for (int i = 0; i < call->num_buffers && is_complete; i++) {
-        PyObject *view =
-            PyMemoryView_FromMemory(call->buffers[i].iov_base, (Py_ssize_t)call->buffers[i].iov_len,
-                                    is_read ? PyBUF_WRITE : PyBUF_READ);
-        is_complete = view != NULL && PyList_Append(views, view) == 0;
-        Py_XDECREF(view);
-    }
-    if (is_complete)
-        result = PyObject_CallMethod(ops, is_read ? "preadv" : "pwritev", "iOL", call->fd, views,
-                                     (long long)call->offset);
-    Py_XDECREF(views);
-    return result;
-}
-
-static PyObject *call_with_path(PyObject *ops, const struct file_call *call)
-{
-    PyObject *result = NULL, *path = path_of(call, call->name);
-    PyObject *target = call->kind == CALL_PUBLISH ? path_of(call, call->target) : NULL;
-    if (path == NULL || (target == NULL && call->kind == CALL_PUBLISH))
-        result = NULL;
-    else if (call->kind == CALL_OPEN)
-        result = PyObject_CallMethod(ops, "open", "Oi", path, call->flags);
-    else if (call->kind == CALL_PUBLISH)
-        result = PyObject_CallMethod(ops, "publish", "OO", path, target);
-    else
-        result = PyObject_CallMethod(ops, call->kind == CALL_STAT ? "stat" : "unlink", "O", path);
-    Py_XDECREF(path);
-    Py_XDECREF(target);
-    return result;
-}
-
-static PyObject *call_object(PyObject *ops, const struct file_call *call)
-{
-    switch (call->kind) {
-    case CALL_CLOSE:
-        return PyObject_CallMethod(ops, "close", "i", call->fd);
-    case CALL_READ:
-    case CALL_WRITE:
-        return call_with_buffers(ops, call);
-    case CALL_GET_ATTRIBUTE:
-        return PyObject_CallMethod(ops, "get_xattr", "is", call->fd, call->name);
-    case CALL_SET_ATTRIBUTE:
-        return PyObject_CallMethod(ops, "set_xattr", "isy#", call->fd, call->name, call->value,
-                                   (Py_ssize_t)call->value_bytes);
-    case CALL_TRUNCATE:
-        return PyObject_CallMethod(ops, "truncate", "iL", call->fd, (long long)call->offset);
-    case CALL_SYNC:
-        return PyObject_CallMethod(ops, "fsync", "i", call->fd);
-    case CALL_STAT:
-        if (call->fd != -1)
-            return PyObject_CallMethod(ops, "fstat", "i", call->fd);
-        return call_with_path(ops, call);
-    default:
-        return call_with_path(ops, call);
-    }
-}
-
-static int64_t int_attribute(PyObject *object, const char *name)
-{
-    PyObject *value = PyObject_GetAttrString(object, name);
-    int64_t number = value == NULL ? -1 : PyLong_AsLongLong(value);
-    Py_XDECREF(value);
-    return number;
-}
-
-static int64_t result_of(PyObject *result, const struct file_call *call)
-{
-    if (call->kind == CALL_STAT) {
-        int64_t mode = int_attribute(result, "st_mode"), size = int_attribute(result, "st_size");
-        *call->status = (struct file_status){S_ISREG((mode_t)mode), size,
-                                             int_attribute(result, "st_blocks") * 512};
-        return 0;
-    }
-    if (call->kind == CALL_GET_ATTRIBUTE) {
-        char *value;
-        Py_ssize_t bytes;
-        if (result == Py_None)
-            return -ENODATA;
-        if (PyBytes_AsStringAndSize(result, &value, &bytes) != 0)
-            return -1;
-        if ((size_t)bytes > call->value_bytes)
-            return -ERANGE;
-        memcpy(call->value, value, (size_t)bytes);
-        return bytes;
-    }
-    bool is_number = call->kind == CALL_OPEN || call->kind == CALL_READ || call->kind == CALL_WRITE;
-    return is_number ? PyLong_AsLongLong(result) : 0;
-}
-
-static int64_t make_python_call(void *ops, const struct file_call *call)
-{
+    struct iovec value = {call->value, call->value_bytes};
+    bool has_value = call->value != NULL;
+    bool is_written = call->kind == CALL_WRITE || call->kind == CALL_SET_ATTRIBUTE;
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *result = call_object(ops, call);
-    int64_t outcome = result == NULL ? 0 : result_of(result, call);
+    PyObject *views = views_of(has_value ? &value : call->buffers,
+                               has_value ? 1 : call->num_buffers,
+                               is_written ? PyBUF_READ : PyBUF_WRITE);
+    PyObject *result = NULL;
+    if (views != NULL)
+        result = PyObject_CallFunction(adapter, "iiiLyyyO", (int)call->kind, call->fd, call->flags,
+                                       (long long)call->offset,
+                                       call->root == NULL ? NULL : call->root->path, call->name,
+                                       call->target, views);
+    int64_t outcome = result == NULL ? -EIO : PyLong_AsLongLong(result);
+    if (PyErr_Occurred()) { /* a defect there */
+        PyErr_WriteUnraisable(adapter);
+        outcome = -EIO;
+    }
     Py_XDECREF(result);
-    if (PyErr_Occurred())
-        outcome = negative_errno();
+    Py_XDECREF(views);
     PyGILState_Release(state);
     return outcome;
 }
+
+static PyObject *new_adapter(PyObject *ops)
+{
+    PyObject *module = PyImport_ImportModule("kvoffload_async.block_io.file_calls");
+    PyObject *adapter = module == NULL ? NULL : PyObject_CallMethod(module, "adapter", "O", ops);
+    Py_XDECREF(module);
+    return adapter;
+}
+
+/* -- submissions -------------------------------------------------------------------------------- */
 
 static bool check_process(Engine *self)
 {
@@ -283,8 +191,6 @@ static bool check_process(Engine *self)
                  (long)self->pid);
     return false;
 }
-
-/* -- submissions -------------------------------------------------------------------------------- */
 
 static void free_submission(Submission *submission)
 {
@@ -352,24 +258,21 @@ static Submission *new_submission(Engine *self, enum batch_kind kind, bool is_st
     return submission;
 }
 
-/* Hands a complete submission to the engine; returns its ticket. */
-static PyObject *submit(Engine *self, Submission *submission)
+/* Hands a submission to the engine, if it is complete; returns its ticket. */
+static PyObject *submit(Engine *self, Submission *submission, bool is_complete)
 {
-    if (self->is_closed) {
-        free_submission(submission);
-        return PyErr_Format(PyExc_RuntimeError, "the engine is closed");
+    if (is_complete && self->is_closed) {
+        PyErr_SetString(PyExc_RuntimeError, "the engine is closed");
+        is_complete = false;
     }
-    int error = engine_submit(self->engine, &submission->batch);
-    if (error == 0)
-        return PyLong_FromUnsignedLongLong(submission->batch.ticket);
-    free_submission(submission);
-    errno = error;
-    return PyErr_SetFromErrno(PyExc_OSError); /* EAGAIN is BlockingIOError */
-}
-
-static PyObject *fail(Submission *submission)
-{
-    free_submission(submission);
+    if (is_complete) {
+        errno = engine_submit(self->engine, &submission->batch);
+        if (errno == 0)
+            return PyLong_FromUnsignedLongLong(submission->batch.ticket);
+        PyErr_SetFromErrno(PyExc_OSError); /* EAGAIN is BlockingIOError */
+    }
+    if (submission != NULL)
+        free_submission(submission);
     return NULL;
 }
 
@@ -560,14 +463,13 @@ static PyObject *engine_extents(Engine *self, PyObject *args, PyObject *kwargs)
                                      &rows, &runs, &keys, &prefix, &prefix_bytes))
         return NULL;
     Submission *submission = new_submission(self, BATCH_EXTENTS, is_store);
-    if (submission == NULL)
-        return NULL;
-    if (!use_memory(submission, 0, state_of(self)->memory_type, memory, !is_store, "memory") ||
-        !take_rows(submission, rows) || !take_runs(submission, runs) ||
-        !take_keys(self, submission, keys, prefix, prefix_bytes))
-        return fail(submission);
-    submission->batch.errors = new_array(submission, submission->batch.count, sizeof(int));
-    return submission->batch.errors == NULL ? fail(submission) : submit(self, submission);
+    bool is_complete =
+        submission != NULL &&
+        use_memory(submission, 0, state_of(self)->memory_type, memory, !is_store, "memory") &&
+        take_rows(submission, rows) && take_runs(submission, runs) &&
+        take_keys(self, submission, keys, prefix, prefix_bytes) &&
+        (submission->batch.errors = new_array(submission, submission->batch.count, sizeof(int)));
+    return submit(self, submission, is_complete);
 }
 
 /* What load_files and store_files have in common. */
@@ -644,11 +546,9 @@ static PyObject *engine_load_files(Engine *self, PyObject *args, PyObject *kwarg
     if (!verify)
         files.keys = Py_None;
     Submission *submission = new_submission(self, BATCH_LOAD_FILES, false);
-    if (submission == NULL)
-        return NULL;
-    if (!take_files(self, submission, &files, true) || !take_expected(submission, expected))
-        return fail(submission);
-    return submit(self, submission);
+    bool is_complete = submission != NULL && take_files(self, submission, &files, true) &&
+                       take_expected(submission, expected);
+    return submit(self, submission, is_complete);
 }
 
 static bool take_temps(Submission *submission, PyObject *temps, const char *recycled,
@@ -705,15 +605,14 @@ static PyObject *engine_store_files(Engine *self, PyObject *args, PyObject *kwar
     if (!has_digest)
         files.keys = Py_None;
     Submission *submission = new_submission(self, BATCH_STORE_FILES, true);
-    if (submission == NULL)
-        return NULL;
-    if (!take_files(self, submission, &files, false) ||
-        !take_temps(submission, temps, recycled, num_recycled))
-        return fail(submission);
-    submission->batch.file_mode = file_mode;
-    submission->batch.fsync = fsync;
-    submission->batch.wants_disk_bytes = wants_disk_bytes;
-    return submit(self, submission);
+    bool is_complete = submission != NULL && take_files(self, submission, &files, false) &&
+                       take_temps(submission, temps, recycled, num_recycled);
+    if (is_complete) {
+        submission->batch.file_mode = file_mode;
+        submission->batch.fsync = fsync;
+        submission->batch.wants_disk_bytes = wants_disk_bytes;
+    }
+    return submit(self, submission, is_complete);
 }
 
 static PyObject *engine_has_files(Engine *self, PyObject *args, PyObject *kwargs)
@@ -724,14 +623,11 @@ static PyObject *engine_has_files(Engine *self, PyObject *args, PyObject *kwargs
                                      &names))
         return NULL;
     Submission *submission = new_submission(self, BATCH_HAS_FILES, false);
-    if (submission == NULL)
-        return NULL;
-    struct batch *batch = &submission->batch;
-    if (!take_root(submission, root))
-        return fail(submission);
-    batch->names = take_names(submission, names, -1, "names");
-    batch->statuses = batch->names == NULL ? NULL : new_array(submission, batch->count, 1);
-    return batch->statuses == NULL ? fail(submission) : submit(self, submission);
+    bool is_complete =
+        submission != NULL && take_root(submission, root) &&
+        (submission->batch.names = take_names(submission, names, -1, "names")) &&
+        (submission->batch.statuses = new_array(submission, submission->batch.count, 1));
+    return submit(self, submission, is_complete);
 }
 
 static bool take_copies(Submission *submission, const Py_buffer *packed, size_t most_bytes)
@@ -787,9 +683,7 @@ static PyObject *engine_copies(Engine *self, PyObject *args, PyObject *kwargs)
                        use_memory(submission, 1, type, source, false, "source") &&
                        take_copies(submission, &packed, engine_part_bytes(self->engine));
     PyBuffer_Release(&packed);
-    if (submission == NULL)
-        return NULL;
-    return is_complete ? submit(self, submission) : fail(submission);
+    return submit(self, submission, is_complete);
 }
 
 /* -- outcomes ----------------------------------------------------------------------------------- */
@@ -959,7 +853,7 @@ static void engine_dealloc(Engine *self)
                 free_submission((Submission *)batch);
             }
             engine_free(self->engine);
-            Py_CLEAR(self->ops);
+            Py_CLEAR(self->adapter);
         }
     }
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
@@ -1026,14 +920,17 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (self == NULL)
         return NULL;
     self->pid = getpid();
-    self->ops = ops == Py_None ? NULL : Py_NewRef(ops);
-    struct file_calls files = {self->ops == NULL ? make_system_call : make_python_call, self->ops};
+    if (ops != Py_None && (self->adapter = new_adapter(ops)) == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    struct file_calls files = {ops == Py_None ? make_system_call : make_python_call, self->adapter};
     struct limits limits = {{load_threads, store_threads}, spare_threads, queued,
                             (size_t)piece_bytes, (size_t)part_bytes};
     self->engine = engine_open(name, &limits, &files, &hashes);
     if (self->engine == NULL) {
         PyErr_SetFromErrno(PyExc_OSError);
-        Py_CLEAR(self->ops);
+        Py_CLEAR(self->adapter);
         Py_DECREF(self);
         return NULL;
     }
