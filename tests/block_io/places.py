@@ -92,7 +92,7 @@ async def place(
         await io.close()
         await io.close()
         for fd in here.fds:
-            calls.close(fd)
+            os.close(fd)
         assert pool.close(WAIT_S) == 0
         view.release()  # raises if somebody still holds it
 
