@@ -180,6 +180,7 @@ def build(session: nox.Session) -> None:
     )
     (wheel,) = dist.glob("*.whl")
     install(session, f"{wheel}[test]")
+    install(session, "--force-reinstall", "--no-deps", str(wheel))  # also in an environment reused
     session.cd(dist)
     # -I: neither the working directory nor PYTHONPATH can supply the package.
     code = "import kvoffload_async.block_io._native as native; print(native.__file__)"

@@ -361,12 +361,16 @@ def test_the_buffer_is_held_while_anything_of_it_is_in_flight(tmp_path):
         block.close()
 
 
-def test_a_memory_that_is_forgotten_lets_go_of_its_buffer(engine):
+def test_a_memory_that_is_released_or_forgotten_lets_go_of_its_buffer(engine):
     buffer = bytearray(10)
-    memory = engine.map(buffer, 10, 10)
+    released, forgotten = engine.map(buffer, 10, 10), engine.map(buffer, 5, 5)
+    del forgotten
     assert not resized(buffer)
-    del memory
-    gc.collect()
+    released.release()
+    assert resized(buffer)
+    forgotten = engine.map(buffer, 10, 10)
+    assert not resized(buffer)
+    del forgotten
     assert resized(buffer)
 
 
