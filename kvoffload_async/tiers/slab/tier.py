@@ -17,7 +17,6 @@ from kvoffload_async.abc.tier import (
     TierCapabilities,
     TierEnvironment,
 )
-from kvoffload_async.block_io import BlockIo, create_block_io
 from kvoffload_async.errors import (
     BlockMissingError,
     ConfigError,
@@ -34,7 +33,6 @@ from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
 from kvoffload_async.tiers.slab.batches import (
     Blocks,
-    DataPath,
     LoadBatch,
     StoreBatch,
     in_order_of_places,
@@ -44,7 +42,7 @@ from kvoffload_async.tiers.slab.layout import StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
-from kvoffload_async.tiers.slab.transfers import Transfers
+from kvoffload_async.tiers.slab.transfers import create_transfers
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20
@@ -172,15 +170,20 @@ class SlabTier(AsyncTier):
         )
         construct = partial(self._open_store, layout, store_settings)
         try:
-            self._store = await env.io.run(Direction.NONE, construct)
+            store = await env.io.run(Direction.NONE, construct)
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._allocator = Allocator(self._store, self._store.budget, env)
+        try:
+            threads = settings.io_threads
+            self._transfers = create_transfers(env, self._ops, store.data_path, threads)
+        except BaseException:
+            await env.io.run(Direction.NONE, partial(self._close_store, store))
+            raise
+        self._store = store
+        self._allocator = Allocator(store, store.budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
-        data_path = self._store.data_path
-        self._transfers = Transfers(data_path, self._create_block_io(env, data_path), env.io)
-        env.blocks_appeared(self._store.found_keys)
+        env.blocks_appeared(store.found_keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are there."""
@@ -231,14 +234,14 @@ class SlabTier(AsyncTier):
         store.catalog.pin(blocks.places)
         try:
             await self._transfers.load(batch)
-            for index in batch.corrupt:
-                store.catalog.drop(blocks.keys[index], blocks.places[index])
             failures |= {order[index]: error for index, error in batch.failures.items()}
             loaded: Sequence[OffloadKey] = job.keys
             if failures:
                 loaded = [key for i, key in enumerate(job.keys) if i not in failures]
             store.catalog.used(loaded)
         finally:
+            for index in batch.corrupt:  # also if it was cancelled: their records are gone
+                store.catalog.drop(blocks.keys[index], blocks.places[index])
             store.catalog.unpin(blocks.places)
         return failures
 
@@ -353,18 +356,6 @@ class SlabTier(AsyncTier):
         store.catalog.admit(keys, places)
 
     # -- the rest -------------------------------------------------------------------------------
-
-    def _create_block_io(self, env: TierEnvironment, data_path: DataPath) -> BlockIo:
-        return create_block_io(
-            env,
-            self._ops,
-            data_path.digester,
-            slot_bytes=data_path.slot_bytes,
-            threads=self._settings.io_threads,
-            piece_bytes=self._settings.piece_bytes,
-            is_direct=bool(data_path.segments.direct_flag),
-            is_system=type(self._ops) is FileOps,
-        )
 
     def _open_store(self, layout: StoreLayout, settings: StoreSettings) -> OpenStore:
         """Open the root, which is made if it is not there, and the store in it.

@@ -14,9 +14,10 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvoffload_async.abc.tier import Direction, IoRunner
-from kvoffload_async.block_io import ENDED_EARLY, BlockIo, Moved
+from kvoffload_async.abc.tier import Direction, IoRunner, TierEnvironment
+from kvoffload_async.block_io import ENDED_EARLY, BlockIo, Moved, create_block_io
 from kvoffload_async.tiers.files.grouping import GroupedCall
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.batches import Batch, DataPath, LoadBatch, StoreBatch
 from kvoffload_async.tiers.slab.runs import Run
 
@@ -150,3 +151,25 @@ class Transfers:
     def _tend(self, _waiting: Sequence[None], _is_awaited: Callable[[], bool]) -> None:
         """Go on with the next journal, which nobody waits for. Thread: an I/O thread."""
         self._data_path.journal.tend()
+
+
+def create_transfers(
+    env: TierEnvironment, ops: FileOps, data_path: DataPath, threads: int
+) -> Transfers:
+    """Return what moves a store's blocks; `threads` of them move bytes.
+
+    Raises:
+        ConfigError: Native code is required and cannot be used.
+        OSError: There are no more threads.
+    """
+    block_io = create_block_io(
+        env,
+        ops,
+        data_path.digester,
+        slot_bytes=data_path.slot_bytes,
+        threads=threads,
+        piece_bytes=data_path.piece_bytes,
+        is_direct=bool(data_path.segments.direct_flag),
+        is_system=type(ops) is FileOps,
+    )
+    return Transfers(data_path, block_io, env.io)
