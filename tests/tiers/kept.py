@@ -9,6 +9,7 @@ from slab.stores import flip
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
 
 BLOCK = 4096
@@ -35,7 +36,7 @@ def keep_blocks(kind, root, **options):
 
 def damage_a_block(kind, folder):
     if kind == "slab":
-        flip(Path(folder) / "segment-000000.slab", 100)
+        flip(Path(folder) / "segment-000000.slab", HEADER_BYTES + 100)  # of the first slot
     else:
         path = min(Path(folder).rglob("*.bin"))
         os.truncate(path, 1000)

@@ -28,6 +28,7 @@ from kvoffload_async.tiers.files import maintenance as files_maintenance
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.maintenance import verification as fs_verification
 from kvoffload_async.tiers.slab.maintenance import verification as slab_verification
+from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES
 
 CORRUPT = GcOptions(corrupt=True)
 CALLS = {
@@ -103,8 +104,10 @@ def test_a_corrupt_block_is_a_problem_then_a_removal_then_gone(store):
 def test_every_bad_block_is_found_and_counted_and_the_first_are_listed(
     store, max_listed, num_listed
 ):
-    for path in [*Path(store.folder).rglob("*.bin"), *Path(store.folder).glob("*.slab")]:
+    for path in Path(store.folder).rglob("*.bin"):
         path.write_bytes(b"\xff" * (1 << 15))
+    for path in Path(store.folder).glob("*.slab"):
+        path.write_bytes(path.read_bytes()[:HEADER_BYTES] + b"\xff" * (1 << 15))
     *problems, summary = run("verify", store, MaintenanceControl(max_listed=max_listed))
     assert len({problem.what for problem in problems}) == NUM_BLOCKS
     found = summary.figures["verification"]
