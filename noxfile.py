@@ -1,6 +1,7 @@
 """The project's checks, each in an environment of its own: nox -l lists them."""
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -13,6 +14,7 @@ nox.options.error_on_missing_interpreters = False  # they are skipped, and named
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTHONS = ["3.11", "3.12", "3.13"]
+MANYLINUX = "manylinux_2_17_x86_64"
 PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 
 
@@ -135,19 +137,68 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def sanitize(session: nox.Session) -> None:
+    """The native engine's tests in C, with faults at every call, under the sanitizers.
+
+    Takes the rounds of the fuzz driver, and a seed.
+    """
+    rounds, seed = (*session.posargs, *("100", "1")[len(session.posargs) :])
+    folder = Path(session.create_tmp()).resolve()
+    native = ROOT / "kvoffload_async" / "block_io" / "native"
+    sources = [native / "pool.c", native / "blocks.c", *sorted((ROOT / "tests/native").glob("*.c"))]
+    for name in ("address,undefined", "thread"):
+        program = folder / f"engine-{name.replace(',', '-')}"
+        session.run(
+            *("cc", "-std=c11", "-D_GNU_SOURCE", "-pthread", "-O1", "-g", "-Wall", "-Wextra"),
+            *("-Werror", f"-fsanitize={name}", "-fno-sanitize-recover=all", f"-I{native}"),
+            *map(str, sources),
+            *("-o", str(program)),
+            external=True,
+        )
+        for test in (("unit",), ("old-kernel",), ("fuzz", rounds, seed)):
+            session.run(str(program), *test, external=True)
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Builds both archives and imports the wheel where the source is out of reach."""
-    install(session, "build")
+    """Builds both archives, and tests the wheel where the source is out of reach.
+
+    Its native module runs with the C library of manylinux2014, which is checked, and also compiles
+    for aarch64.
+    """
+    install(session, "auditwheel", "build", "wheel", "ziglang")
     dist = Path(session.create_tmp()).resolve() / "dist"
     for old in dist.glob("*"):
         old.unlink()
-    session.run("python", "-m", "build", "--outdir", str(dist))
+    zig = "python -m ziglang cc -target"
+    session.run(
+        *("python", "kvoffload_async/block_io/build.py", str(dist.with_name("aarch64.so"))),
+        env={"CC": f"{zig} aarch64-linux-gnu.2.17", "KVOFFLOAD_NATIVE": "require"},
+    )
+    session.run(
+        *("python", "-m", "build", "--outdir", str(dist)),
+        env={"CC": f"{session.bin}/{zig} x86_64-linux-gnu.2.17", "KVOFFLOAD_NATIVE": "require"},
+    )
+    (built,) = dist.glob("*.whl")
+    needs = session.run("auditwheel", "show", str(built), silent=True) or ""
+    if f'"{MANYLINUX}"' not in needs.replace("\n", " "):
+        session.error(f"{built.name} does not run on {MANYLINUX}: {needs}")
+    session.run(
+        "python", "-m", "wheel", "tags", "--remove", "--platform-tag", MANYLINUX, str(built)
+    )
     (wheel,) = dist.glob("*.whl")
-    install(session, str(wheel))
+    install(session, f"{wheel}[test]")
+    install(session, "--force-reinstall", "--no-deps", str(wheel))  # also in an environment reused
     session.cd(dist)
     # -I: neither the working directory nor PYTHONPATH can supply the package.
-    code = "import kvoffload_async as k; print(k.__file__)"
+    code = "import kvoffload_async.block_io._native as native; print(native.__file__)"
     where = session.run("python", "-I", "-c", code, silent=True)
     if where is None or str(ROOT) + os.sep + "kvoffload_async" in where:
         session.error(f"imported the source, not the wheel: {where}")
     session.run("kvoffload", "--help")
+    tests = dist.with_name("tests")
+    shutil.rmtree(tests, ignore_errors=True)
+    shutil.copytree(ROOT / "tests", tests)
+    shutil.copy(ROOT / "pyproject.toml", tests.parent)
+    session.cd(tests.parent)
+    session.run("pytest", "tests/block_io", env={"PYTHONPATH": ""})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvoffload_async.block_io import implementation
 from kvoffload_async.cli.bench import bench
 from kvoffload_async.cli.catalogue import common_options, tier_entries
 from kvoffload_async.cli.ending import (
@@ -48,6 +50,31 @@ app.add_typer(store_app)
 def main() -> None:
     """Run the command; never returns."""
     app(prog_name="kvoffload")
+
+
+def _print_version(is_wanted: bool) -> None:
+    """Print versions, and end."""
+    if is_wanted:
+        with errors_as_one_line():
+            moves = implementation()
+        typer.echo(f"kvoffload-async {metadata.version('kvoffload-async')}; block I/O: {moves}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version, and what moves blocks: native code or Python, and why.",
+        ),
+    ] = False,
+) -> None:
+    """Take what is not of one command."""
 
 
 @app.command()

@@ -44,7 +44,7 @@ def test_a_large_job_uses_several_threads(place, ops, options):
         before = len(ops.calls)
         assert harness.load(K, range(8, 16)) == {}
         assert all(harness.holds(key, 8 + i) for i, key in enumerate(K))
-        assert ops.counts(before)["preadv"] == 8
+        assert ops.counts(before)["preadv"] >= 8, "native code reads pieces"
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvoffload_async.errors import TierError
+from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.types import OffloadKey
 
 
@@ -129,3 +130,18 @@ class LoadFailure:
     index: int
     error: TierError
     freed_bytes: int | None = None
+
+
+LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
+"""Whose block may be stored once there is room."""
+
+
+def failures_of(outcomes: Sequence[StoreOutcome]) -> dict[int, TierError]:
+    """Return why blocks failed; one that lost its room to others counts as without room."""
+    failures: dict[int, TierError] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            failures[outcome.item.index] = outcome.error
+        elif outcome.status in LOST_ROOM:
+            failures[outcome.item.index] = TierFullError("others took the block's room")
+    return failures

@@ -32,13 +32,15 @@ from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import (
+    LOST_ROOM,
     DiskChange,
     LoadFailure,
     StoreItem,
     StoreOutcome,
-    StoreStatus,
     Verify,
+    failures_of,
 )
+from kvoffload_async.tiers.fs.payload import NativeFiles, create_native_files
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
@@ -107,6 +109,7 @@ class FsTier(AsyncTier):
         self._row_bytes = 0
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
+        self._native: NativeFiles | None = None
         self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
@@ -151,10 +154,18 @@ class FsTier(AsyncTier):
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
+        if not settings.direct_io:
+            self._native = create_native_files(
+                *(env, self._ops, namespace, self._files, settings.verify),
+                threads=settings.io_threads,
+                check=self._root.check,
+            )
         self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
+        if self._native is not None:
+            return await self._native.present(keys)
         return await self._opened().io.run(Direction.NONE, partial(self._files.present, keys))
 
     async def store(self, job: JobMetadata) -> BlockFailures:
@@ -172,7 +183,7 @@ class FsTier(AsyncTier):
                 self._files.writer.store(items, outcomes)
 
             await self._spread(Direction.STORE, check, write, len(keys))
-            return _failures(outcomes)
+            return failures_of(outcomes)
         items = [
             StoreItem(index, key, self._row(slot))
             for index, (key, slot) in enumerate(zip(keys, slots, strict=True))
@@ -196,16 +207,24 @@ class FsTier(AsyncTier):
         keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
         failures: list[LoadFailure] = []
 
-        def read(turn: range) -> None:
-            items = [(index, keys[index], self._row(slots[index])) for index in turn]
-            self._files.load(items, failures)
+        async def read_all() -> None:
+            left: Sequence[int] = range(len(keys))
+            if self._native is not None:
+                left = await self._native.load(keys, slots)
+
+            def read(turn: range) -> None:
+                items = [(i, keys[i], self._row(slots[i])) for i in left[turn.start : turn.stop]]
+                self._files.load(items, failures)
+
+            if left:
+                await self._spread(Direction.LOAD, check, read, len(left))
 
         if self._space is None:
-            await self._spread(Direction.LOAD, check, read, len(keys))
+            await read_all()
         else:
             self._space.pin(keys)
             try:
-                await self._spread(Direction.LOAD, check, read, len(keys))
+                await read_all()
             finally:
                 self._space.unpin(keys)
                 await self._note_loads(self._space, job, failures)
@@ -219,9 +238,14 @@ class FsTier(AsyncTier):
     async def close(self) -> None:
         """Stop housekeeping, give back what was reserved, unregister; idempotent."""
         housekeeping, self._housekeeping = self._housekeeping, None
+        native, self._native = self._native, None
         try:
-            if housekeeping is not None:
-                await housekeeping.leave()
+            try:
+                if native is not None:
+                    await native.close()
+            finally:
+                if housekeeping is not None:
+                    await housekeeping.leave()
         finally:
             if self._has_entered:
                 self._has_entered = False
@@ -277,10 +301,10 @@ class FsTier(AsyncTier):
             failures |= {item.index: roomless for item in plan.roomless}
             for outcome in outcomes:
                 failures.pop(outcome.item.index, None)  # from the round before
-            failures |= _failures(outcomes)
+            failures |= failures_of(outcomes)
             full = [] if is_full else [o for o in outcomes if isinstance(o.error, TierFullError)]
             is_full = is_full or bool(full)  # evict, and retry once
-            again = [o.item for o in outcomes if o.status in _AGAIN] + [o.item for o in full]
+            again = [o.item for o in outcomes if o.status in LOST_ROOM] + [o.item for o in full]
             if plan.roomless and space.can_evict:  # others have taken what was freed
                 again += plan.roomless
             elif plan.roomless and not has_looked and self._housekeeping is not None:
@@ -369,17 +393,3 @@ class FsTier(AsyncTier):
         if self._env is None:
             raise TierClosedError("the fs tier is not open")
         return self._env
-
-
-_AGAIN = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
-
-
-def _failures(outcomes: Sequence[StoreOutcome]) -> dict[int, TierError]:
-    """Return why blocks failed; one that lost its room to others counts as without room."""
-    failures: dict[int, TierError] = {}
-    for outcome in outcomes:
-        if outcome.error is not None:
-            failures[outcome.item.index] = outcome.error
-        elif outcome.status in _AGAIN:
-            failures[outcome.item.index] = TierFullError("others took the block's room")
-    return failures

@@ -29,6 +29,7 @@ from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import (
     RECORD_BYTES,
+    PackedRun,
     Records,
     checkpoint_units,
     frame,
@@ -42,14 +43,8 @@ logger = logging.getLogger(__name__)
 _LEAST_SHARE = 32
 """A journal is written anew at the opening where less room than this part of it is left."""
 
-_SYNC_BYTES = 8 << 20
-"""How much of the next journal may wait for the device before somebody waits for it."""
-
 _POLL_S = 0.02
 """How often an append without room looks whether anybody still waits for it."""
-
-PackedRun = tuple[Place, bytes]
-"""The first place of a run of blocks, and their packed records."""
 
 
 class Journal:
@@ -201,16 +196,21 @@ class Journal:
             for _ in range(noted):
                 self._removed.popleft()
 
-    def tend(self) -> None:
-        """Wait for the next journal on the device, if it is time, and put it in use.
+    @property
+    def has_removals(self) -> bool:
+        """Whether removals are noted that are not written yet."""
+        return bool(self._removed)
 
-        To be called after a store has been reported; nobody waits for it.
-        """
+    @property
+    def is_to_be_tended(self) -> bool:
+        """Whether there is something for `tend` to do; about, while another thread appends."""
+        return (following := self._next) is not None and following.is_due
+
+    def tend(self) -> None:
+        """Wait for the next journal on the device and put it in use; no store waits for that."""
         with self._mutex:
             following = self._next
-            if following is None or following.is_syncing or not following.has_begun:
-                return
-            if not following.is_complete and following.unsynced_bytes < _SYNC_BYTES:
+            if following is None or not following.is_due:
                 return
             following.is_syncing = True
         failure: OSError | None = None

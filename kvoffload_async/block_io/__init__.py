@@ -1,0 +1,36 @@
+"""Moving bytes between files and the primary: one contract, a native and a Python implementation.
+
+A batch is submitted and awaited. The native implementation moves and hashes bytes on threads that
+never take the interpreter's lock; the Python one does the same on an `IoRunner`'s threads, where
+the extension module was not built, or where checksums are made with an integrity key.
+"""
+
+from kvoffload_async.block_io.choice import create_block_io, create_file_io, implementation
+from kvoffload_async.block_io.contract import (
+    ENDED_EARLY,
+    Attribute,
+    BlockDigests,
+    BlockIo,
+    FileBatch,
+    FileCalls,
+    FileIo,
+    LoadedFiles,
+    Moved,
+    Run,
+)
+
+__all__ = [
+    "ENDED_EARLY",
+    "Attribute",
+    "BlockDigests",
+    "BlockIo",
+    "FileBatch",
+    "FileCalls",
+    "FileIo",
+    "LoadedFiles",
+    "Moved",
+    "Run",
+    "create_block_io",
+    "create_file_io",
+    "implementation",
+]

@@ -1,0 +1,153 @@
+"""One blocking call at a time for all who wait for it: who comes meanwhile is served by the next.
+
+So a hundred jobs that end together cost a few appends to the journal and hand-overs to a thread,
+and a single one waits for nobody. Only a call that hangs is not waited for: another is made beside
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+Call = Callable[[Sequence[T], Callable[[], bool]], None]
+"""Takes items, and what tells whether anybody still waits for them. Thread: an I/O thread."""
+
+_PATIENCE_S: Final = 0.25
+"""How long a call may take before those who came meanwhile get one of their own."""
+
+_MOST_CALLS: Final = 3
+"""How many are made at once then, at most: each has a thread."""
+
+Runner = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter(Generic[T]):
+    """Who waits, and whether it does so still."""
+
+    item: T
+    future: asyncio.Future[BaseException | None]
+    is_waiting: bool = True
+
+
+class GroupedCall(Generic[T]):
+    """A call that takes several items. Thread: loop; the call itself is made by an I/O thread."""
+
+    def __init__(self, name: str, call: Call[T], run: Runner) -> None:
+        """Describe it, on the loop that awaits it.
+
+        Args:
+            name: Of its task.
+            call: Takes all that wait; what it raises is everybody's.
+            run: Runs a blocking call on a thread.
+        """
+        self._name = name
+        self._call = call
+        self._run = run
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[_Waiter[T]] = []
+        self._current: object | None = None
+        """The last call that was begun, as long as it is not taken for one that hangs."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, item: T) -> asyncio.Future[BaseException | None]:
+        """Have the next call take an item; the future ends with what that raises."""
+        return self._enqueue(item).future
+
+    def _enqueue(self, item: T) -> _Waiter[T]:
+        waiter = _Waiter[T](item, self._loop.create_future())
+        self._waiting.append(waiter)
+        if self._current is None:
+            self._start()
+        return waiter
+
+    async def add(self, item: T) -> BaseException | None:
+        """Return what the call raises that takes the item.
+
+        Cancelled, it returns when the call has ended, or at once if that has not begun: then it
+        leaves the item out.
+        """
+        waiter = self._enqueue(item)
+        future = waiter.future
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError as error:
+                cancelled = error
+                waiter.is_waiting = False
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+                    break
+        if cancelled is not None:
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # it holds this frame, and what its callers hold
+        return future.result()
+
+    async def close(self) -> None:
+        """Wait until no call is made any more."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _start(self) -> None:
+        """Begin to serve those who wait, unless there are too many calls that hang."""
+        if self._waiting and len(self._tasks) < _MOST_CALLS:
+            call = self._current = object()
+            task = self._loop.create_task(self._serve(call), name=self._name)
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._current is None:
+            self._start()
+
+    def _give_up(self, call: object) -> None:
+        """Take a call for one that hangs."""
+        if self._current is call:
+            self._current = None
+            self._start()
+
+    async def _serve(self, call: object) -> None:
+        group: Sequence[_Waiter[T]] = ()
+        failure: BaseException | None = None
+        try:
+            while self._waiting and self._current is call:
+                group, self._waiting = self._waiting, []
+                failure = None
+                timer = self._loop.call_later(_PATIENCE_S, self._give_up, call)
+                try:
+                    await self._run(partial(self._make, group))
+                except Exception as error:  # noqa: BLE001 - handed to those who wait
+                    failure = error
+                finally:
+                    timer.cancel()
+                _end(group, failure)
+        except BaseException as error:
+            _end(group, error)
+            raise
+        finally:
+            if self._current is call:
+                self._current = None
+            del group, failure  # what is raised holds this frame, and with it the job's memory
+
+    def _make(self, group: Sequence[_Waiter[T]]) -> None:
+        """Make the call. Thread: an I/O thread."""
+        self._call(
+            [waiter.item for waiter in group],
+            lambda: any(waiter.is_waiting for waiter in group),
+        )
+
+
+def _end(group: Sequence[_Waiter[T]], error: BaseException | None) -> None:
+    for waiter in group:
+        if not waiter.future.done():
+            waiter.future.set_result(error)

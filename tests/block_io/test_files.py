@@ -1,0 +1,151 @@
+"""Whole files by native code: what is the plain good case, and what is left to be judged."""
+
+import asyncio
+import os
+
+import pytest
+from block_io.places import DIGESTER, ROW, is_built, key_of, run, until
+
+from kvoffload_async.block_io import Attribute, FileBatch
+from kvoffload_async.errors import TierClosedError
+from kvoffload_async.testing.fileops import FaultyFileOps
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="the native module is not built")
+
+ATTRIBUTE = Attribute("user.kvoffload.test", b"\x01")
+KEYS = [key_of(number) for number in range(8)]
+ZERO = bytes(ROW)
+
+
+def value_of(key, content) -> bytes:
+    return ATTRIBUTE.prefix + DIGESTER.digest(key, memoryview(content))
+
+
+def put(folder, key, content, *, value=None):
+    path = folder / f"{key.decode()}.bin"
+    path.write_bytes(content)
+    if value is not None:
+        os.setxattr(path, ATTRIBUTE.name, value)
+    return path
+
+
+class Files:
+    """Files in a folder, each about the row of its number."""
+
+    def __init__(self, here):
+        self.here = here
+        self.root = os.open(here.folder, os.O_PATH | os.O_DIRECTORY)
+        here.fds.append(self.root)
+
+    def batch(self, keys=KEYS):
+        names = [f"{key.decode()}.bin" for key in keys]
+        return FileBatch((self.root, str(self.here.folder)), names, keys, range(len(keys)))
+
+    async def load(self, expected=None, attribute=ATTRIBUTE):
+        self.here.rows[:] = 0
+        batch = self.batch()
+        return await self.here.io.load_files(batch, expected or [None] * len(KEYS), attribute)
+
+
+def test_a_file_is_served_if_its_bytes_are_right_and_left_to_be_judged_else(tmp_path):
+    async def scenario(here):
+        files, content = Files(here), here.rows.copy()
+        good = [content[number].tobytes() for number in range(8)]
+        values = [value_of(key, data) for key, data in zip(KEYS, good, strict=True)]
+        put(tmp_path, KEYS[0], good[0], value=values[0])
+        put(tmp_path, KEYS[1], good[1][:-1], value=values[1])
+        put(tmp_path, KEYS[2], good[2] + b"x", value=values[2])
+        put(tmp_path, KEYS[3], good[3], value=values[2])
+        put(tmp_path, KEYS[4], good[4])
+        (tmp_path / "key 5.bin").symlink_to(put(tmp_path, b"elsewhere", good[5], value=values[5]))
+        (tmp_path / "key 6.bin").mkdir()
+        statuses, digests = await files.load()
+        assert statuses == bytes([0, 1, 1, 1, 1, 1, 1, 1])
+        assert ATTRIBUTE.prefix + digests[:16] == values[0]
+        assert here.rows[0].tobytes() == good[0]
+        statuses, digests = await files.load(attribute=None)
+        assert statuses == bytes([0, 1, 1, 0, 0, 1, 1, 1]), "only lengths are looked at"
+        assert digests == b""
+
+    run(scenario, "native", tmp_path)
+
+
+def test_a_checksum_that_is_known_is_not_read_and_one_that_is_outdated_is(tmp_path):
+    ops = FaultyFileOps()
+
+    async def scenario(here):
+        files, content = Files(here), here.rows.copy()
+        for key, row in zip(KEYS, content, strict=False):
+            put(tmp_path, key, row.tobytes(), value=value_of(key, row))
+        known = [value_of(key, row) for key, row in zip(KEYS, content, strict=False)]
+        assert (await files.load(known)).statuses == bytes(8)
+        assert not ops.counts()["get_xattr"]
+        known[3] = value_of(KEYS[3], ZERO)
+        assert (await files.load(known)).statuses == bytes(8)
+        assert ops.counts()["get_xattr"] == 1
+        assert (here.rows[:8] == content[:8]).all()
+        assert not [fd for fd in ops.open_fds if fd != files.root]
+
+    run(scenario, "native", tmp_path, ops=ops)
+
+
+@pytest.mark.parametrize("call", ["open", "get_xattr", "preadv", "close"])
+def test_a_call_that_fails_leaves_that_file_to_be_judged(tmp_path, call):
+    ops = FaultyFileOps()
+
+    async def scenario(here):
+        files, content = Files(here), here.rows.copy()
+        for key, row in zip(KEYS, content, strict=False):
+            put(tmp_path, key, row.tobytes(), value=value_of(key, row))
+        ops.fail(5, on=call, when=lambda call: call.path.endswith("key 2.bin"))
+        assert (await files.load()).statuses == bytes([0, 0, 1, 0, 0, 0, 0, 0])
+        assert not ops.open_fds
+
+    run(scenario, "native", tmp_path, ops=ops)
+
+
+def test_which_files_there_are(tmp_path):
+    async def scenario(here):
+        files = Files(here)
+        put(tmp_path, KEYS[1], b"")
+        (tmp_path / "key 2.bin").mkdir()
+        (tmp_path / "key 3.bin").symlink_to(tmp_path / "key 1.bin")
+        root, names, *_ = files.batch()
+        assert await here.io.has_files(root, [*names, "a/b/c"]) == bytes([0, 1, *[0] * 7])
+        assert await here.io.has_files(root, []) == b""
+
+    run(scenario, "native", tmp_path)
+
+
+def test_a_load_is_cancelled_once_nothing_of_it_moves(tmp_path):
+    ops = FaultyFileOps()
+
+    async def scenario(here):
+        files = Files(here)
+        for key in KEYS:
+            put(tmp_path, key, ZERO, value=value_of(key, ZERO))
+        hang = ops.hang(on="preadv")
+        task = asyncio.create_task(files.load())
+        here.tasks.append(task)
+        await until(hang.entered.is_set)
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        hang.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(scenario, "native", tmp_path, ops=ops)
+
+
+def test_after_closing_no_file_is_looked_at(tmp_path):
+    async def scenario(here):
+        files = Files(here)
+        await here.io.close()
+        with pytest.raises(TierClosedError):
+            await files.load()
+        with pytest.raises(TierClosedError):
+            await here.io.has_files(*files.batch()[:2])
+
+    run(scenario, "native", tmp_path)
