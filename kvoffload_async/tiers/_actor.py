@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -76,6 +76,9 @@ class _Run:
     job: JobMetadata
     side: _Side
     accepted_s: float
+    """In the loop's time, as deadlines are; the two below are in the actor's, which is finer."""
+    arrived_s: float
+    began_s: float | None = None
     task: asyncio.Task[None] | None = None
     watch: Watch | None = None
     is_settled: bool = False
@@ -99,6 +102,7 @@ class TierActor:
         *,
         io_timeout_s: float,
         probe_timeout_s: float,
+        clock: Callable[[], float],
     ) -> None:
         """Prepare; nothing runs before `open`.
 
@@ -108,6 +112,7 @@ class TierActor:
             env: What the tier may use; its `post` receives every event, in order.
             io_timeout_s: Seconds from a job's acceptance to its deadline, waiting included.
             probe_timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
+            clock: Monotonic seconds, by which durations are measured.
         """
         self.name = name
         self._tier = tier
@@ -123,6 +128,7 @@ class TierActor:
         self._probes = Probes(name, tier, env.post, probe_timeout_s)
         self._refusals = Refusals()
         self._closing = False
+        self._clock = clock
         # Asked for once: the interpreter makes a system call for every answer.
         self._loop: asyncio.AbstractEventLoop
 
@@ -160,11 +166,11 @@ class TierActor:
             side = self._loads if job.is_promotion else self._stores
             side.waiting.pop(job.job_id, None)
             failure = TierUnavailableError(f"{self.name} cannot run it: {text_of(error)}")
-            self._settle_unrun(_Run(job, side, self._loop.time()), failure)
+            self._settle_unrun(self._run_of(job, side), failure)
 
     def _accept(self, job: JobMetadata) -> None:
         side = self._loads if job.is_promotion else self._stores
-        run = _Run(job, side, self._loop.time())
+        run = self._run_of(job, side)
         if self._closing:
             self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
         elif (defect := self._defect_of(job)) is not None:
@@ -176,6 +182,9 @@ class TierActor:
             if self._next_deadline is None:
                 self._await_deadline(run)
             self._start_ready(side)
+
+    def _run_of(self, job: JobMetadata, side: _Side) -> _Run:
+        return _Run(job, side, self._loop.time(), self._clock())
 
     def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
@@ -264,6 +273,7 @@ class TierActor:
             del waiting[job_id]
             running[job_id] = run
             side.running_blocks = blocks
+            run.began_s = self._clock()
             run.task = self._loop.create_task(self._perform(run), name=f"{side.name}:{job_id}")
             run.task.add_done_callback(partial(self._job_ended, run))
 
@@ -343,8 +353,9 @@ class TierActor:
         error: TierError | None,
         outdated: frozenset[OffloadKey] = frozenset(),
     ) -> JobSettled:
-        seconds = self._loop.time() - run.accepted_s
-        return JobSettled(run.job.job_id, failures, error, seconds, outdated)
+        seconds = self._clock() - run.arrived_s
+        queue_s = None if run.began_s is None else run.began_s - run.arrived_s
+        return JobSettled(run.job.job_id, failures, error, seconds, outdated, queue_s)
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the one timer to the deadline that is the next."""
