@@ -22,12 +22,10 @@ from kvoffload_async.abc.events import (
 )
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
-    BlockMissingError,
     RepeatedKeyError,
     TierBusyError,
     TierClosedError,
     TierError,
-    TierFullError,
     TierTimeoutError,
     TierUnavailableError,
     UnknownSlotError,
@@ -44,9 +42,9 @@ from kvoffload_async.tiers._ending import (
     text_of,
 )
 from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.tiers._job_log import JobLog
 from kvoffload_async.tiers._probes import Probes
 from kvoffload_async.tiers._recheck import Recheck
-from kvoffload_async.tiers._refusals import Refusals
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -126,7 +124,7 @@ class TierActor:
         self._next_deadline: asyncio.TimerHandle | None = None
         self._recheck = Recheck(name, tier, env.announcements, env.post)
         self._probes = Probes(name, tier, env.post, probe_timeout_s)
-        self._refusals = Refusals()
+        self._log = JobLog(name)
         self._closing = False
         self._clock = clock
         # Asked for once: the interpreter makes a system call for every answer.
@@ -301,25 +299,7 @@ class TierActor:
         run.is_settled = True
         self._forget_deadline(run)
         outdated = self._outdated(run, failures, error)
-        first = error or next(iter(failures.values()), None)
-        if first is not None:
-            more = (
-                self._refusals.note(self._loop.time()) if isinstance(first, TierFullError) else ""
-            )
-            is_error = more is not None and not isinstance(first, BlockMissingError)
-            if first.__cause__ is not None:
-                log_trace(first)
-            for raised in (error, *failures.values()):
-                drop_tracebacks(raised)
-            logger.log(
-                logging.ERROR if is_error else logging.DEBUG,
-                "tier %s: %s failed: %s%s",
-                self.name,
-                _described(run.job),
-                first,
-                more or "",
-            )
-        self._post(self._settled(run, failures, error, outdated))
+        self._post_end(run, failures, error, outdated)
 
     def _outdated(
         self, run: _Run, failures: BlockFailures, error: TierError | None
@@ -344,18 +324,19 @@ class TierActor:
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
         self._forget_deadline(run)
-        self._post(self._settled(run, {}, error))
+        self._post_end(run, {}, error)
 
-    def _settled(
+    def _post_end(
         self,
         run: _Run,
         failures: BlockFailures,
         error: TierError | None,
         outdated: frozenset[OffloadKey] = frozenset(),
-    ) -> JobSettled:
+    ) -> None:
         seconds = self._clock() - run.arrived_s
         queue_s = None if run.began_s is None else run.began_s - run.arrived_s
-        return JobSettled(run.job.job_id, failures, error, seconds, outdated, queue_s)
+        self._log.ended(run.job, failures, error, seconds=seconds, now_s=self._loop.time())
+        self._post(JobSettled(run.job.job_id, failures, error, seconds, outdated, queue_s))
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the one timer to the deadline that is the next."""
@@ -380,19 +361,8 @@ class TierActor:
             self._deadline_passed(run)
 
     def _deadline_passed(self, run: _Run) -> None:
-        error = TierTimeoutError(
-            f"tier {self.name}: {_described(run.job)} timed out after {self._io_timeout_s} s"
-        )
         if run.side.waiting.pop(run.job.job_id, None) is not None:
-            self._settle_unrun(run, error)
+            self._settle_unrun(run, self._log.timeout(run.job, self._io_timeout_s))
         else:
-            logger.error("%s", error)
+            error = self._log.overdue(run.job, self._io_timeout_s)
             self._post(JobOverdue(run.job.job_id, error))
-
-
-def _described(job: JobMetadata) -> str:
-    """Return what a job does, for messages."""
-    what = "load" if job.is_promotion else "store"
-    return (
-        f"{what} of {len(job.keys)} blocks for request {job.req_context.req_id} (job {job.job_id})"
-    )
