@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from kvoffload_async.bench.plan import Plan
+from kvoffload_async.bench.plan import Jobs, Plan, Work
+from kvoffload_async.bench.rounds import Samples
 from kvoffload_async.bench.run import run_bench
 from kvoffload_async.cli.bench_tables import print_tables
 
@@ -44,6 +45,13 @@ def test_the_rounds_before_it_was_stopped_are_kept(num_turns):
     assert [size.rounds for size in report.sizes] == ([rounds] if rounds else [])
     assert report.interrupted is (rounds < ROUNDS)
     assert not report.complaints
+
+
+def test_what_was_measured_in_a_round_that_did_not_end_is_forgotten():
+    samples = Samples(Work(Jobs(1, 1, 4096), None), rounds=2)
+    samples.passes["memcpy", "copy"] = [{"gib_per_s": float(number)} for number in range(3)]
+    samples.forget_incomplete_round()
+    assert samples.passes["memcpy", "copy"] == [{"gib_per_s": 0.0}, {"gib_per_s": 1.0}]
 
 
 def test_block_sizes_that_were_not_begun_are_left_out():

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from facade.worlds import EXCLUSIVE, World
+from facade.worlds import EXCLUSIVE, World, filled
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager
-from kvoffload_async.errors import ClosedError
+from kvoffload_async.errors import ClosedError, TierUnavailableError
 from kvoffload_async.observe.metrics import METRICS, MetricKind
 from kvoffload_async.observe.prometheus import OffloadCollector
 
@@ -51,6 +51,29 @@ def test_what_was_counted_is_scraped_by_engine_tier_and_direction(world):
     closed = {"tier": "tier0", "direction": "load", "state": "closed"}
     assert value(samples, "kvoffload_tier_breaker_state", **closed) == 1
     assert value(samples, "kvoffload_tier_breaker_state", **{**closed, "state": "open"}) == 0
+
+
+def test_loads_and_stores_are_counted_apart(world):
+    filled(world, 1, 2)
+    world.lookup(1)
+    world.rest()
+    world.lookup(2)
+    world.step()
+    world.settle(error=TierUnavailableError("down"))
+    world.poll()
+    samples = scraped({"0": world.manager.stats})
+
+    def jobs(name, direction):
+        return value(samples, f"kvoffload_tier_{name}", tier="tier0", direction=direction)
+
+    assert (jobs("jobs_total", "load"), jobs("jobs_total", "store")) == (2, 1)
+    assert (jobs("failed_jobs_total", "load"), jobs("failed_jobs_total", "store")) == (1, 0)
+    world.lookup(1)
+    world.store(3)
+    assert jobs("jobs_in_flight", "store") == 0
+    samples = scraped({"0": world.manager.stats})
+    assert (jobs("jobs_in_flight", "load"), jobs("jobs_in_flight", "store")) == (0, 1)
+    world.rest()
 
 
 def test_a_histogram_ends_with_the_count_of_all(world):
