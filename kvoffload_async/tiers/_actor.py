@@ -177,9 +177,14 @@ class TierActor:
                 self._await_deadline(run)
             self._start_ready(side)
 
-    def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
+    def start_probe(
+        self,
+        generation: int,
+        keys: Sequence[OffloadKey],
+        chains: Sequence[Sequence[OffloadKey]] = (),
+    ) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
-        self._probes.start(generation, keys)
+        self._probes.start(generation, keys, chains)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
