@@ -239,3 +239,18 @@ def test_it_refuses_work_when_it_is_closed():
         for call in (world.tier.contains(K), world.tier.longest_prefixes([K])):
             with pytest.raises(TierClosedError):
                 world.run(call)
+
+
+def test_what_was_remembered_is_asked_anew_where_the_answer_shows_that_all_is_lost():
+    with World(remember_present_s=100.0) as world:
+        world.store(K[:2])
+        exist = world.client.exist
+
+        async def exist_emptied(keys):
+            if K[0] in world.client.values:
+                world.client.values.clear()
+                world.client.emptied()
+            return await exist(keys)
+
+        world.client.exist = exist_emptied
+        assert world.run(world.tier.contains(K[:3])) == frozenset()

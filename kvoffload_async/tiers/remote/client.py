@@ -24,12 +24,10 @@ class Value:
     Attributes:
         data: Its bytes; none where it is too long to be a block, and was not read.
         version: What the store calls this version, where it does.
-        age_s: Seconds since it was written, where the store says.
     """
 
     data: memoryview
     version: str | None = None
-    age_s: float | None = None
 
     def sha1(self) -> str:
         """Return the SHA-1 of the bytes: for stores that know versions by nothing else."""

@@ -43,8 +43,15 @@ class Questions:
                 unknown.append(key)
             elif remembered:
                 present.add(key)
+        if not unknown:
+            self._counters.remembered_keys += len(keys)
+            return present
+        emptied = self._counters.emptied
+        found = await self.ask_anew(unknown, deadline_s)
+        if self._counters.emptied != emptied:  # what was remembered is not to be believed
+            return found | await self.ask_anew(list(present), deadline_s)
         self._counters.remembered_keys += len(keys) - len(unknown)
-        return present | await self.ask_anew(unknown, deadline_s)
+        return found | present
 
     async def ask_anew(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
         """Return those of the keys that are there, whatever was answered before.

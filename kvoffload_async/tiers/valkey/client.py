@@ -124,7 +124,7 @@ class ValkeyClient(RemoteClient):
         self._label = await self._current_label()
 
     async def check(self) -> None:
-        await self._library.ping()
+        self._compare_label(await self._current_label())
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         async with self._pipeline() as pipeline:
@@ -133,10 +133,7 @@ class ValkeyClient(RemoteClient):
                 pipeline.exists(self._prefix + key)
             label, *answers = await pipeline.execute()
         if label != self._label:
-            had_label = self._label is not None
-            self._label = await self._current_label()
-            if had_label:
-                self._emptied()
+            self._compare_label(await self._current_label())
         return frozenset(key for key, answer in zip(keys, answers, strict=True) if answer)
 
     async def get(
@@ -187,6 +184,12 @@ class ValkeyClient(RemoteClient):
 
     def _pipeline(self) -> Any:  # noqa: ANN401 - of two classes, too
         return self._library.pipeline(transaction=False)
+
+    def _compare_label(self, label: bytes | None) -> None:
+        """Note the server's label; another one than before means that its contents are gone."""
+        was, self._label = self._label, label
+        if was is not None and label != was:
+            self._emptied()
 
     async def _current_label(self) -> bytes | None:
         """Return the server's label, a new one where it has none; None if it has no memory left."""
