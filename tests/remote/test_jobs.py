@@ -79,7 +79,7 @@ def test_a_bad_block_that_cannot_be_removed_is_counted_and_fails_nothing_else(ca
     with World(max_retries=0) as world:
         world.store(K[:2])
         world.client.values[K[0]] = b"x"
-        world.client.failures = [None, LibraryError()]
+        world.client.failures = [None, None, LibraryError()]
         assert list(world.load(K[:2])) == [0]
         assert world.gauge("unremoved") == 1
         assert "stays" in caplog.text
@@ -254,3 +254,22 @@ def test_what_was_remembered_is_asked_anew_where_the_answer_shows_that_all_is_lo
 
         world.client.exist = exist_emptied
         assert world.run(world.tier.contains(K[:3])) == frozenset()
+
+
+def test_a_block_that_was_bad_on_its_way_alone_is_read_again_and_served():
+    with World() as world:
+        world.store(K[:3])
+        good, get = dict(world.client.values), world.client.get
+
+        async def get_bad_once(keys, most_bytes):
+            if len(keys) == 3:
+                world.client.values[K[1]] = good[K[1]][:-1] + b"\1"
+            found = await get(keys, most_bytes)
+            world.client.values[K[1]] = good[K[1]]
+            return found
+
+        world.client.get = get_bad_once
+        assert world.load(K[:3]) == {}
+        assert all(world.holds(K[i], i) for i in range(3))
+        assert world.client.values == good
+        assert world.gauge("read_again") == 1

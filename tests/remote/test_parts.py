@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from remote.fake_store import FakeClient, LibraryError, World
 
+from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import key_of
@@ -16,7 +17,7 @@ from kvoffload_async.tiers.remote.envelope import Header, is_newer, namespace_of
 from kvoffload_async.tiers.remote.limits import Limits
 from kvoffload_async.tiers.remote.memory import AnswerMemory
 from kvoffload_async.tiers.remote.prefixes import longest_present_heads
-from kvoffload_async.tiers.remote.secrecy import Redactor, without_user_info
+from kvoffload_async.tiers.remote.secrecy import Redactor
 
 K = [key_of(number) for number in range(200)]
 
@@ -202,7 +203,8 @@ def test_secrets_are_hidden_however_a_url_writes_them():
 
 
 def test_a_url_without_a_user_stays_as_it_is():
-    assert without_user_info("see http://host/a@b") == "see http://host/a@b"
+    assert without_user_info("see http://host/a b@c") == "see http://host/a b@c"
+    assert without_user_info("'s3://u:p/w@host/x'") == "'s3://***@host/x'"
 
 
 # -- envelopes ----------------------------------------------------------------------------------

@@ -5,15 +5,18 @@ import shutil
 import socket
 import subprocess
 import time
-from contextlib import closing
+from contextlib import ExitStack
 
 READY_S = 30.0
 
 
-def free_port():
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports(count):
+    """Return ports that nobody listens on, all different."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 class ServerProcess:

@@ -10,13 +10,13 @@ from pathlib import Path
 import obstore
 import pytest
 from obstore.exceptions import BaseError
-from servers.process import READY_S, ServerProcess, free_port
+from servers.process import READY_S, ServerProcess, free_ports
 
 from kvoffload_async.tiers.object.client import ObjectConnection
 
 BUCKET = "kv-blocks"
 ACCESS_KEY_ID = "AKIDEXAMPLE"
-SECRET_ACCESS_KEY = "s3cret/key+of=tests"
+SECRET_ACCESS_KEY = "s3cret/key+of=tests"  # noqa: S105 - of this server alone
 
 
 def binary():
@@ -32,8 +32,9 @@ class SeaweedServer(ServerProcess):
 
     def __init__(self, folder):
         names = ("master", "volume", "filer", "s3")
-        ports = {name: free_port() for name in names}
-        grpc_ports = {name: free_port() for name in names}
+        free = free_ports(2 * len(names))
+        ports = dict(zip(names, free[: len(names)], strict=True))
+        grpc_ports = dict(zip(names, free[len(names) :], strict=True))
         config = folder / "s3.json"
         credentials = [{"accessKey": ACCESS_KEY_ID, "secretKey": SECRET_ACCESS_KEY}]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from servers.process import ServerProcess, free_port
+from servers.process import ServerProcess, free_ports
 
 
 def binary():
@@ -22,7 +22,7 @@ class ValkeyServer(ServerProcess):
     """A server without persistence."""
 
     def __init__(self, folder, *arguments, password=None):
-        self.port = free_port()
+        self.port = free_ports(1)[0]
         self.password = password
         secret = ["--requirepass", password] if password else []
         command = [binary(), "--port", self.port, "--bind", "127.0.0.1", "--save", "", "--dir"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 
 import obstore
 from obstore import exceptions
-from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
+from obstore.store import LocalStore, ObjectStore, from_url
 
 from kvoffload_async.errors import (
     ConfigError,
@@ -55,23 +55,7 @@ class ObjectConnection:
             ConfigError: URL and options do not go together; the message has no value of these.
         """
         try:
-            if self.url.startswith("file:"):
-                store: ObjectStore = LocalStore.from_url(self.url, mkdir=True, **self.options)
-                return store
-            if self.url.startswith("memory:"):
-                return MemoryStore(**self.options)
-            timeout = timedelta(seconds=self.call_timeout_s)
-            return from_url(
-                self.url,
-                config=dict(self.options),  # type: ignore[call-overload] # of three stores
-                client_options={
-                    "allow_http": self.allow_http,
-                    "timeout": timeout,
-                    "connect_timeout": timeout,
-                },
-                # Repeats are counted where they are made.
-                retry_config={"max_retries": 0},
-            )
+            opened: ObjectStore = self._open()
         except exceptions.UnknownConfigurationKeyError as error:
             names = ", ".join(sorted(self.options))
             raise ConfigError(
@@ -84,6 +68,23 @@ class ObjectConnection:
                 f"url: {self.url!r} cannot be used with the options that are given "
                 f"({type(error).__name__}); correct them"
             ) from None
+        return opened
+
+    def _open(self) -> Any:  # noqa: ANN401 - the library says no more in every case
+        if self.url.startswith("file:"):
+            return LocalStore.from_url(self.url, mkdir=True, **self.options)
+        timeout = timedelta(seconds=self.call_timeout_s)
+        return from_url(
+            self.url,
+            config=dict(self.options),  # type: ignore[call-overload] # of three stores
+            client_options={
+                "allow_http": self.allow_http,
+                "timeout": timeout,
+                "connect_timeout": timeout,
+            },
+            # Repeats are counted where they are made.
+            retry_config={"max_retries": 0},
+        )
 
 
 class ObjectClient(RemoteClient):

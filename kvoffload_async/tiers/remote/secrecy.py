@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Final
 from urllib.parse import quote, quote_plus
 
-_HIDDEN: Final = "***"
+from kvoffload_async.config import HIDDEN, without_user_info
+
 _LEAST_CHARS: Final = 3
-_USER_INFO: Final = re.compile(r"(?<=://)[^/?#\s'\"]*@")
-
-
-def without_user_info(text: str) -> str:
-    """Return a text with user names and passwords in its URLs hidden."""
-    return _USER_INFO.sub(f"{_HIDDEN}@", text)
 
 
 class Redactor:
@@ -41,5 +35,5 @@ class Redactor:
         """Return a text, or what an error says, without the secrets."""
         shown = without_user_info(str(text))
         for secret in self._secrets:
-            shown = shown.replace(secret, _HIDDEN)
+            shown = shown.replace(secret, HIDDEN)
         return shown

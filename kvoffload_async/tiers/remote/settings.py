@@ -49,7 +49,8 @@ class RemoteCounters:
     Attributes:
         probed_keys: Keys that the server was asked about.
         remembered_keys: Keys that needed no question.
-        corrupt: Blocks that did not verify.
+        read_again: Blocks that did not verify, and so were read once more.
+        corrupt: Blocks that did not verify then either.
         removed: Those of them that were removed.
         unremoved: Those that could not be, as the call failed.
         emptied: How often the server was found to have lost its contents.
@@ -58,6 +59,7 @@ class RemoteCounters:
 
     probed_keys: int = 0
     remembered_keys: int = 0
+    read_again: int = 0
     corrupt: int = 0
     removed: int = 0
     unremoved: int = 0

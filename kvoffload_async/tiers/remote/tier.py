@@ -260,22 +260,45 @@ class RemoteTier(AsyncTier):
     ) -> dict[int, TierError]:
         env, rows = self._opened()
         keys, slots = job.keys, job.block_ids
-        wanted = keys[portion.start : portion.stop]
-        most_bytes = max(map(self._envelopes.value_bytes, wanted))
-        values = await self._calls.run(partial(client.get, wanted, most_bytes), deadline_s)
+        most_bytes = max(self._envelopes.value_bytes(keys[i]) for i in portion)
 
-        def unwrap() -> dict[int, CorruptBlockError]:
-            bad: dict[int, CorruptBlockError] = {}
-            for i, value in zip(portion, values, strict=True):
-                if isinstance(value, Value):
-                    error = self._envelopes.unwrap(keys[i], value.data, rows[slots[i]])
-                    if error is not None:
-                        bad[i] = error
-            return bad
+        async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
+            """Read some blocks into their slots; return those that do not verify."""
+            wanted = [keys[i] for i in indices]
+            found = await self._calls.run(partial(client.get, wanted, most_bytes), deadline_s)
+            values.update(zip(indices, found, strict=True))
 
-        corrupt = await env.io.run(Direction.LOAD, unwrap)
+            def unwrap() -> dict[int, CorruptBlockError]:
+                bad: dict[int, CorruptBlockError] = {}
+                for i in indices:
+                    if isinstance(value := values[i], Value):
+                        error = self._envelopes.unwrap(keys[i], value.data, rows[slots[i]])
+                        if error is not None:
+                            bad[i] = error
+                return bad
+
+            return await env.io.run(Direction.LOAD, unwrap)
+
+        values: dict[int, Value | TierError | None] = {}
+        corrupt = await read(portion)
+        if corrupt:  # perhaps only on its way here: what is removed was bad twice
+            self._counters.read_again += len(corrupt)
+            corrupt = await read(list(corrupt))
+        return await self._judged(client, job, values, corrupt, deadline_s)
+
+    async def _judged(
+        self,
+        client: RemoteClient,
+        job: JobMetadata,
+        values: Mapping[int, Value | TierError | None],
+        corrupt: Mapping[int, CorruptBlockError],
+        deadline_s: float,
+    ) -> dict[int, TierError]:
+        """Return why blocks were not loaded, and remove the corrupt ones."""
+        env, _ = self._opened()
+        keys = job.keys
         failures: dict[int, TierError] = {}
-        for i, value in zip(portion, values, strict=True):
+        for i, value in values.items():
             if value is None:
                 failures[i] = BlockMissingError(f"block {keys[i].hex()} is not there")
             elif isinstance(value, TierError):
@@ -289,7 +312,7 @@ class RemoteTier(AsyncTier):
             for i, error in failures.items()
             if isinstance(error, BlockMissingError | CorruptBlockError)
         )
-        self._memory.appeared(keys[i] for i in portion if i not in failures)
+        self._memory.appeared(keys[i] for i in values if i not in failures)
         return failures
 
     async def _remove(

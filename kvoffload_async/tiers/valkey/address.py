@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.remote.secrecy import without_user_info
 
 DEFAULT_PORT: Final = 6379
 
