@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Unpack
 from urllib.parse import urlsplit
 
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import KVIdentity, TierPlace
 from kvoffload_async.config import is_encodable, parse_bool, shown
 from kvoffload_async.errors import ConfigError
@@ -139,6 +140,15 @@ class ObjectTierManager(SecondaryTierManager):
         """Check every option, and that they go together; connects to nothing."""
         settings = _settings(_DEFAULTS | dict(options), identity)
         return [TierPlace(settings.connection.url, is_exclusive=False, key="url")]
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Not before it is asked for: the library is an extra.
+        from kvoffload_async.tiers.object.maintenance import (  # noqa: PLC0415
+            ObjectMaintenance,
+        )
+
+        return ObjectMaintenance
 
 
 _DEFAULTS: Final = defaults_of(ObjectTierManager)

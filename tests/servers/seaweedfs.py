@@ -67,8 +67,11 @@ class SeaweedServer(ServerProcess):
         deadline_s = time.monotonic() + READY_S
         while True:
             try:
-                obstore.put(store, "ready", b"")
-            except BaseError:
+                for _ in range(3):
+                    obstore.put(store, "ready", b"ready")
+                    obstore.get(store, "ready").bytes()
+                    next(iter(obstore.list(store)))
+            except (BaseError, FileNotFoundError):
                 if time.monotonic() > deadline_s:
                     self.kill()
                     raise

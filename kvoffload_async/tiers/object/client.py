@@ -41,12 +41,14 @@ class ObjectConnection:
         options: Options of the store by the library's names; their values may be secrets.
         allow_http: Whether the connection may be without encryption.
         call_timeout_s: Seconds for one request.
+        makes_directory: Whether the directory of a file URL is made.
     """
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     allow_http: bool = False
     call_timeout_s: float = 5.0
+    makes_directory: bool = True
 
     def open(self) -> ObjectStore:
         """Return the library's store; it connects when it is used.
@@ -72,7 +74,7 @@ class ObjectConnection:
 
     def _open(self) -> Any:  # noqa: ANN401 - the library says no more in every case
         if self.url.startswith("file:"):
-            return LocalStore.from_url(self.url, mkdir=True, **self.options)
+            return LocalStore.from_url(self.url, mkdir=self.makes_directory, **self.options)
         timeout = timedelta(seconds=self.call_timeout_s)
         return from_url(
             self.url,

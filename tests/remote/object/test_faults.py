@@ -6,7 +6,6 @@ from remote.object.tiers import QUICK, names_in, tier_on
 from servers.seaweedfs import SeaweedServer
 
 from kvoffload_async.errors import (
-    BlockMissingError,
     ConfigError,
     CorruptBlockError,
     TierFullError,
@@ -97,15 +96,22 @@ def test_a_server_that_refuses_connections_is_unavailable_and_then_there_again(h
     assert recovers(harness, K[:4])
 
 
-def test_a_server_that_was_killed_comes_back_with_its_blocks(tmp_path):
+def test_a_server_that_was_killed_serves_again_once_it_is_back(tmp_path):
     with SeaweedServer(tmp_path) as server, open_on(server.connection("a")) as harness:
         harness.store(K[:4])
         server.kill()
         assert kinds(harness.load(K[:4])) == {TierUnavailableError}
         server.start()
-        assert kinds(harness.load(K[:4])) <= {BlockMissingError}
-        assert harness.store(K[:4]) == {}
-        assert recovers(harness, K[:4])
+        for _ in range(50):  # the server may have lost blocks, and finds the others in time
+            try:
+                failures = harness.load(K[:4])
+                harness.store(K[:4])
+            except TierUnavailableError:
+                continue
+            assert all(harness.holds(K[i], i) for i in range(4) if i not in failures)
+            if not failures:
+                break
+        assert not failures
 
 
 @pytest.mark.parametrize(
