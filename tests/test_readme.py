@@ -106,7 +106,7 @@ def listed(options):
 
 def test_the_readme_lists_every_option_of_the_tiers(readme):
     entries = {entry.name: entry for entry in catalogue.tier_entries()}
-    for name in ("fs", "slab"):
+    for name in ("fs", "slab", "valkey", "object"):
         assert table(readme, f"{name}-options") == listed(entries[name].options)
     assert table(readme, "tier-options") == listed(catalogue.common_options())
 
