@@ -102,6 +102,15 @@ def test_the_last_answer_counts():
     assert memory.get(K[0]) is False
 
 
+def test_an_answer_that_was_contradicted_does_not_come_back():
+    now = [0.0]
+    memory = AnswerMemory(1.0, 10.0, lambda: now[0])
+    memory.vanished(K[:1])
+    memory.appeared(K[:1])
+    now[0] = 2.0
+    assert memory.get(K[0]) is None
+
+
 def test_nothing_is_remembered_for_no_time():
     memory = AnswerMemory(0.0, 0.0, lambda: 0.0)
     memory.appeared(K[:1])

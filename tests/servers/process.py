@@ -19,6 +19,14 @@ def free_ports(count):
         return [probe.getsockname()[1] for probe in probes]
 
 
+def wait_until(is_done):
+    """Ask until the answer is yes; AssertionError where that takes too long."""
+    deadline_s = time.monotonic() + READY_S
+    while not is_done():
+        assert time.monotonic() < deadline_s, "it takes too long"
+        select.select([], [], [], 0.02)
+
+
 class ServerProcess:
     """Starts a command, waits until its port answers, and kills it.
 

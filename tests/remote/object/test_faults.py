@@ -216,3 +216,12 @@ def test_an_error_of_the_library_is_named_by_what_it_means(text, kind, tmp_path)
     error = client.mapped(obstore.exceptions.GenericError(text))
     assert type(error) is kind
     assert "s3cret" not in str(error)
+
+
+def test_the_first_writer_wins_where_two_write_at_once(connection):
+    with open_on(connection) as harness:
+        obstore.put(connection.open(), harness.tier._client._name(K[0]), b"first")
+        client, value = harness.tier._client, harness.tier._envelopes.wrap(K[0], harness.rows[0])
+        assert harness.run(client.put(K[:1], [value])) == [None]
+        (found,) = harness.run(client.get(K[:1], 1 << 20))
+        assert bytes(found.data) == b"first"

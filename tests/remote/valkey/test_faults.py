@@ -17,6 +17,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.remote.client import Value
 
 K = [key_of(number) for number in range(32)]
 BLOCK_BYTES = 65536
@@ -212,3 +213,21 @@ def test_a_whole_probe_is_one_call(server):
         before = harness.tier.gauges()["requests"]
         assert list(harness.run(harness.tier.longest_prefixes([K]))) == [20]
         assert harness.tier.gauges()["requests"] == before + 1
+
+
+def test_a_value_that_is_another_one_now_is_not_removed(server):
+    with open_at(server.url()) as harness:
+        harness.store(K[:1])
+        client, other = harness.tier._client, Value(memoryview(b"what was there before"))
+        assert harness.run(client.remove_if(K[0], other, other.sha1())) is False
+        assert recovers(harness, K[:1])
+
+
+def test_the_first_writer_wins_where_two_write_at_once(server):
+    with open_at(server.url()) as harness:
+        with server.client() as client:
+            client.set(harness.tier._client._prefix + K[0], b"first")
+        client, value = harness.tier._client, harness.tier._envelopes.wrap(K[0], harness.rows[0])
+        assert harness.run(client.put(K[:1], [value])) == [None]
+        (found,) = harness.run(client.get(K[:1], 1 << 20))
+        assert bytes(found.data) == b"first"
