@@ -46,6 +46,8 @@ class SeaweedServer(ServerProcess):
         command += ["-filer", "-s3", f"-s3.config={config}"]
         command += [f"-{name}.port={port}" for name, port in ports.items()]
         command += [f"-{name}.port.grpc={port}" for name, port in grpc_ports.items()]
+        # Their defaults are fixed ports, over which two servers would quarrel.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += ["-master.volumeSizeLimitMB=64", "-volume.max=30"]
         super().__init__(command, ports["s3"], folder / "seaweedfs.log")
 

@@ -198,6 +198,8 @@ def test_an_object_that_is_too_long_is_not_read(connection):
     with open_on(connection) as harness:
         harness.store(K[:1])
         obstore.put(connection.open(), harness.tier._client._name(K[0]), bytes(1 << 20))
+        (found,) = harness.run(harness.tier._client.get(K[:1], BLOCK_BYTES + 128))
+        assert len(found.data) == 0
         assert kinds(harness.load(K[:1])) == {CorruptBlockError}
 
 
