@@ -101,6 +101,27 @@ def test_no_store_fails_because_it_cannot_be_written_and_it_is_tried_again(
         assert harness.announced() == kept
 
 
+@pytest.mark.parametrize("call", ["fdatasync", "rename"])
+def test_no_store_fails_because_one_that_is_given_up_cannot_be_closed(slab_store, caplog, call):
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE) as harness:
+        churn(harness, 2000)
+        ops.fail(errno.EIO, on=call, when=is_next, times=1)
+        ops.fail(errno.EIO, on="close", when=is_next, times=1)
+        churn(harness, 2000, 4000)
+        assert "closing a journal that is not in use failed" in caplog.text
+        sound(harness.tier)
+
+
+def test_no_store_fails_because_the_journal_before_cannot_be_closed(slab_store, caplog):
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE) as harness:
+        ops.fail(errno.EIO, on="close", times=1)
+        churn(harness, 4000)
+        assert "closing a journal that is not in use failed" in caplog.text
+        sound(harness.tier)
+
+
 def test_one_whose_bytes_were_lost_is_begun_in_a_new_file(slab_store):
     """A later wait for the same file would say that all is well."""
     ops = FaultyFileOps()

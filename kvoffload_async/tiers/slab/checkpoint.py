@@ -145,7 +145,3 @@ class NextJournal:
         size_bytes = self.size_bytes
         self._ops.fdatasync(self.fd)
         self.synced_bytes = size_bytes
-
-    def close(self) -> None:
-        """Close the file."""
-        self._ops.close(self.fd)

@@ -1,8 +1,7 @@
 """The journal: which block lies where, on disk.
 
-Written by the threads that store, one append a job, under a lock. Removals are noted first and
-written later, at the latest before the slots that they free are written to again: whoever is about
-to do that calls `flush`.
+Written by the threads that store, one append a job, under a lock. Removals are noted, and written
+before the slots that they free are written to again: whoever is about to do that calls `flush`.
 
 When half of the log is full, the next journal is begun beside it; see `checkpoint`. Every append
 then writes a part of that as well, in proportion to itself: so much that it is complete before the
@@ -207,7 +206,7 @@ class Journal:
         return (following := self._next) is not None and following.is_due
 
     def tend(self) -> None:
-        """Wait for the next journal on the device and put it in use; no store waits for that."""
+        """Put the next journal in use once it is on the device: to be called when nobody waits."""
         with self._mutex:
             following = self._next
             if following is None or not following.is_due:
@@ -222,14 +221,14 @@ class Journal:
             following.is_syncing = False
             self._mutex.notify_all()
             if following.is_abandoned:
-                following.close()
+                self._close_unused(following.fd)
             elif failure is not None:
                 self._abandon(failure)
             elif following.is_complete:
                 self._try_to_switch()
             replaced, self._replaced = self._replaced, []
         for fd in replaced:
-            self._ops.close(fd)
+            self._close_unused(fd)
 
     def sync(self) -> None:
         """Wait until all that was appended is on the device; raises OSError."""
@@ -240,11 +239,11 @@ class Journal:
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
-        following, self._next = self._next, None
+        following = self._next
+        self._drop_next()
         self._close_replaced()
         self._ops.close(fd)
         if following is not None:
-            following.close()
             with contextlib.suppress(OSError):
                 self._anchor.check()  # else it would be another store's
                 self._ops.unlink(self._next_path)
@@ -376,16 +375,21 @@ class Journal:
     def _drop_next(self) -> None:
         """Give the next journal up: its bytes, once one was lost, prove nothing any more."""
         following, self._next = self._next, None
-        if following is None:
-            return
-        if following.is_syncing:
+        if following is not None and following.is_syncing:
             following.is_abandoned = True
-        else:
-            following.close()
+        elif following is not None:
+            self._close_unused(following.fd)
 
     def _close_replaced(self) -> None:
         while self._replaced:
-            self._ops.close(self._replaced.pop())
+            self._close_unused(self._replaced.pop())
+
+    def _close_unused(self, fd: int) -> None:
+        """Close a journal that no block depends on: that it fails is no job's failure."""
+        try:
+            self._ops.close(fd)
+        except OSError as error:
+            logger.warning("closing a journal that is not in use failed: %s", str(error))
 
     def _check(self) -> None:
         """Raise an OSError if what is written would not be found again."""
