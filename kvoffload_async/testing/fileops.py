@@ -19,73 +19,13 @@ import stat as stat_module
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvoffload_async.testing.file_rules import FileCall, Hang, Rule
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 
 _TEARABLE = {"pwrite", "pwritev", "fallocate"}
 _ABSENT = {errno.ENODATA, errno.EOPNOTSUPP}
-
-
-@dataclass(frozen=True, slots=True)
-class FileCall:
-    """One call, as rules see it.
-
-    Attributes:
-        number: Counted over all methods, from 1.
-        name: The method.
-        path: What it is about; for a descriptor, what that was opened as.
-        flags: The flags of `open`; for a descriptor, those that it was opened with.
-        thread_id: Who called.
-    """
-
-    number: int
-    name: str
-    path: str
-    flags: int
-    thread_id: int
-
-
-@dataclass(slots=True, eq=False)
-class Hang:
-    """Calls that do not return until they are released.
-
-    Attributes:
-        entered: Set when the first call hangs.
-    """
-
-    entered: threading.Event = field(default_factory=threading.Event)
-    _released: threading.Event = field(default_factory=threading.Event)
-
-    def release(self) -> None:
-        """Let the calls go on, now and from now on."""
-        self._released.set()
-
-    def wait(self) -> None:
-        """Hang."""
-        self.entered.set()
-        self._released.wait()
-
-
-@dataclass(slots=True, eq=False)
-class _Rule:
-    on: frozenset[str] | None
-    at: int | None
-    when: Callable[[FileCall], bool] | None
-    times: int | None
-    act: Callable[[], None] | None = None
-    max_bytes: int | None = None
-    kills_torn: bool = False
-
-    def takes(self, call: FileCall) -> bool:
-        if self.times == 0 or (self.on is not None and call.name not in self.on):
-            return False
-        if self.at not in {None, call.number} or not (self.when is None or self.when(call)):
-            return False
-        if self.times is not None:
-            self.times -= 1
-        return True
 
 
 class FaultyFileOps(FileOps):
@@ -107,7 +47,7 @@ class FaultyFileOps(FileOps):
         super().__init__()
         self.calls: list[FileCall] = []
         self.open_fds: dict[int, tuple[str, int]] = {}
-        self._rules: list[_Rule] = []
+        self._rules: list[Rule] = []
         self._hangs: list[Hang] = []
         self._mutex = threading.Lock()
         self._small_root = small_root
@@ -137,11 +77,11 @@ class FaultyFileOps(FileOps):
         def act() -> None:
             raise OSError(code, f"injected: {os.strerror(code)}")
 
-        self._add(_Rule(_names(on), at, when, times, act))
+        self._add(Rule(_names(on), at, when, times, act))
 
     def shorten(self, max_bytes: int, *, on: str, times: int | None = None) -> None:
         """Make calls that write or read move at most `max_bytes`."""
-        self._add(_Rule(_names(on), None, None, times, max_bytes=max_bytes))
+        self._add(Rule(_names(on), None, None, times, max_bytes=max_bytes))
 
     def hang(
         self,
@@ -154,12 +94,12 @@ class FaultyFileOps(FileOps):
         """Make calls wait for the release before they are made."""
         hang = Hang()
         self._hangs.append(hang)
-        self._add(_Rule(_names(on), at, when, times, hang.wait))
+        self._add(Rule(_names(on), at, when, times, hang.wait))
         return hang
 
     def kill(self, at: int, *, torn: bool = False) -> None:
         """Kill this process by SIGKILL before a call; `torn`: a write, or allocation, gets half."""
-        self._add(_Rule(None, at, None, None, None if torn else _kill, kills_torn=torn))
+        self._add(Rule(None, at, None, None, None if torn else _kill, kills_torn=torn))
 
     def heal(self) -> None:
         """Drop every rule, and release every hang."""
@@ -335,15 +275,15 @@ class FaultyFileOps(FileOps):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _add(self, rule: _Rule) -> None:
+    def _add(self, rule: Rule) -> None:
         with self._mutex:
             self._rules.append(rule)
 
-    def _before_fd(self, name: str, fd: int) -> _Rule | None:
+    def _before_fd(self, name: str, fd: int) -> Rule | None:
         path, flags = self.open_fds.get(fd, ("", 0))
         return self._before(name, path, flags)
 
-    def _before(self, name: str, path: str, flags: int = 0) -> _Rule | None:
+    def _before(self, name: str, path: str, flags: int = 0) -> Rule | None:
         """Count a call and apply the first rule that takes it."""
         with self._mutex:
             call = FileCall(len(self.calls) + 1, name, path, flags, threading.get_ident())

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from kvoffload_async.registry import create_policy
-from kvoffload_async.testing.fileops import FileCall
+from kvoffload_async.testing.file_rules import FileCall
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles

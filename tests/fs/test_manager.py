@@ -19,7 +19,8 @@ from kvoffload_async import (
 from kvoffload_async.errors import BlockMissingError
 from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.testing.fileops import FaultyFileOps, Hang, is_block, is_temp
+from kvoffload_async.testing.file_rules import Hang
+from kvoffload_async.testing.fileops import FaultyFileOps, is_block, is_temp
 from kvoffload_async.testing.harness import ManagerHarness, key_of
 
 K = [key_of(number) for number in range(40)]

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 from hypothesis.stateful import invariant
+from policies.arcs import cache, lists, with_ghosts
 from policies.models import (
     NaiveArc,
     PolicyMachine,
@@ -16,28 +17,6 @@ from policies.models import (
 
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
-
-
-def cache(capacity_blocks, once=(), twice=(), pinned=()):
-    """Keys in T1 and T2, each with the least recent first; the cache may have room left."""
-    rig = Rig(ArcPolicy(capacity_blocks), keys(pinned))
-    rig.store(*twice, *once)
-    rig.reuse(*reversed(twice))
-    return rig
-
-
-def with_ghosts(capacity_blocks, b1, b2):
-    """An empty cache that remembers who left it."""
-    rig = cache(capacity_blocks, once=b1, twice=b2)
-    count = len(b1) + len(b2)
-    rig.policy.make_room(keys(f"never comes {i}" for i in range(count)), count, anything)
-    assert lists(rig) == [[], [], keys(b1), keys(b2)]
-    return rig.inner
-
-
-def lists(rig):
-    return [list(part) for part in (rig.inner.t1, rig.inner.t2, rig.inner.b1, rig.inner.b2)]
-
 
 # --- the paper's cases --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffload_async.registry import create_policy
-from kvoffload_async.testing.fileops import Hang
+from kvoffload_async.testing.file_rules import Hang
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
