@@ -203,7 +203,7 @@ class Journal:
     @property
     def is_to_be_tended(self) -> bool:
         """Whether there is something for `tend` to do; about, while another thread appends."""
-        return (following := self._next) is not None and following.is_due
+        return self._next is not None and self._next.is_due
 
     def tend(self) -> None:
         """Put the next journal in use once it is on the device: to be called when nobody waits."""
