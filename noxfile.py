@@ -127,6 +127,23 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def prometheus(session: nox.Session) -> None:
+    """The metrics under a real Prometheus, Debian's, which is unpacked and not installed."""
+    install(session, "-e", ".[test]")
+    folder = Path(session.create_tmp()).resolve()
+    for old in folder.glob("prometheus_*.deb"):
+        old.unlink()
+    with session.chdir(folder):
+        session.run("apt-get", "download", "prometheus", external=True)
+    (package,) = folder.glob("prometheus_*.deb")
+    session.run("dpkg", "-x", str(package), str(folder / "unpacked"), external=True)
+    session.run(
+        *("python", "-m", "pytest", "tests/observe", *session.posargs),
+        env={"KVOFFLOAD_PROMETHEUS_BIN": str(folder / "unpacked/usr/bin")},
+    )
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """The benchmarks, measured."""
     install(session, "-e", ".[test]")

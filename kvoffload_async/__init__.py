@@ -78,10 +78,13 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.statistics import (
+    DurationStatistics,
     EngineStatistics,
+    HistogramStatistics,
     OffloadingStatistics,
     PlannerStatistics,
     PrimaryStatistics,
+    RuntimeStatistics,
     SlotStatistics,
     TierStatistics,
 )
@@ -132,6 +135,7 @@ __all__ = [
     "ConnectorOutput",
     "CorruptBlockError",
     "Direction",
+    "DurationStatistics",
     "EngineBounds",
     "EngineRequest",
     "EngineStatistics",
@@ -140,6 +144,7 @@ __all__ = [
     "Finding",
     "GPULoadStoreSpec",
     "GcOptions",
+    "HistogramStatistics",
     "InputError",
     "InvalidatedError",
     "IoRunner",
@@ -173,6 +178,7 @@ __all__ = [
     "ReqContext",
     "RequestOffloadingContext",
     "Rewrite",
+    "RuntimeStatistics",
     "ScheduleEndContext",
     "SchedulerRequest",
     "SecondaryTierFactory",

@@ -298,6 +298,9 @@ class AsyncTier(ABC):
     def gauges(self) -> Mapping[str, float]:
         """Return figures of the tier's own, for `stats()`: counters and levels by name.
 
+        Of these `used_bytes` and `capacity_bytes` have a meaning for all tiers: what the tier
+        occupies, in this process's view, and what it may.
+
         Must return at once, from memory. Thread: owner, while the loop may run.
         """
         return {}

@@ -113,6 +113,10 @@ class EngineLifecycle:
         if getattr(self, "_is_open", False):
             warn_unclosed(self, "close()")
 
+    def __repr__(self) -> str:
+        state = repr(self._manager) if self._is_open else "not open"
+        return f"<{type(self).__name__} of {self._config.model}: {state}>"
+
     @property
     def manager(self) -> TieringOffloadingManager:
         """The decisions behind this surface. For invariants and inspection."""

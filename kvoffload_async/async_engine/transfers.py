@@ -11,7 +11,9 @@ from functools import partial
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
 from kvoffload_async.async_engine.limiter import EngineBounds, Limiter, Permit
+from kvoffload_async.core.histogram import Histogram
 from kvoffload_async.errors import ClosedError, TransportError
+from kvoffload_async.runtime.loop import clock_of
 from kvoffload_async.statistics import EngineStatistics, OffloadingStatistics
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
@@ -27,7 +29,11 @@ class Transfers:
 
     def __init__(self, transport: Transport, bounds: EngineBounds) -> None:
         self._transport = transport
-        self._running = RunningTransfers(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._running = RunningTransfers(loop)
+        self._clock = clock_of(loop)
+        self._durations = {Direction.LOAD: Histogram(), Direction.STORE: Histogram()}
+        self._failed_copies = 0
         self._limiters = {
             Direction.LOAD: Limiter("loads", bounds.concurrent_loads, bounds.waiting_calls),
             Direction.STORE: Limiter("stores", bounds.concurrent_stores, bounds.waiting_calls),
@@ -65,15 +71,19 @@ class Transfers:
         """
 
         def landed(success: bool) -> None:
+            self._durations[direction].observe(self._clock() - began_s)
+            self._failed_copies += not success
             release()
             ended(success)
 
+        began_s = self._clock()
         try:
             device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
             copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
             transfer = self._transport.submit(copies, self._transport.record_compute())
             landing = self._running.start(transfer, landed)
         except Exception as error:
+            self._failed_copies += 1
             ended(False)
             raise TransportError(f"the copy could not begin: {error}") from error
         release = permit.keep()
@@ -95,7 +105,11 @@ class Transfers:
             copies=len(self._running),
             waiting_loads=self._limiters[Direction.LOAD].waiting,
             waiting_stores=self._limiters[Direction.STORE].waiting,
+            runtime=manager.runtime,
             missed_events=missed_events,
+            failed_copies=self._failed_copies,
+            load_copy_seconds=self._durations[Direction.LOAD].read(),
+            store_copy_seconds=self._durations[Direction.STORE].read(),
         )
 
     def stop(self) -> None:

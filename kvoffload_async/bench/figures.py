@@ -71,6 +71,7 @@ class SizeReport:
 
     Attributes:
         block_bytes: The size.
+        rounds: How often all of it was measured.
         num_jobs: Jobs of a pass, of `keys_per_job` blocks each.
         one_job_keys: Blocks of the single large job.
         memcpy: The figures of copying the bytes in memory.
@@ -79,6 +80,7 @@ class SizeReport:
     """
 
     block_bytes: int
+    rounds: int
     num_jobs: int
     keys_per_job: int
     one_job_keys: int
@@ -92,7 +94,7 @@ class Report:
     """What a bench has shown.
 
     Attributes:
-        interrupted: Whether block sizes are missing because somebody asked it to stop.
+        interrupted: Whether rounds or block sizes are missing because somebody asked it to stop.
         settings: What it was asked to do.
         machine: What it ran on.
         contenders: Of each: its options, its directory, the floor that it is compared with.
@@ -157,6 +159,7 @@ def summarize(
         }
     return SizeReport(
         block_bytes=work.block_bytes,
+        rounds=samples.rounds,
         num_jobs=work.many.num_jobs,
         keys_per_job=work.many.keys_per_job,
         one_job_keys=work.one.num_keys if work.one else 0,

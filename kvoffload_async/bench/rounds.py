@@ -34,6 +34,7 @@ class Samples:
 
     Attributes:
         work: What was moved.
+        rounds: Rounds that are complete.
         passes: A sample a round, by who was measured and what it did.
         failed_jobs: Jobs that failed, by contender, and `reasons` one of their reasons.
         wrong_blocks: Loaded blocks with wrong bytes, by contender.
@@ -41,6 +42,7 @@ class Samples:
     """
 
     work: Work
+    rounds: int = 0
     passes: defaultdict[tuple[str, str], list[Sample]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -48,6 +50,11 @@ class Samples:
     reasons: dict[str, str] = field(default_factory=dict)
     wrong_blocks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     verified_blocks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def forget_incomplete_round(self) -> None:
+        """Leave as many samples of everything as there are complete rounds."""
+        for samples in self.passes.values():
+            del samples[self.rounds :]
 
 
 def measure(
@@ -59,6 +66,8 @@ def measure(
     should_stop: Callable[[], bool],
 ) -> Iterator[Samples]:
     """Yield the samples of one block size after the other; of complete rounds only.
+
+    Those of a block size in whose rounds it is stopped are of the rounds before that, if any.
 
     Args:
         plan: What to do.
@@ -77,14 +86,20 @@ def measure(
             samples = Samples(work)
             with Payload(work.num_rows, work.block_bytes) as payload, ExitStack() as kept:
                 takers = [_Turn(one, plan, payload, samples, kept) for one in contenders]
-                for _ in range(plan.rounds):
+                while samples.rounds < plan.rounds and not should_stop():
                     for turn in _turns(plan, floors, takers, payload, samples):
                         if should_stop():
-                            return
+                            break
                         gc.collect()
                         turn()
                         on_turn()
-            yield samples
+                    else:
+                        samples.rounds += 1
+            if samples.rounds:
+                samples.forget_incomplete_round()
+                yield samples
+            if samples.rounds < plan.rounds:
+                return
     finally:
         gc.unfreeze()
 

@@ -36,7 +36,7 @@ def run_bench(
         peers: Those of other engines' tiers; `type` is one of `PEERS`.
         expect: Told how many turns there are, once everybody has stored and loaded one block.
         advance: Told of each turn that has ended.
-        should_stop: Asked before each turn; block sizes that are not complete are left out.
+        should_stop: Asked before each turn; what is reported then is the rounds before it.
 
     Raises:
         InputError: Somebody is unknown, or there is no room for the plan.
@@ -59,8 +59,9 @@ def run_bench(
         )
         names = [peer.name for peer in others]
         sizes = tuple(summarize(samples, floors, names) for samples in measured)
+    is_complete = len(sizes) == len(plan.works) and sizes[-1].rounds == plan.rounds
     return Report(
-        interrupted=len(sizes) < len(plan.works),
+        interrupted=not is_complete,
         settings=_settings(plan),
         machine=_machine(),
         contenders={contender.name: _facts(contender, floors) for contender in contenders},

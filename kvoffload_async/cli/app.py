@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +23,18 @@ from kvoffload_async.cli.ending import (
     errors_as_one_line,
 )
 from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
 from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
 from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.settings import BUILT_IN_PASSES, Flags, read_config, resolve
+from kvoffload_async.cli.settings import (
+    BUILT_IN_PASSES,
+    CONFIG_VARIABLE,
+    STDIN,
+    Flags,
+    read_config,
+    resolve,
+)
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
 from kvoffload_async.errors import InputError
@@ -38,7 +47,6 @@ from kvoffload_async.replay.workload import ChatWorkload
 app = typer.Typer(
     cls=OneLineGroup,
     help="A multi-tier KV-cache offload engine: replays traces, looks after what tiers leave.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -52,25 +60,26 @@ def main() -> None:
     app(prog_name="kvoffload")
 
 
-def _print_version(is_wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     """Print versions, and end."""
-    if is_wanted:
+    if wanted:
         with errors_as_one_line():
             moves = implementation()
-        typer.echo(f"kvoffload-async {metadata.version('kvoffload-async')}; block I/O: {moves}")
+        package, python = version("kvoffload-async"), platform.python_version()
+        typer.echo(f"kvoffload {package}, Python {python}; block I/O: {moves}")
         raise typer.Exit
 
 
 @app.callback()
 def common(
     *,
-    version: Annotated[
+    _version: Annotated[
         bool,
         typer.Option(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Print the version, and what moves blocks: native code or Python, and why.",
+            help="Print versions, and what moves blocks: native code or Python, and why.",
         ),
     ] = False,
 ) -> None:
@@ -81,7 +90,10 @@ def common(
 def replay(
     trace: Annotated[
         Path | None,
-        typer.Argument(help="JSON lines with hash_ids; without it, a built-in chat workload."),
+        typer.Argument(
+            help="JSON lines with hash_ids, - for standard input; without it, a built-in chat "
+            "workload."
+        ),
     ] = None,
     *,
     primary_blocks: Annotated[
@@ -106,7 +118,11 @@ def replay(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON object of engine settings; flags override it."),
+        typer.Option(
+            metavar="FILE",
+            envvar=CONFIG_VARIABLE,
+            help="JSON or YAML of engine settings, - for standard input; flags override it.",
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Replay only the first N requests.")
@@ -152,6 +168,7 @@ def replay(
         str | None,
         typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Replay a serving trace through the whole engine, with real bytes.
 
@@ -166,12 +183,20 @@ def replay(
         config=config,
         is_built_in=trace is None,
     )
-    with errors_as_one_line(), Interrupt() as interrupt, ScratchFolder() as scratch:
+    console = Console(stderr=True)
+    with (
+        errors_as_one_line(),
+        logging_to(console, verbose=verbose),
+        Interrupt() as interrupt,
+        ScratchFolder() as scratch,
+    ):
         check_writable("--json", json)
         _check_choice("--engine", engine, ENGINES)
         _check_choice("--device", device, DEVICES)
         spec = resolve(flags, scratch)
         num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
+        if str(trace) == STDIN == str(config):
+            raise InputError("- is both TRACE and --config; standard input can be read once")
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} is no file that can be read again")
         options = ReplayOptions(
@@ -188,7 +213,7 @@ def replay(
             lambda: TraceFile(trace, limit) if trace else ChatWorkload(limit),
             options,
             num_passes,
-            follow=bar_per_pass(Console(stderr=True), num_passes),
+            follow=bar_per_pass(console, num_passes),
         )
         _publish(reports, json)
     for complaint in reports.complaints:
@@ -200,7 +225,14 @@ def replay(
 
 
 @app.command()
-def check_config(file: Annotated[Path, typer.Argument(help="JSON object of settings.")]) -> None:
+def check_config(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            envvar=CONFIG_VARIABLE, help="JSON or YAML of settings; - for standard input."
+        ),
+    ],
+) -> None:
     """Check a configuration, and show what follows from it; nothing is started."""
     with errors_as_one_line():
         spec = TieringOffloadingSpec(read_config(file))

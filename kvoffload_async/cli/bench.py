@@ -22,6 +22,7 @@ from kvoffload_async.cli.ending import (
 )
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, write_figures
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.tierspec import parse_tier
@@ -116,6 +117,7 @@ def bench(
         Path | None,
         typer.Option(metavar="PNG", help="Draw the figures; needs kvoffload-async[plot]."),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Measure tiers on this machine, each beside what the machine can do.
 
@@ -124,7 +126,12 @@ def bench(
     directory that is removed afterwards. Bytes stay in the page cache where a tier does not bypass
     it. Every loaded block is compared with what was stored, after the clock has stopped.
     """
-    with errors_as_one_line(), Interrupt() as interrupt:
+    console = Console(stderr=True)
+    with (
+        errors_as_one_line(),
+        logging_to(console, verbose=verbose),
+        Interrupt() as interrupt,
+    ):
         check_writable("--json", json)
         _check_plot(plot)
         plan = Plan.parse(
@@ -143,7 +150,7 @@ def bench(
         own = [parse_tier(text) for text in tier or (() if peer else DEFAULT_TIERS)]
         others = [parse_tier(text, "--peer") for text in peer or ()]
         gauge = Gauge()
-        with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, "bench") as on_change:
+        with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
             gauge.on_change = on_change
             report = run_bench(
                 plan,
@@ -186,7 +193,7 @@ def _plotter() -> Any:  # noqa: ANN401 - a module
 
 def _publish(report: Report, json: str | None, plot: Path | None) -> None:
     if json != STDOUT:
-        print_tables(report)
+        print_tables(report, Console())
     if json is not None:
         write_figures("--json", json, report.to_json())
     if plot is not None:

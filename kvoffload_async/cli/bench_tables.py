@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -21,17 +21,26 @@ _TITLES: Final = {
 }
 _FILE_WIDTH: Final = 132
 _WHOLE: Final = 100
+_COLUMNS: Final = (
+    *("GiB/s", "from-to", "x floor"),
+    *("p50 ms", "p90", "p99"),
+    *("us/job", "us/key", "x floor"),
+    *("CPU s/GiB", "x floor"),
+)
+_ALL: Final = tuple(range(len(_COLUMNS)))
+_NARROW: Final = (0, 2, 3, 5, 7)
+"""What a terminal of 80 columns has room for; `--json` has the rest."""
 
 Figures = Mapping[str, Figure]
 
 
-def print_tables(report: Report) -> None:
-    """Print everything to standard output, wide enough where that is no terminal."""
-    console = Console()
+def print_tables(report: Report, console: Console) -> None:
+    """Print everything, wide enough where that is no terminal."""
     if not console.is_terminal:
         console.width = _FILE_WIDTH
+    columns = _ALL if console.width >= _FILE_WIDTH else _NARROW
     for what, title in _TITLES.items():
-        table = _pass_table(report, what, title)
+        table = _pass_table(report, what, title, columns)
         if table.row_count:
             console.print(table)
     console.print(_rest_table(report))
@@ -41,23 +50,22 @@ def print_tables(report: Report) -> None:
         console.print(Text(remark))
 
 
-def _pass_table(report: Report, what: str, title: str) -> Table:
-    table = _table(
-        title,
-        *("GiB/s", "from-to", "x floor"),
-        *("p50 ms", "p90", "p99"),
-        *("us/job", "us/key", "x floor"),
-        *("CPU s/GiB", "x floor"),
-    )
+def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -> Table:
+    table = _table(title, *(_COLUMNS[column] for column in columns))
+
+    def shown(figures: Figures) -> list[str]:
+        cells = _cells(figures)
+        return [cells[column] for column in columns]
+
     for size in report.sizes:
         rows = _Rows(table, size)
         if what in {"store", "load"}:
-            rows.add(MEMCPY, *_cells(size.memcpy))
+            rows.add(MEMCPY, *shown(size.memcpy))
             for floor, passes in size.floors.items():
-                rows.add(_floor_name(report, floor), *_cells(passes[what]))
+                rows.add(_floor_name(report, floor), *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
-                rows.add(name, *_cells(standing.passes[what]))
+                rows.add(name, *shown(standing.passes[what]))
     return table
 
 

@@ -35,7 +35,7 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
         raise
     except ValueError as error:
         raise JsonInputError(f"not JSON: {error}") from error
-    _check_depth(value)
+    check_value(value)
     return value
 
 
@@ -73,7 +73,8 @@ _SHORT: Final = 40
 _MAX_DIGITS: Final = 100
 
 
-def _check_depth(value: object) -> None:
+def check_value(value: object) -> None:
+    """Raise JsonInputError if a value is nested too deeply, or is none that JSON has."""
     level = [value]
     for _ in range(_MAX_DEPTH + 1):
         below: list[object] = []
@@ -82,6 +83,10 @@ def _check_depth(value: object) -> None:
                 below += one.values()
             elif isinstance(one, list):
                 below += one
+            elif isinstance(one, float) and not math.isfinite(one):
+                _reject_number(str(one))
+            elif not isinstance(one, str | int | float | None):
+                raise JsonInputError(f"{one} is read as a {type(one).__name__}; quote it")
         if not below:
             return
         level = below

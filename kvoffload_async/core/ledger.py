@@ -150,6 +150,11 @@ class Ledger:
         return self._unfinished
 
     @property
+    def unreported_count(self) -> int:
+        """Jobs whose result has not been taken."""
+        return self._unfinished + len(self._ended)
+
+    @property
     def has_ended(self) -> bool:
         """Whether `take_ended` would return anything."""
         return bool(self._ended)

@@ -15,6 +15,7 @@ from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
+from kvoffload_async.facade.representation import counted
 from kvoffload_async.facade.storage import config_of, identity_of
 from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
@@ -218,6 +219,11 @@ class SecondaryTierManager:
             raise
         self._link.pump()
 
+    def __repr__(self) -> str:
+        jobs = counted(self.tier_state.jobs.unreported_count, "job")
+        name = f"{type(self).__name__} {self.ownership}"
+        return f"<{name}: {self._link.actor.place}, {jobs} in flight>"
+
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
         """Check a subclass's options before anything is made; see `AsyncTier.check_options`."""
@@ -318,12 +324,13 @@ class SecondaryTierManager:
         """
         self._events.announce_anew()
 
-    def stats(self, state: TierState | None = None) -> TierStatistics:
+    def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
         """Return what the tier has done so far, and how it is now; also when it is closed.
 
         Args:
             state: What the planner knows of the tier, where that is another object than
                 `tier_state`.
+            owed_blocks: What the planner has for the tier, and no room in it.
         """
         try:
             gauges = dict(self.tier.gauges())
@@ -338,6 +345,7 @@ class SecondaryTierManager:
             name=self.ownership or self.tier_type,
             row_bytes=self._row_bytes,
             waiting_jobs=self._link.actor.waiting_jobs,
+            owed_blocks=owed_blocks,
             gauges=gauges,
         )
 

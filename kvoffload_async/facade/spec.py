@@ -20,6 +20,7 @@ from kvoffload_async.facade.opening import naming_tier
 from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.reopening import create_tier
+from kvoffload_async.facade.representation import tiers_text
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -72,6 +73,11 @@ class _Spec(ABC):
                 found = SecondaryTierFactory.check_config(tier, self.config)
                 places += [(f"secondary_tiers[{index}]: ", place) for place in found]
         check_places(places)
+
+    def __repr__(self) -> str:
+        tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
+        size = f"{self.num_blocks:,} blocks of {self.config.block_bytes:,} bytes"
+        return f"<{type(self).__name__}: {size}, {tiers}>"
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from kvoffload_async.core.breaker import BreakerSettings
@@ -90,17 +89,17 @@ class TierGroup:
 
     def stats(self, planner: Planner) -> tuple[TierStatistics, ...]:
         """Return how each tier is."""
-        backlogs = planner.cascades.backlogs
         return tuple(
-            replace(self._stats_of(index), owed_blocks=backlog.count)
-            for index, backlog in enumerate(backlogs)
+            self._stats_of(index, backlog.count)
+            for index, backlog in enumerate(planner.cascades.backlogs)
         )
 
-    def _stats_of(self, index: int) -> TierStatistics:
+    def _stats_of(self, index: int, owed_blocks: int) -> TierStatistics:
         manager, state = self._managers[index], self.states[index]
         if isinstance(manager, ReopeningTierManager):
-            return manager.stats(state)
-        return SecondaryTierManager.stats(manager, state)  # its own may be a third party's
+            return manager.stats(state, owed_blocks)
+        # Its own may be a third party's.
+        return SecondaryTierManager.stats(manager, state, owed_blocks)
 
     def _join(self, index: int, breaker: BreakerSettings) -> TierState:
         """Return the state of a tier that the planner is to drive."""

@@ -12,13 +12,15 @@ from kvoffload_async.config import parse_generation
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.readings import read_planner, read_primary
+from kvoffload_async.core.readings import read_planner
 from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.loss_warnings import LossWarnings
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.facade.owner_steps import OwnerSteps
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.representation import planner_text
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_group import TierGroup
 from kvoffload_async.runtime.bridge import Bridge
@@ -120,6 +122,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self.secondary_tiers:
             tier.flushes_on_poll = bridge is None
             tier.ownership = owner_name(tier.tier_type, seen)
+        self._steps = OwnerSteps(clock)
         self._polled_this_step = False
         self._closed = False
         guard_forks(self, _closed=True)
@@ -127,6 +130,10 @@ class TieringOffloadingManager(OffloadingManager):
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self.secondary_tiers:
             warn_unclosed(self, "shutdown()")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else planner_text(self.planner)
+        return f"<{type(self).__name__}: {state}>"
 
     @property
     def engine(self) -> Planner:
@@ -228,6 +235,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
+        began_s = self._clock()
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.hand_over(self.planner)
@@ -235,6 +243,8 @@ class TieringOffloadingManager(OffloadingManager):
             guard.end_step(context)
         if self._bridge is not None:
             self._bridge.flush()
+        self._steps.spent(began_s)
+        self._steps.ended()
         if self._check_invariants:
             check_state(self.planner)
 
@@ -257,9 +267,10 @@ class TieringOffloadingManager(OffloadingManager):
     def stats(self) -> OffloadingStatistics:
         """Return what was done so far, and how it is now; also when it is closed."""
         return OffloadingStatistics(
-            primary=read_primary(self._primary.core),
+            primary=self._primary.primary_stats(),
             tiers=self._tiers.stats(self.planner),
             planner=read_planner(self.planner),
+            runtime=self._steps.read(self._bridge),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -380,5 +391,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Take in what the tiers have to report. Once a step."""
         self._ensure_open()
         self._polled_this_step = True
-        self.planner.begin_step(self._clock())
+        began_s = self._clock()
+        self.planner.begin_step(began_s)
         self._tiers.collect(self.planner)
+        self._steps.spent(began_s)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.tally import Tally
+
+_TIER_FIGURES: Final = (
+    *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),
+    *("failed_jobs", "failed_loads", "failed_blocks"),
+    *("dropped_blocks", "late_blocks", "failed_store_blocks"),
+)
+"""What depends on the requests alone, and not on how often somebody asks for a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +148,8 @@ def build_report(
         device_blocks=device_blocks,
         layers=layers,
         tiers={
-            name: asdict(tier.counters) for name, tier in zip(tier_names, core.tiers, strict=True)
+            name: {figure: getattr(tier.counters, figure) for figure in _TIER_FIGURES}
+            for name, tier in zip(tier_names, core.tiers, strict=True)
         },
     )
 

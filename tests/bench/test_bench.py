@@ -332,7 +332,7 @@ def test_a_tier_that_does_wrong_is_reported_with_exit_status_1(command, witnesse
 def test_after_ctrl_c_it_stops_between_turns_and_cleans_up(command, place, witnesses):
     result = command.run(
         *("bench", "--block-bytes", "4KiB", *SMALL),
-        *("--tier", f"Interrupted:module_path={witnesses},root_dir={place}"),
+        *("--tier", f"Interrupted:module_path={witnesses},root_dir={place}", "--tier", "example"),
     )
     assert result.exit_code == 130
     assert result.stdout == ""

@@ -129,3 +129,21 @@ def test_pages_are_counted(pair):
     assert result.transfer_size == 2 * PAGE_BYTES
     assert result.transfer_time >= 0
     assert worker.get_finished() == []
+
+
+def test_what_tiers_hold_and_whether_they_are_left_alone_is_told(pair):
+    here = pair(EXAMPLE)
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.settle()
+    ours = "vllm:kvoffload_async_"
+    data = here.manager.get_stats().data["data"]
+    assert data[f"{ours}used_bytes"] == {("1:example",): 2 * 4096}
+    assert f"{ours}capacity_bytes" not in data, "the tier has none"
+    assert data[f"{ours}suspended_directions"] == {("1:example",): 0}
+    here.manager.manager.planner.tiers[0].observed.corrupt_blocks = 3
+    for _ in range(3):
+        here.manager.manager.planner.tiers[0].health.lookup_failed(OSError("down"))
+    data = here.manager.get_stats().data["data"]
+    assert data[f"{ours}corrupt_blocks"] == {("1:example",): 3}
+    assert data[f"{ours}suspended_directions"] == {("1:example",): 1}

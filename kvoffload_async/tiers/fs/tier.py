@@ -255,6 +255,10 @@ class FsTier(AsyncTier):
             if rows is not None:
                 rows.release()
 
+    def gauges(self) -> Mapping[str, float]:
+        """Return what all processes occupy of the capacity; without one nobody counts."""
+        return {} if self._space is None else self._space.gauges()
+
     def describe(self) -> str:
         """Return where the blocks are."""
         return f"files below {self._settings.root_dir}"

@@ -171,6 +171,16 @@ class OpenStore:
                 self._ops.close(session_fd)
             self._unlock()
 
+    def gauges(self) -> dict[str, float]:
+        """Return how full it is. Thread: any."""
+        num_blocks = len(self.catalog)
+        return {
+            "blocks": num_blocks,
+            "free_slots": self.catalog.num_free,
+            "used_bytes": num_blocks * self.manifest.slot_bytes,
+            "capacity_bytes": self.budget.capacity_bytes,
+        }
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _check_manifest(self, found: Folder, layout: StoreLayout) -> Manifest:

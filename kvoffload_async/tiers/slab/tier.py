@@ -259,11 +259,8 @@ class SlabTier(AsyncTier):
             await env.io.run(Direction.NONE, partial(self._close_store, store))
 
     def gauges(self) -> Mapping[str, float]:
-        """Return how many blocks are there, and how many slots are free."""
-        store = self._store
-        if store is None:
-            return {}
-        return {"blocks": len(store.catalog), "free_slots": store.catalog.num_free}
+        """Return how many blocks are there, how many slots are free, and bytes."""
+        return {} if self._store is None else self._store.gauges()
 
     def describe(self) -> str:
         """Return where the blocks are."""
