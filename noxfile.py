@@ -81,6 +81,13 @@ def mutation(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def servers(session: nox.Session) -> None:
+    """The tests of tiers behind a network, on real servers: Valkey and an S3 server."""
+    install(session, "-e", ".[test]")
+    session.run("python", "-m", "pytest", "tests/remote", *session.posargs)
+
+
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """Everything at once, for two minutes, or for KVOFFLOAD_SOAK_S seconds."""
     install(session, "-e", ".[test]")

@@ -30,6 +30,13 @@ _MAX_LABEL_CHARS: Final = 200
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
+HIDDEN: Final = "***"
+"""Stands where a secret was."""
+
+_USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
+"""Up to the last @, as a password may have a slash in it that should have been quoted."""
+_SECRET_KEY: Final = re.compile("secret|password|token|account_key|sas_key|service_account")
+
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 400
 _REPR.maxlong = 60
@@ -56,7 +63,22 @@ def parse_size_bytes(value: object, key: str) -> int:
 
 def shown(value: object) -> str:
     """Return a value that somebody gave, for a message: cut where it is long, or deeply nested."""
-    return _REPR.repr(value)
+    return without_user_info(_REPR.repr(value))
+
+
+def without_user_info(text: str) -> str:
+    """Return a text with user names and passwords in its URLs hidden."""
+    return _USER_INFO.sub(f"{HIDDEN}@", text)
+
+
+def without_secrets(value: object, key: str = "") -> object:
+    """Return an option's value for people: a secret is hidden, by its key or in a URL."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, str):
+        is_secret = _SECRET_KEY.search(key) is not None and not key.endswith("_file")
+        return HIDDEN if is_secret else without_user_info(value)
+    return value
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -177,8 +199,13 @@ def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(value)
 
 
-def _option(parse: Parser, default: Any) -> Any:  # noqa: ANN401 - a dataclass field of any type
-    return field(default=default, metadata={"parse": parse})
+def _option(
+    parse: Parser,
+    default: Any,  # noqa: ANN401 - a dataclass field of any type
+    *,
+    is_shown: bool = True,
+) -> Any:  # noqa: ANN401 - the same
+    return field(default=default, repr=is_shown, metadata={"parse": parse})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +270,7 @@ class OffloadConfig:
     shutdown_timeout_s: float = _option(parse_seconds, 30.0)
     prefault: bool = _option(parse_bool, default=True)
     check_invariants: bool = _option(parse_bool, default=False)
-    secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, ())
+    secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, (), is_shown=False)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> OffloadConfig:

@@ -113,12 +113,17 @@ class GcOptions:
         corrupt: Whether to remove blocks that do not verify.
         unknown_files: Whether to remove files that are no blocks, and no part of a store.
         dry_run: Change nothing, and find what would be removed.
+        max_age_s: Seconds since a block was written or renewed from which on it goes; None: any.
+            This and `keep_bytes` are for stores that no tier bounds (`bounds_blocks`).
+        keep_bytes: How much of the blocks may stay, the newest; None: all.
     """
 
     older_than_s: float = 3600.0
     corrupt: bool = False
     unknown_files: bool = False
     dry_run: bool = False
+    max_age_s: float | None = None
+    keep_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +159,10 @@ class StoreMaintenance(ABC):
     has_generic_name: ClassVar[bool] = False
     """Whether a name is all by which it is recognised: then another kind that finds its own files
     in the same folder is right."""
+    takes_urls: ClassVar[bool] = False
+    """Whether such stores are found by a URL, and not by a directory."""
+    bounds_blocks: ClassVar[bool] = False
+    """Whether `gc` removes blocks for their age and size: where no tier does."""
 
     folder: str
     """Where the store is."""

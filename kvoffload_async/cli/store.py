@@ -35,14 +35,16 @@ from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.store_tables import shown, summary_tables
+from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
 
 Directory = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="DIR",
-        help="The tier's root_dir; of a slab store, its own folder will do.",
+        metavar="DIR|URL",
+        help="The tier's root_dir; of a slab store, its own folder will do. Or an object tier's "
+        "url: credentials, region and endpoint come from the environment.",
         show_default=False,
     ),
 ]
@@ -154,6 +156,23 @@ def gc(
         bool, typer.Option("--unknown-files", help="Remove files that are no blocks.")
     ] = False,
     strangers: Annotated[bool, typer.Option("--strangers", hidden=True)] = False,
+    max_age: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Of an object store: remove blocks that were written or renewed longer ago.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help='Of an object store: remove the oldest blocks beyond this size, such as "1TiB".',
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing; tell what would be removed.")
     ] = False,
@@ -169,16 +188,28 @@ def gc(
     """
     if strangers:
         typer.echo("kvoffload: warning: --strangers is called --unknown-files now", err=True)
-    options = GcOptions(
-        older_than_s=older_than,
-        corrupt=corrupt,
-        unknown_files=unknown_files or strangers,
-        dry_run=dry_run,
-    )
+    with errors_as_one_line():
+        options = GcOptions(
+            older_than_s=older_than,
+            corrupt=corrupt,
+            unknown_files=unknown_files or strangers,
+            dry_run=dry_run,
+            max_age_s=max_age,
+            keep_bytes=None if keep is None else parse_size_bytes(keep, "--keep"),
+        )
+
+    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
+        if (max_age, keep) != (None, None) and not store.bounds_blocks:
+            raise InputError(
+                f"--max-age and --keep are for object stores; a {store.tier_type} tier bounds its "
+                "store itself, by capacity_bytes"
+            )
+        return store.gc(options, control)
+
     _command(
         directory,
         "gc",
-        lambda store, control: store.gc(options, control),
+        call,
         key_file=key_file,
         as_json=as_json,
         lists_all=lists_all,
@@ -242,7 +273,7 @@ def _read(path: Path) -> bytes:
 
 
 def _command(
-    directory: Path,
+    directory: str,
     title: str,
     call: Call,
     *,
@@ -285,7 +316,7 @@ def _followed(
 
 
 def _run(
-    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
+    directory: str, call: Call, key_file: Path | None, control: MaintenanceControl
 ) -> list[StoreReport]:
     """Return what every store has come to, and what is wrong with it.
 
@@ -295,12 +326,12 @@ def _run(
     try:
         return asyncio.run(_find_and_call(directory, call, key_file, control))
     except OSError as error:
-        where = error.filename or directory.absolute()
+        where = error.filename or Path(directory).absolute()
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from error
 
 
 async def _find_and_call(
-    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
+    directory: str, call: Call, key_file: Path | None, control: MaintenanceControl
 ) -> list[StoreReport]:
     reports: list[StoreReport] = []
     # All are called before the first one starts: that checks the options.
@@ -319,13 +350,15 @@ async def _find_and_call(
     return reports
 
 
-def _publish(directory: Path, reports: Sequence[StoreReport], *, as_json: bool) -> None:
+def _publish(directory: str, reports: Sequence[StoreReport], *, as_json: bool) -> None:
     summaries = [(found.store, found.summary) for found in reports if found.summary is not None]
     if not as_json:
         for table in summary_tables(summaries):
             Console().print(table)
         return
-    report: dict[str, object] = {"directory": str(directory)}
+    report: dict[str, object] = {
+        "directory": directory if "://" in directory else str(Path(directory))
+    }
     for kind in maintenance_kinds():
         report[kind.report_key] = [
             found.figures for store, found in summaries if isinstance(store, kind)

@@ -169,7 +169,9 @@ class SecondaryTierManager:
         index: KeyIndex = (
             ExactIndex()
             if tier.capabilities.exclusive
-            else ProbedIndex(tier.bounds.concurrent_probes)
+            else ProbedIndex(
+                tier.bounds.concurrent_probes, keeps_order=tier.capabilities.probes_prefixes
+            )
         )
         capabilities = tier.capabilities
         self._events = EventLog(

@@ -259,7 +259,7 @@ def execute(batch: Batch) -> None:
             match effect:
                 case StartJob(job):
                     actor.start_job(job)
-                case StartProbe(generation, keys):
-                    actor.start_probe(generation, keys)
+                case StartProbe(generation, keys, chains):
+                    actor.start_probe(generation, keys, chains)
                 case TouchBlocks(keys):
                     actor.touch(keys)

@@ -184,9 +184,14 @@ class TierActor:
     def _run_of(self, job: JobMetadata, side: _Side) -> _Run:
         return _Run(job, side, self._loop.time(), self._clock())
 
-    def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
+    def start_probe(
+        self,
+        generation: int,
+        keys: Sequence[OffloadKey],
+        chains: Sequence[Sequence[OffloadKey]] = (),
+    ) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
-        self._probes.start(generation, keys)
+        self._probes.start(generation, keys, chains)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
