@@ -223,20 +223,20 @@ class SecondaryTierManager:
 
     def __repr__(self) -> str:
         jobs = counted(self.tier_state.jobs.unreported_count, "job")
-        name = f"{type(self).__name__} {self.ownership}"
-        return f"<{name}: {self._link.actor.place}, {jobs} in flight>"
+        place = self._link.actor.place
+        return f"<{type(self).__name__} {self.ownership}: {place}, {jobs} in flight>"
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
         """Check a subclass's options before anything is made; see `AsyncTier.check_options`."""
         return ()
 
-    # -- a request's life -----------------------------------------------------------------------
-
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
         """Return what looks after such tiers' stores; None: nothing does."""
         return None
+
+    # -- a request's life -----------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; returns which of its blocks the tier wants."""
@@ -320,10 +320,7 @@ class SecondaryTierManager:
         return self.tier_state.take_events()
 
     def announce_anew(self) -> None:
-        """Announce blocks as stored when they are stored again, although they are announced.
-
-        For consumers of events that have been told to forget everything.
-        """
+        """Announce blocks again when they are stored again: consumers have forgotten everything."""
         self._events.announce_anew()
 
     def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
@@ -376,7 +373,7 @@ class SecondaryTierManager:
     def shutdown(self, timeout: float | None = None) -> CloseReport:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.
 
-        Results are still there for `get_finished_jobs`. A job that comes later fails at once.
+        Results wait for `get_finished_jobs`; a job that comes later fails at once.
 
         Args:
             timeout: Seconds for running jobs to end; by default `close_timeout_s`.
@@ -384,8 +381,8 @@ class SecondaryTierManager:
         Returns:
             What was left behind: while a job's copy still runs, the primary's memory must stay.
         """
+        timeout_s = self._close_timeout_s if timeout is None else timeout
         if self._report is None:
-            timeout_s = self._close_timeout_s if timeout is None else timeout
             self._report = self._link.close(timeout_s)
             if self._host is not None:
                 self._host.close(timeout_s)

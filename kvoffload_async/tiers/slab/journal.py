@@ -5,8 +5,7 @@ before the slots that they free are written to again: whoever is about to do tha
 
 When half of the log is full, the next journal is begun beside it; see `checkpoint`. Every append
 then writes a part of that as well, in proportion to itself: so much that it is complete before the
-log is full. It is waited for on the device by `tend`, which no store waits for, and renamed over
-the one in use.
+log is full. `tend`, which no store waits for, has it on the device and renames it over the other.
 """
 
 from __future__ import annotations
@@ -170,9 +169,8 @@ class Journal:
         with self._mutex:
             while True:
                 noted = len(self._removed)
-                body = b"".join(
-                    [*itertools.islice(self._removed, noted), *(packed for _, packed in puts)]
-                )
+                removed = itertools.islice(self._removed, noted)
+                body = b"".join([*removed, *(packed for _, packed in puts)])
                 if not body:
                     return
                 has_room = self._end_units + len(body) // RECORD_BYTES < self._max_units
