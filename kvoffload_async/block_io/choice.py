@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -84,9 +85,10 @@ def create_block_io(
 
     Raises:
         ConfigError: As `implementation` does.
+
+    Thread: loop. One that cannot watch a descriptor, as a test's virtual one, has Python's threads.
     """
-    chosen = implementation()
-    _tell(chosen)
+    chosen = _chosen_here()
     others = PythonBlockIo(
         env.io, calls, env.kv_view, digests, slot_bytes, threads=threads, piece_bytes=piece_bytes
     )
@@ -108,12 +110,21 @@ def create_file_io(
 
     The arguments, and what is raised, are those of `create_block_io`.
     """
-    chosen = implementation()
-    _tell(chosen)
+    chosen = _chosen_here()
     if chosen.name == "python" or digests.is_keyed:
         return None
     row_bytes = env.kv_view.nbytes // len(env.kv_view)
     return _native_io(env, None if is_system else calls, digests, row_bytes, threads)
+
+
+def _chosen_here() -> Implementation:
+    """Return what is used on the running loop, which must be able to wait for a descriptor."""
+    chosen = implementation()
+    _tell(chosen)
+    loop = asyncio.get_running_loop()
+    if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader:
+        return Implementation("python", "the event loop watches no descriptors")  # a virtual one
+    return chosen
 
 
 def _native_io(

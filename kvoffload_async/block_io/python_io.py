@@ -33,7 +33,7 @@ _SHARES: Final = 4
 """How many parts an idle thread gets of a batch, about."""
 
 _LEAST_SHARE: Final = 4
-"""Which part of a whole piece these are at least."""
+"""Which share of a whole part these are at least."""
 
 
 class PythonBlockIo(BlockIo):
@@ -56,7 +56,7 @@ class PythonBlockIo(BlockIo):
         self._rows = Rows(kv_view, slot_bytes)
         self._digests = digests
         self._mover = _Mover(calls, self._rows)
-        self._piece_slots = max(1, piece_bytes // slot_bytes)
+        self._part_slots = max(1, piece_bytes // slot_bytes)
         loads, stores = (
             TransferQueue(direction, io, threads, piece_bytes)
             for direction in (Direction.LOAD, Direction.STORE)
@@ -73,7 +73,7 @@ class PythonBlockIo(BlockIo):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        batch = _Batch(self._mover, self._piece_slots, rows, runs, is_direct=is_direct)
+        batch = _Batch(self._mover, self._part_slots, rows, runs, is_direct=is_direct)
         batch.is_store = direction is Direction.STORE
         if keys is not None:
             batch.want_digests(self._digests, keys)
@@ -102,7 +102,7 @@ class _Batch:
     def __init__(
         self,
         mover: _Mover,
-        piece_slots: int,
+        part_slots: int,
         rows: Sequence[int],
         runs: Sequence[Run],
         *,
@@ -112,7 +112,7 @@ class _Batch:
         self.error: BaseException | None = None
         self.errors: dict[int, int] = {}
         self._mover = mover
-        self._piece_slots = piece_slots
+        self._part_slots = part_slots
         self._numbers = rows
         self._runs = runs
         self._is_direct = is_direct
@@ -130,7 +130,7 @@ class _Batch:
         return b"".join(self._digests)
 
     def parts(self, idle_threads: int) -> Sequence[Part]:
-        size = whole = self._piece_slots
+        size = whole = self._part_slots
         if idle_threads:
             share = -(-len(self._numbers) // (_SHARES * idle_threads))
             size = max(1, whole // _LEAST_SHARE, min(whole, share))

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import uvloop
 from block_io.places import DIGESTER, is_built
 
 from kvoffload_async.block_io import choice, create_block_io, hashes, implementation
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.virtual_time import VirtualLoop
 from kvoffload_async.tiers.files.digests import KeyedDigester
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.ops import FileOps
@@ -88,7 +90,15 @@ def test_functions_that_compute_something_else_are_found_out(monkeypatch):
     assert "do not compute XXH3" in implementation().why
 
 
-def created(digests=DIGESTER, calls=None, *, row_bytes=4096, slot_bytes=4096, **options):
+def created(
+    digests=DIGESTER,
+    calls=None,
+    *,
+    row_bytes=4096,
+    slot_bytes=4096,
+    new_loop=asyncio.new_event_loop,
+    **options,
+):
     """Return which class is used in an environment."""
 
     async def create():
@@ -109,7 +119,8 @@ def created(digests=DIGESTER, calls=None, *, row_bytes=4096, slot_bytes=4096, **
         env.kv_view.release()
         return made.name
 
-    return asyncio.run(create())
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(create())
 
 
 class InlineIo:
@@ -124,6 +135,15 @@ def test_an_integrity_key_and_rows_that_are_not_aligned_for_direct_io_need_pytho
     assert created(KeyedDigester("layout", key)) == "python"
     assert created(row_bytes=4000, is_direct=True) == "python"
     assert created(row_bytes=4000) == "native"
+
+
+def test_on_a_loop_that_watches_no_descriptors_python_moves_blocks():
+    assert created(new_loop=VirtualLoop) == "python"
+
+
+@native
+def test_on_uvloop_native_code_moves_blocks():
+    assert created(new_loop=uvloop.new_event_loop) == "native"
 
 
 @pytest.mark.usefixtures("unbuilt")

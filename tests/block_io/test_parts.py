@@ -12,15 +12,15 @@ SLOT = 4096
 MOVER = SimpleNamespace(rows=SimpleNamespace(slot_bytes=SLOT))
 
 
-def parts(runs, piece_slots, idle_threads, *, is_store=True):
+def parts(runs, part_slots, idle_threads, *, is_store=True):
     rows = range(sum(run.length for run in runs))
-    batch = _Batch(MOVER, piece_slots, rows, runs, is_direct=False)
+    batch = _Batch(MOVER, part_slots, rows, runs, is_direct=False)
     batch.is_store = is_store
     return batch.parts(idle_threads)
 
 
-def sizes(num_blocks, piece_slots, idle_threads):
-    cut = parts([Run(3, 0, num_blocks)], piece_slots, idle_threads)
+def sizes(num_blocks, part_slots, idle_threads):
+    cut = parts([Run(3, 0, num_blocks)], part_slots, idle_threads)
     assert all(part.size_bytes == SLOT * sum(run.length for run in part.runs) for part in cut)
     return [part.size_bytes // SLOT for part in cut]
 

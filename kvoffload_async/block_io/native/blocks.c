@@ -24,6 +24,7 @@ enum {
     RESOLVE_NOTHING_ELSE = 0x02 | 0x04 | 0x08, /* no magic links, no links, beneath */
     OPENAT2 = 437,                             /* on every architecture but Alpha */
     NOREPLACE = 1,
+    MAX_INTERRUPTIONS = 64, /* of one call: its threads block signals, so that there should be none */
 };
 
 static const unsigned char zeros[MAX_PAD_BYTES];
@@ -89,14 +90,15 @@ bool hashes_are_right(const struct hashes *hashes)
 static int64_t make_call(struct worker *worker, struct file_call call)
 {
     int64_t result;
+    int times = 0;
     call.folder = &worker->folder;
     do {
         atomic_store_explicit(&worker->in_call_since_ns, monotonic_ns(), memory_order_relaxed);
         result = worker->files->make(worker->files->self, &call);
         atomic_store_explicit(&worker->in_call_since_ns, 0, memory_order_relaxed);
         count(&worker->counters->system_calls, 1);
-    } while (result == -EINTR && call.kind != CALL_CLOSE);
-    return result == -EINTR ? 0 : result; /* it is closed nevertheless */
+    } while (result == -EINTR && call.kind != CALL_CLOSE && ++times < MAX_INTERRUPTIONS);
+    return result == -EINTR && call.kind == CALL_CLOSE ? 0 : result; /* closed nevertheless */
 }
 
 /* Moves buffers, in as many calls as it takes to move `needed` bytes. Returns the bytes, which are
