@@ -54,7 +54,8 @@ def tests(session: nox.Session) -> None:
     """
     install(session, "-e", ".[test]")
     session.run(
-        "python", "-m", "pytest", "-n", "auto", "--cov", "--cov-report=term", *session.posargs
+        *("python", "-m", "pytest", "--slow", "-n", "auto", "--cov", "--cov-report=term"),
+        *session.posargs,
     )
     session.run("python", "-m", "coverage", "report", f"--include={PURE}", "--fail-under=100")
 
@@ -67,6 +68,22 @@ def stateful(session: nox.Session) -> None:
         *("python", "-m", "pytest", "-m", "stateful", "--timeout=0"),
         *("-o", "faulthandler_timeout=0", *session.posargs),
         env={"KVOFFLOAD_HYPOTHESIS_PROFILE": "nightly"},
+    )
+
+
+@nox.session(default=False)
+def sweeps(session: nox.Session) -> None:
+    """Kills, power cuts and errors at every call, where other runs try a share of them."""
+    install(session, "-e", ".[test]")
+    session.run(
+        *("python", "-m", "pytest", "-m", "slow", "--timeout=0"),
+        *("-o", "faulthandler_timeout=0", "tests/fs", "tests/slab", "tests/tiers"),
+        *session.posargs,
+        env={
+            "KVOFFLOAD_FULL_SWEEPS": "1",
+            "KVOFFLOAD_POWER_CUTS": "100",
+            "KVOFFLOAD_RANDOM_KILLS": "280",
+        },
     )
 
 

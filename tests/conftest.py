@@ -19,7 +19,7 @@ THREAD_GRACE_S = 2.0
 # on a shared machine it measures the neighbours.
 _DEFAULTS = settings.get_profile("default")
 PROFILES = {
-    "dev": settings(_DEFAULTS, max_examples=50, deadline=None),
+    "dev": settings(_DEFAULTS, max_examples=30, deadline=None),
     "ci": settings(
         _DEFAULTS,
         max_examples=300,
@@ -53,7 +53,13 @@ def _patient_openings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(housekeeping, "_OPENING_S", 30.0)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run those marked slow or servers too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput"):
+        config.option.slow = True  # whoever names tests wants them
     name = os.environ.get(PROFILE_VARIABLE, "dev")
     if name not in PROFILES:
         allowed = ", ".join(PROFILES)
@@ -64,13 +70,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the soak out unless it is asked for: it runs for as long as it is let."""
-    if "soak" in config.option.markexpr:
-        return
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    if soak:
-        config.hook.pytest_deselected(items=soak)
-        items[:] = [item for item in items if item not in soak]
+    """Leave out what takes long, unless it is asked for; the soak runs for as long as it is let."""
+    left_out = {"soak"} if config.option.slow else {"slow", "servers", "soak"}
+    left_out = {name for name in left_out if name not in config.option.markexpr}
+    out = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        kept = set(items) - set(out)
+        items[:] = [item for item in items if item in kept]
 
 
 def _live_threads() -> set[threading.Thread]:

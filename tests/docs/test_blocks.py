@@ -3,6 +3,8 @@
 import doc_blocks
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PAGES_WITH_CODE = {
     str(page.relative_to(doc_blocks.ROOT)): page
     for page in doc_blocks.PAGES

@@ -13,6 +13,8 @@ from powercuts import problems
 from kvoffload_async.tiers.files.ops import disk_bytes
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 
+pytestmark = pytest.mark.slow
+
 UNIT = 12 * KIB
 """What a block takes on disk with its folders."""
 

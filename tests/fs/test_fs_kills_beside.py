@@ -8,6 +8,8 @@ from fs.crash_server import CAPACITY, K
 from fs.places import KIB, Place
 from fs.spaces import rescan
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).with_name("crash_server.py")
 JOB_BYTES = 3 * 12 * KIB
 """The largest job of the script: three blocks, each with its folders."""

@@ -37,6 +37,8 @@ from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 
+pytestmark = pytest.mark.slow
+
 K = [key_of(number) for number in range(12)]
 SLOTS = 16
 
