@@ -1,8 +1,8 @@
 """Runs a sample of mutants, each in a copy of the tree, against the tests that guard its module.
 
 A mutant that no test notices is printed: a test of behaviour is missing, or the code is not needed,
-or the change is equivalent, and then the list beside this file says why. Plain tests run first and
-the state machines only for what they have left alive.
+or the change is equivalent, and then the list beside this file says why. Plain tests run first, and
+the state machines and what takes long only for what they have left alive.
 
     python tests/mutation/driver.py --seed 1 --count 40 kvoffload_async/core
 """
@@ -34,7 +34,7 @@ SLACK = 5
 LEAST_S = 30.0
 HANGS_S = 600.0
 """Wall time after which a run hangs, or the machine is too busy to tell."""
-STAGES = ("not stateful and not slow", "stateful")
+STAGES = ("not stateful and not slow", "stateful", "slow and not servers and not mounts")
 KILLED, UNDECIDED, SURVIVED = "killed", "undecided", "survived"
 
 
