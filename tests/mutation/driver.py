@@ -142,8 +142,9 @@ def judge(root: Path, mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, st
         for tests in sorted({guards_of(mutant.path) for mutant in mutants}):
             for stage in STAGES:
                 began_s = _cpu_s()
-                if first.run(tests, stage, 3600) != 0:
-                    raise RuntimeError(f"the tests in {tests} fail without any change")
+                if (code := first.run(tests, stage, 3600)) != 0:
+                    how = f"do not end in {HANGS_S:g} s" if code is None else "fail"
+                    raise RuntimeError(f"the tests in {tests} {how} without any change")
                 limits[tests, stage] = int(max(LEAST_S, SLACK * (_cpu_s() - began_s)))
         copies.put(first)
 
