@@ -16,11 +16,13 @@ from kvoffload_async.tiers.files.ops import FileOps
 
 pytest.importorskip("kvoffload_async.block_io._native")
 
-from kvoffload_async.block_io import engine as native  # noqa: E402 - it needs the module
+from kvoffload_async.block_io import engine as native
 
 PREFIX = b"layout\0"
 ATTRIBUTE = "user.kvoffload.test"
 VALUE_PREFIX = b"\x01"
+BLOCKS = 6
+ROW_BYTES = 1000
 
 
 @contextmanager

@@ -4,15 +4,16 @@ They refuse whatever could make a thread touch memory wrongly, and what leads ou
 one at a time.
 """
 
-from collections.abc import Sequence
-from typing import final
+from typing import TypeAlias, final
 
 from typing_extensions import Buffer
 
-type _Memory = tuple[Buffer | None, int, int]
+_Memory: TypeAlias = tuple[Buffer | None, int, int]
 """A buffer, bytes of a row, and bytes of a slot."""
 
-type _Files = tuple[int, bytes, bytes, str, bytes, Sequence[bytes | None], bytes, bytes, int, bool, bool]
+_Files: TypeAlias = tuple[
+    int, bytes, bytes, str, bytes, tuple[bytes | None, ...], bytes, bytes, int, bool, bool
+]
 """The root's descriptor and path; names, joined by NUL; the attribute's name, and what precedes the
 digest in it; known values of it; temporary names, joined; a byte for each that is recycled;
 permissions; whether to flush; whether sizes on disk are wanted."""
@@ -43,12 +44,8 @@ class Engine:
     ) -> Engine:
         """Start the threads.
 
-        Args:
-            load_threads, store_threads, spare_threads, queued, piece_bytes, part_bytes, name: See
-                `engine.Engine`.
-            hashes: `struct hashes` of block_io.h.
-            call: The address of a `file_caller` in place of the system's calls; 0: these.
-            callable_: What has to live as long as that.
+        See `engine.Engine`. `hashes` is `struct hashes` of block_io.h; `call` the address of a
+        `file_caller` in place of the system's calls, or 0; `callable_` has to live as long.
 
         Raises:
             OSError: No memory, thread or descriptor.

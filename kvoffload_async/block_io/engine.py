@@ -6,20 +6,19 @@ outcome. What it was given may not change in between.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import select
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import xxhash
 from typing_extensions import Buffer
 
-from kvoffload_async.block_io import _native
-from kvoffload_async.block_io.contract import DIGEST_BYTES, ENDED_EARLY
-from kvoffload_async.block_io.file_calls import FileOps, adapter
+from kvoffload_async.block_io._native import Engine as _Threads
+from kvoffload_async.block_io.contract import ENDED_EARLY
+from kvoffload_async.block_io.file_calls import adapter
 
 PIECE_BYTES: Final = 256 << 10
 """What one system call moves at most, where blocks are no smaller; measured."""
@@ -27,7 +26,7 @@ PIECE_BYTES: Final = 256 << 10
 PART_BYTES: Final = 1 << 20
 """What one thread moves before it looks what is next; measured."""
 
-NOT_BEGUN: Final = errno.ECANCELED
+NOT_BEGUN: Final = 3
 """The status of a file that was withdrawn."""
 
 _EXTENTS, _LOAD_FILES, _STORE_FILES, _HAS_FILES, _COPIES = range(5)  # as `enum batch_kind`
@@ -39,6 +38,8 @@ _COUNTERS: Final = (  # as `enum counter`
 
 _MAX_THREADS: Final = 64
 _MAX_PAD_BYTES: Final = 65536
+_MAX_MODE: Final = 0o777
+_MAX_INT: Final = 2**31 - 1
 _STATUS_ENDED_EARLY: Final = 255
 _NO_MEMORY: Final = (None, 1, 1)
 _TRIPLE: Final = struct.Struct("3q")
@@ -48,10 +49,10 @@ class Memory:
     """Rows of a buffer, which is held until `release` and until no batch uses it any more.
 
     Attributes:
-        rows: The buffer, bytes of a row, and bytes of a slot in a file.
+        rows: The buffer, bytes of a row, and bytes of a slot in a file; None once it is released.
     """
 
-    __slots__ = ("_rows",)
+    __slots__ = ("rows",)
 
     def __init__(self, buffer: Buffer, row_bytes: int, slot_bytes: int) -> None:
         """Hold a buffer; see `Engine.map`."""
@@ -69,17 +70,11 @@ class Memory:
             raise ValueError(
                 f"buffer: its {view.nbytes} bytes are no multiple of row_bytes, {row_bytes}"
             )
-        self._rows: tuple[memoryview, int, int] | None = (view, row_bytes, slot_bytes)
-
-    @property
-    def rows(self) -> tuple[memoryview, int, int]:
-        if self._rows is None:
-            raise ValueError("memory: it is released")
-        return self._rows
+        self.rows: tuple[memoryview, int, int] | None = (view, row_bytes, slot_bytes)
 
     def release(self) -> None:
         """Let go of the buffer as soon as nothing of it is in flight."""
-        self._rows = None
+        self.rows = None
 
 
 class Engine:
@@ -93,14 +88,14 @@ class Engine:
         fd: An eventfd, readable when a batch has ended since the last `take`.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - settings of threads
+    def __init__(  # noqa: PLR0917 - settings of threads
         self,
         load_threads: int,
         store_threads: int,
         spare_threads: int,
         queued: int,
         hashes: tuple[int, ...],
-        ops: FileOps | None = None,
+        ops: object | None = None,
         name: str = "kvoffload",
         piece_bytes: int = PIECE_BYTES,
         part_bytes: int = PART_BYTES,
@@ -113,7 +108,7 @@ class Engine:
             spare_threads: How many more may stand for those that hang.
             queued: Batches of each direction of which something may wait.
             hashes: What `hashes.addresses` returns.
-            ops: The methods of `FileOps`, called in place of the system, with the interpreter's
+            ops: Has the methods of `FileOps`, called in place of the system, with the interpreter's
                 lock; for tests.
             name: Of the threads; 15 bytes of it count.
             piece_bytes: See `PIECE_BYTES`.
@@ -125,23 +120,20 @@ class Engine:
         _check_between("load_threads", load_threads, 1, _MAX_THREADS)
         _check_between("store_threads", store_threads, 1, _MAX_THREADS)
         _check_between("spare_threads", spare_threads, 0, _MAX_THREADS)
-        for what, number in (
-            *(("queued", queued), ("piece_bytes", piece_bytes), ("part_bytes", part_bytes)),
-        ):
-            _check_between(what, number, 1, 2**31 - 1)
+        _check_between("queued", queued, 1, _MAX_INT)
+        _check_between("piece_bytes", piece_bytes, 1, _MAX_INT)
+        _check_between("part_bytes", part_bytes, 1, _MAX_INT)
         if not all(hashes):
             raise ValueError(f"hashes: address {hashes.index(0)} is zero")
-        callable_ = None if ops is None else adapter(ops)
+        call, callable_ = (0, None) if ops is None else adapter(ops)
         self._part_bytes = part_bytes
-        self._native = _native.Engine(
+        self._threads = _Threads(
             *(load_threads, store_threads, spare_threads, queued, piece_bytes, part_bytes),
             struct.pack(f"{len(hashes)}P", *hashes),
-            (ctypes.cast(callable_, ctypes.c_void_p).value or 0) if callable_ else 0,
-            callable_,
-            name,
+            *(call, callable_, name),
         )
-        self._submit = self._native.submit
-        self.fd = self._native.fd
+        self._submit = self._threads.submit
+        self.fd = self._threads.fd
 
     def map(self, buffer: Buffer, row_bytes: int, slot_bytes: int) -> Memory:
         """Return the rows of a C-contiguous buffer.
@@ -153,10 +145,10 @@ class Engine:
         """
         return Memory(buffer, row_bytes, slot_bytes)
 
-    def extents(  # noqa: PLR0913, PLR0917 - of a batch
+    def extents(  # noqa: PLR0917 - of a batch
         self,
         memory: Memory,
-        is_store: bool,  # noqa: FBT001 - the direction
+        is_store: bool,
         rows: Sequence[int],
         runs: Sequence[tuple[int, int, int]],
         keys: Sequence[bytes] | None,
@@ -171,12 +163,10 @@ class Engine:
         """
         if keys is not None:
             keys = tuple(keys)
-        rows, runs = tuple(rows), tuple(runs)
-        return self._submit(
-            _EXTENTS, is_store, len(rows), memory.rows, rows, keys, prefix, runs, None
-        )
+        held, rows, runs = memory.rows or _released(), tuple(rows), tuple(runs)
+        return self._submit(_EXTENTS, is_store, len(rows), held, rows, keys, prefix, runs, None)
 
-    def load_files(  # noqa: PLR0913, PLR0917 - of a batch
+    def load_files(  # noqa: PLR0917 - of a batch
         self,
         memory: Memory,
         root: tuple[int, str],
@@ -200,11 +190,11 @@ class Engine:
             *(b"", b"", -1, False, False),
         )
         return self._submit(
-            *(_LOAD_FILES, False, len(rows), memory.rows, tuple(rows)),
+            *(_LOAD_FILES, False, len(rows), memory.rows or _released(), tuple(rows)),
             *(tuple(keys) if verify else None, prefix, (), files),
         )
 
-    def store_files(  # noqa: PLR0913, PLR0917 - of a batch
+    def store_files(  # noqa: PLR0917 - of a batch
         self,
         memory: Memory,
         root: tuple[int, str],
@@ -229,9 +219,10 @@ class Engine:
         0: written; 1: a file is there already; 2: judge it yourself, the temporary file is
         removed, if it can be; `NOT_BEGUN`.
         """
-        if not -1 <= file_mode <= 0o777:
+        if not -1 <= file_mode <= _MAX_MODE:
             raise ValueError(f"file_mode: {file_mode} is neither permissions nor -1")
-        for temp, name in zip(temps, names, strict=True):
+        # Whether they are as many is checked with the rest.
+        for temp, name in zip(temps, names, strict=False):
             if os.path.dirname(temp) != os.path.dirname(name):  # noqa: PTH120 - for every file
                 raise ValueError(f"temps: {temp} is not in the folder of {name}")
         files = (
@@ -239,7 +230,7 @@ class Engine:
             *(_joined(temps), recycled, file_mode, fsync, wants_disk_bytes),
         )
         return self._submit(
-            *(_STORE_FILES, True, len(rows), memory.rows, tuple(rows)),
+            *(_STORE_FILES, True, len(rows), memory.rows or _released(), tuple(rows)),
             *(tuple(keys) if has_digest else None, prefix, (), files),
         )
 
@@ -251,50 +242,52 @@ class Engine:
         )
         return self._submit(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files)
 
-    def copies(self, target: Memory, source: Memory, parts: bytes) -> int:
+    def copies(self, target: Memory, source: Memory, parts: Buffer) -> int:
         """Copy bytes between memories: int64 triples (target offset, source offset, bytes).
 
         Outcome: None, or ECANCELED if some of it was not begun.
         """
-        if len(parts) % _TRIPLE.size:
-            raise ValueError(f"parts: {len(parts)} bytes are no triples of int64")
-        cut = [
-            _TRIPLE.pack(to + at, begin + at, min(size - at, self._part_bytes))
-            for to, begin, size in _TRIPLE.iter_unpack(parts)
-            for at in range(0, max(size, 1), self._part_bytes)
-        ]
+        packed = bytes(parts)
+        count, rest = divmod(len(packed), _TRIPLE.size)
+        if rest:
+            raise ValueError(f"parts: {len(packed)} bytes are no triples of int64")
+        to, begin = (memory.rows or _released() for memory in (target, source))
+        numbers = memoryview(packed).cast("q")
+        is_large = max(numbers[2::3], default=0) > self._part_bytes
+        if is_large and max(numbers) <= max(to[0].nbytes, begin[0].nbytes):  # else it is refused
+            packed = _cut(packed, self._part_bytes)
+            count = len(packed) // _TRIPLE.size
         return self._submit(
-            *(_COPIES, False, len(cut), (target.rows[0], 1, 1), (), None, b"", b"".join(cut)),
-            source.rows[0],
+            *(_COPIES, False, count, (to[0], 1, 1), (), None, b"", packed, begin[0]),
         )
 
     def take(self) -> list[tuple[int, Any]]:
         """Return (ticket, outcome) of what has ended, and clear `fd`."""
         return [
             (ticket, _OUTCOMES[kind](statuses, digests, disk_bytes))
-            for ticket, kind, statuses, digests, disk_bytes in self._native.take()
+            for ticket, kind, statuses, digests, disk_bytes in self._threads.take()
         ]
 
     def withdraw(self, ticket: int) -> None:
         """Take back what of a batch nobody has begun, with ECANCELED; the rest ends as usual."""
         if ticket == 0:
             raise ValueError("ticket: 0 is none")
-        self._native.withdraw(ticket)
+        self._threads.withdraw(ticket)
 
     def tend(self, hung_after_s: float) -> int:
         """Start spare threads for those that hang in one call; return how many hang."""
-        return self._native.tend(_nanoseconds("hung_after_s", hung_after_s))
+        return self._threads.tend(_nanoseconds("hung_after_s", hung_after_s))
 
     def close(self, timeout_s: float) -> int:
         """Cancel what waits, and wait for what runs; return how many threads are left behind.
 
         What these may touch is kept for as long as they hang. `take` returns what has ended.
         """
-        return self._native.close(_nanoseconds("timeout_s", timeout_s))
+        return self._threads.close(_nanoseconds("timeout_s", timeout_s))
 
     def counters(self) -> dict[str, int]:
         """Return what was counted since the start."""
-        return dict(zip(_COUNTERS, self._native.counters(), strict=True))
+        return dict(zip(_COUNTERS, self._threads.counters(), strict=True))
 
 
 def check_hashes(hashes: tuple[int, ...]) -> None:
@@ -321,6 +314,19 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
     finally:
         engine.close(1.0)
         os.close(fd)
+
+
+def _cut(copies: bytes, most: int) -> bytes:
+    """Return copies of so many bytes at most, for several threads."""
+    return b"".join(
+        _TRIPLE.pack(target + at, source + at, min(size - at, most))
+        for target, source, size in _TRIPLE.iter_unpack(copies)
+        for at in range(0, size, most)
+    )
+
+
+def _released() -> NoReturn:
+    raise ValueError("memory: it is released")
 
 
 def _check_between(name: str, number: int, least: int, most: int) -> None:
@@ -374,5 +380,3 @@ def _copied(statuses: bytes, _: bytes, __: bytes) -> int | None:
 _OUTCOMES: Final[Sequence[Callable[[bytes, bytes, bytes], Any]]] = (
     *(_moved, _loaded, _stored, _found, _copied),
 )
-
-assert DIGEST_BYTES == 16  # noqa: S101

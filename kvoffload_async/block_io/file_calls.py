@@ -12,7 +12,7 @@ import os
 import stat as stat_module
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class _Call:
         self.path = os.fsdecode(b"%b/%b" % (folder, name))
         self.target_path = os.fsdecode(b"%b/%b" % (folder, target))
         self.attribute = os.fsdecode(name)
-        self.buffers = [
+        self.buffers: Sequence[memoryview] = [
             _view_of(found.buffers[index].base, found.buffers[index].num_bytes, _WRITABLE)
             for index in range(found.num_buffers)
         ]
@@ -118,8 +118,8 @@ _KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # as `enum 
 )
 
 
-def adapter(ops: FileOps) -> Callable[..., int]:
-    """Return what the engine calls, a function of C; it must live as long as the engine's threads.
+def adapter(ops: object) -> tuple[int, object]:
+    """Return the address of a function that the engine calls, and what must live as long.
 
     What is raised and is no OSError is a defect: it is logged, and fails the call.
     """
@@ -127,7 +127,7 @@ def adapter(ops: FileOps) -> Callable[..., int]:
     def make(call: Any) -> int:  # noqa: ANN401 - a pointer to a _FileCall
         made = _Call(call)
         try:
-            return _KINDS[call.contents.kind](ops, made) or 0
+            return _KINDS[call.contents.kind](cast("FileOps", ops), made) or 0
         except OSError as error:
             return -(error.errno or errno.EIO)
         except Exception:
@@ -137,4 +137,5 @@ def adapter(ops: FileOps) -> Callable[..., int]:
             for buffer in made.buffers:  # memory that the engine may give back from now on
                 buffer.release()
 
-    return _CALLER(make)
+    caller = _CALLER(make)
+    return ctypes.cast(caller, ctypes.c_void_p).value or 0, caller

@@ -106,9 +106,10 @@ enum batch_kind { /* engine.py has the same order */
     BATCH_COPIES,
 };
 
-/* Of a block: 0 if it was moved, ECANCELED if nobody has begun it (of HAS_FILES: 0), and else */
+/* Of a block: 0 if it was moved, and else */
 enum status { /* engine.py knows them */
     STATUS_ENDED_EARLY = 255, /* EXTENTS: the file has no more bytes; else an errno */
+    STATUS_NOT_BEGUN = 3,     /* LOAD_FILES, STORE_FILES; EXTENTS, COPIES: ECANCELED */
     STATUS_OTHERWISE = 1,     /* LOAD_FILES: anything but a block that is whole and verified */
     STATUS_PRESENT = 1,       /* STORE_FILES: the name is there already */
     STATUS_NOT_STORED = 2,    /* STORE_FILES: anything else; the temporary file is removed */

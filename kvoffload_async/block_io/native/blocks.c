@@ -335,7 +335,10 @@ void do_part(struct worker *worker, const struct part *part)
 
 void cancel_part(const struct part *part)
 {
-    int status = part->batch->kind == BATCH_HAS_FILES ? 0 : ECANCELED;
+    enum batch_kind kind = part->batch->kind;
+    int status = kind == BATCH_LOAD_FILES || kind == BATCH_STORE_FILES ? STATUS_NOT_BEGUN
+                 : kind == BATCH_HAS_FILES                             ? 0
+                                                                       : ECANCELED;
     memset(part->batch->statuses + part->first, status, part->count);
 }
 
@@ -354,12 +357,12 @@ void cut_batch(struct batch *batch, size_t part_bytes)
         size_t cost = batch->kind == BATCH_HAS_FILES ? part_bytes / NAMES_PER_PART
                       : batch->kind == BATCH_COPIES  ? (size_t)batch->copies[i].bytes
                                                      : batch->memory.slot_bytes;
-        if (part->count > 0 && (part->file != file || bytes + cost > part_bytes)) {
-            part++;
+        if (i == 0 || part->file != file || bytes + cost > part_bytes) {
+            part += i > 0;
+            *part = (struct part){batch, NULL, i, 0, run, skip, file};
             bytes = 0;
         }
-        if (part->count++ == 0)
-            *part = (struct part){batch, NULL, i, 1, run, skip, file};
+        part->count++;
         bytes += cost;
     }
     batch->num_parts = (size_t)(part - batch->parts) + 1;

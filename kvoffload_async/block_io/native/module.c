@@ -225,7 +225,7 @@ static bool take_copies(Submission *submission, PyObject *source, PyObject *copi
     char *packed;
     if (PyObject_GetBuffer(source, &submission->buffers[1], PyBUF_SIMPLE) != 0 ||
         PyBytes_AsStringAndSize(copies, &packed, &bytes) != 0 ||
-        !has_items(bytes, batch->count * sizeof(struct copy), "copies"))
+        !has_items(bytes, batch->count * sizeof(struct copy), "parts"))
         return false;
     batch->source = submission->buffers[1].buf;
     batch->copies = (const struct copy *)packed;
@@ -234,7 +234,7 @@ static bool take_copies(Submission *submission, PyObject *source, PyObject *copi
         if (copy->bytes < 0 || copy->target < 0 || copy->source < 0 ||
             copy->target > submission->buffers[0].len - copy->bytes ||
             copy->source > submission->buffers[1].len - copy->bytes) {
-            PyErr_Format(PyExc_ValueError, "copies: (%lld, %lld, %lld) is not within the buffers",
+            PyErr_Format(PyExc_ValueError, "parts: (%lld, %lld, %lld) is not within the memories",
                          (long long)copy->target, (long long)copy->source, (long long)copy->bytes);
             return false;
         }
