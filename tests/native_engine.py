@@ -14,11 +14,15 @@ from xxh3 import addresses
 
 from kvoffload_async.tiers.files.ops import FileOps
 
-native = pytest.importorskip("kvoffload_async.block_io._native")
+pytest.importorskip("kvoffload_async.block_io._native")
+
+from kvoffload_async.block_io import engine as native
 
 PREFIX = b"layout\0"
 ATTRIBUTE = "user.kvoffload.test"
 VALUE_PREFIX = b"\x01"
+BLOCKS = 6
+ROW_BYTES = 1000
 
 
 @contextmanager
@@ -115,7 +119,6 @@ class Block:
             "temps": [f"{name}.tmp" for name in changed.get("names", self.names)],
             "recycled": bytes(self.count),
             "file_mode": 0o600,
-            "direct": False,
             "fsync": False,
             "wants_disk_bytes": True,
             "has_digest": True,
@@ -129,7 +132,6 @@ class Block:
             "memory": self.target,
             "expected": [None] * self.count,
             "verify": True,
-            "direct": False,
         }
         return self.engine.load_files(**{**arguments, **changed})
 

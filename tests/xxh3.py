@@ -10,7 +10,6 @@ import xxhash
 
 _NAMES = (
     ("XXH3_64bits_dispatch", "XXH3_64bits"),
-    ("XXH3_128bits_withSeed_dispatch", "XXH3_128bits_withSeed"),
     ("XXH3_createState",),
     ("XXH3_128bits_reset_withSeed",),
     ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),

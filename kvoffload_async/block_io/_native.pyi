@@ -1,24 +1,22 @@
-"""The native engine: batches of transfers, in threads that never take the interpreter's lock.
+"""The native engine's own functions; `engine.Engine` calls them, and says what they mean.
 
-A batch is submitted and gets a ticket; when it has ended, `fd` is readable, and `take` returns its
-outcome. Every argument is checked when a batch is submitted: TypeError and ValueError name it.
-BlockingIOError: as many batches wait as may; RuntimeError: the engine is closed, or was opened by a
-parent of this process. Thread: one at a time.
+They refuse whatever could make a thread touch memory wrongly, and what leads out of a root. Thread:
+one at a time.
 """
 
-from collections.abc import Sequence
-from typing import final
+from typing import TypeAlias, final
 
 from typing_extensions import Buffer
 
-PIECE_BYTES: int
-"""What one system call moves at most, by default."""
+_Memory: TypeAlias = tuple[Buffer | None, int, int]
+"""A buffer, bytes of a row, and bytes of a slot."""
 
-@final
-class Memory:
-    """Rows of a buffer, which is held until `release` and until no batch uses it any more."""
-
-    def release(self) -> None: ...
+_Files: TypeAlias = tuple[
+    int, bytes, bytes, str, bytes, tuple[bytes | None, ...], bytes, bytes, int, bool, bool
+]
+"""The root's descriptor and path; names, joined by NUL; the attribute's name, and what precedes the
+digest in it; known values of it; temporary names, joined; a byte for each that is recycled;
+permissions; whether to flush; whether sizes on disk are wanted."""
 
 @final
 class Engine:
@@ -36,125 +34,54 @@ class Engine:
         store_threads: int,
         spare_threads: int,
         queued: int,
-        hashes: tuple[int, ...],
-        ops: object | None = None,
-        name: str = "kvoffload",
-        piece_bytes: int = ...,
-        part_bytes: int = ...,
+        piece_bytes: int,
+        part_bytes: int,
+        hashes: bytes,
+        call: int,
+        callable_: object,
+        name: str,
+        /,
     ) -> Engine:
         """Start the threads.
 
-        Args:
-            load_threads: Those that prefer loads.
-            store_threads: Those that prefer stores.
-            spare_threads: How many more may stand for those that hang.
-            queued: Batches of each direction of which something may wait.
-            hashes: Addresses of XXH3's functions: 64bits, 128bits_withSeed, createState,
-                128bits_reset_withSeed, 128bits_update, 128bits_digest, freeState.
-            ops: The methods of `FileOps`, called in place of the system, with the interpreter's
-                lock; for tests.
-            name: Of the threads; 15 bytes of it count.
-            piece_bytes: What one system call moves at most, where blocks are no smaller.
-            part_bytes: What one thread moves before it looks what is next.
+        See `engine.Engine`. `hashes` is `struct hashes` of block_io.h; `call` the address of a
+        `file_caller` in place of the system's calls, or 0; `callable_` has to live as long.
 
         Raises:
             OSError: No memory, thread or descriptor.
-            RuntimeError: `hashes` do not compute XXH3.
         """
 
-    def map(self, buffer: Buffer, row_bytes: int, slot_bytes: int) -> Memory:
-        """Return the rows of a C-contiguous buffer.
+    def submit(
+        self,
+        kind: int,
+        is_store: bool,
+        count: int,
+        memory: _Memory,
+        rows: tuple[int, ...],
+        keys: tuple[bytes, ...] | None,
+        prefix: bytes,
+        places: tuple[tuple[int, int, int], ...] | bytes,
+        other: _Files | Buffer | None,
+        /,
+    ) -> int:
+        """Submit a batch of a kind, as `enum batch_kind` has them; return its ticket.
 
         Args:
-            buffer: Is held, and must be writable to load into it.
-            row_bytes: Of a row.
-            slot_bytes: From one row to the next in a file: a pad of zeros follows each row.
+            kind: Says which of the arguments are looked at.
+            is_store: Whose threads prefer it, and whether `memory` is only read.
+            count: Of blocks, names or copies.
+            memory: Is held until the batch is taken.
+            rows: Of the blocks.
+            keys: Of the blocks; None: no digests are wanted.
+            prefix: See `engine.Engine.extents`.
+            places: Runs; or copies, packed.
+            other: Files; or the buffer that is copied from.
         """
 
-    def extents(
-        self,
-        memory: Memory,
-        is_store: bool,
-        rows: Sequence[int],
-        runs: Sequence[tuple[int, int, int]],
-        keys: Sequence[bytes] | None,
-        prefix: bytes,
-    ) -> int:
-        """Move rows to or from runs of slots: (descriptor, offset, number of rows), in order.
+    def take(self) -> list[tuple[int, int, bytes, bytes, bytes]]:
+        """Return ticket, kind, statuses, digests and sizes on disk of what has ended."""
 
-        Outcome: ({index: errno}, digests). -1 in place of an errno: the file ended early. If a
-        call fails, so do the blocks of its run that are not known to be whole; other runs go on.
-        Digests are there if `keys` are, 16 bytes each; that of a failed block means nothing.
-        """
-
-    def load_files(
-        self,
-        memory: Memory,
-        root: tuple[int, str],
-        names: Sequence[str],
-        rows: Sequence[int],
-        keys: Sequence[bytes],
-        prefix: bytes,
-        attribute: str,
-        value_prefix: bytes,
-        expected: Sequence[bytes | None],
-        verify: bool,
-        direct: bool,
-    ) -> int:
-        """Read a file into each row.
-
-        Outcome: (statuses, digests). Status 0: it has the row's length and, with `verify`, the
-        digest that is expected, or that its attribute has; 1: judge it yourself; 3: not begun.
-        """
-
-    def store_files(
-        self,
-        memory: Memory,
-        root: tuple[int, str],
-        temps: Sequence[str],
-        names: Sequence[str],
-        rows: Sequence[int],
-        keys: Sequence[bytes],
-        prefix: bytes,
-        attribute: str,
-        value_prefix: bytes,
-        recycled: bytes,
-        file_mode: int,
-        direct: bool,
-        fsync: bool,
-        wants_disk_bytes: bool,
-        has_digest: bool,
-    ) -> int:
-        """Write each row to a temporary file, and rename that, if its name is not there yet.
-
-        `recycled` has 1 for each temporary file that is there, and is overwritten. `file_mode`
-        is -1 where it follows from the folder. Outcome: (statuses, digests, disk_bytes). Status
-        0: written; 1: a file is there already; 2: judge it yourself, the temporary file is
-        removed, if it can be; 3: not begun.
-        """
-
-    def has_files(self, root: tuple[int, str], names: Sequence[str]) -> int:
-        """Look for files. Outcome: a byte each, 1 for a regular file, 0 for all else."""
-
-    def copies(self, target: Memory, source: Memory, parts: Buffer) -> int:
-        """Copy bytes between memories: int64 triples (target offset, source offset, bytes).
-
-        Outcome: None, or ECANCELED if some of it was not begun.
-        """
-
-    def take(self) -> list[tuple[int, object]]:
-        """Return (ticket, outcome) of what has ended, and clear `fd`."""
-
-    def withdraw(self, ticket: int) -> None:
-        """Take back what of a batch nobody has begun, with ECANCELED; the rest ends as usual."""
-
-    def tend(self, hung_after_s: float) -> int:
-        """Start spare threads for those that hang in one call; return how many hang."""
-
-    def close(self, timeout_s: float) -> int:
-        """Cancel what waits, and wait for what runs; return how many threads are left behind.
-
-        What these may touch is kept for ever. `take` returns what has ended.
-        """
-
-    def counters(self) -> dict[str, int]: ...
+    def withdraw(self, ticket: int, /) -> None: ...
+    def tend(self, hung_after_ns: int, /) -> int: ...
+    def close(self, timeout_ns: int, /) -> int: ...
+    def counters(self) -> tuple[int, ...]: ...

@@ -144,11 +144,11 @@ def _native_io(
 def _obstacle() -> str:
     """Return why the native implementation cannot be used, and what helps; empty if it can."""
     try:
-        engine = importlib.import_module("kvoffload_async.block_io._native").Engine
+        importlib.import_module("kvoffload_async.block_io._native")
     except ImportError as error:
         return f"it was not built ({error}); {_REMEDY}"
     try:
-        engine(1, 1, 0, 1, addresses()).close(1.0)
+        importlib.import_module("kvoffload_async.block_io.engine").check_hashes(addresses())
     except (AttributeError, OSError, RuntimeError) as error:
         return f"it does not work with the xxhash package here ({error}); install another xxhash"
     return ""

@@ -12,7 +12,6 @@ from typing import Final
 
 _NAMES: Final = (
     "XXH3_64bits",
-    "XXH3_128bits_withSeed",
     "XXH3_createState",
     "XXH3_128bits_reset_withSeed",
     "XXH3_128bits_update",

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.tier import Direction, IoRunner
-from kvoffload_async.block_io._native import Engine
 from kvoffload_async.block_io.contract import (
     Attribute,
     BlockDigests,
@@ -21,6 +20,7 @@ from kvoffload_async.block_io.contract import (
     Moved,
     Run,
 )
+from kvoffload_async.block_io.engine import Engine
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.errors import BusyError, TierClosedError
 from kvoffload_async.types import OffloadKey
@@ -116,7 +116,6 @@ class NativeBlockIo(BlockIo):
                 prefix,
                 expected,
                 verify=attribute is not None,
-                direct=False,
             )
         return LoadedFiles(*await self._outcome(engine, ticket))
 

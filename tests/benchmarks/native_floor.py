@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvoffload_async.block_io import _native
+from kvoffload_async.block_io import engine as native_engine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from xxh3 import addresses
@@ -39,7 +39,7 @@ class Native:
         self, options: argparse.Namespace, buffer: bytearray, block_bytes: int, fd: int
     ) -> None:
         loads = max(1, options.threads - 1)
-        self._engine = _native.Engine(
+        self._engine = native_engine.Engine(
             load_threads=loads,
             store_threads=max(1, options.threads - loads),
             spare_threads=0,

@@ -61,27 +61,25 @@ static int64_t make_shortened(const struct file_call *call)
     buffer.iov_len = 1 + next_random(&faults.random) % buffer.iov_len;
     shorter.buffers = &buffer;
     shorter.num_buffers = 1;
-    return make_system_call(NULL, &shorter);
+    return make_system_call(&shorter);
 }
 
-static int64_t make_faulty_call(void *self, const struct file_call *call)
+int64_t make_faulty_call(const struct file_call *call)
 {
     static const int codes[] = {EIO, ENOSPC, EINTR, ENOENT, EEXIST, EINVAL, EDQUOT, EACCES};
     hang_if_wanted(call->kind);
     uint64_t random = next_random(&faults.random);
     if ((int)(random % 1000) >= atomic_load(&faults.per_mille))
-        return make_system_call(self, call);
+        return make_system_call(call);
     bool moves = call->kind == CALL_READ || call->kind == CALL_WRITE;
     if (moves && (random >> 20) % 2)
         return make_shortened(call);
     if (call->kind == CALL_CLOSE) /* which is closed nevertheless */
-        make_system_call(self, call);
+        make_system_call(call);
     if (atomic_load(&faults.are_gentle))
         return -EINTR;
     return -codes[(random >> 32) % (sizeof codes / sizeof *codes)];
 }
-
-const struct file_calls faulty_calls = {make_faulty_call, NULL};
 
 /* -- hashes: FNV-1a twice, byte by byte, so that pieces make the whole --------------------------- */
 
@@ -118,11 +116,6 @@ static struct hash128 hash128(const void *data, size_t bytes, uint64_t seed)
     return state.hash;
 }
 
-static uint64_t hash64(const void *data, size_t bytes)
-{
-    return hash128(data, bytes, 0).low;
-}
-
 static void *create_state(void)
 {
     return malloc(sizeof(struct state));
@@ -134,7 +127,7 @@ static int free_state(void *state)
     return 0;
 }
 
-const struct hashes plain_hashes = {hash64, hash128, create_state, reset, update, digest, free_state};
+const struct hashes plain_hashes = {NULL, create_state, reset, update, digest, free_state};
 
 /* -- stores and batches ------------------------------------------------------------------------- */
 
@@ -180,22 +173,25 @@ static struct batch *new_batch(struct store *store, enum batch_kind kind, bool i
     batch->kind = kind;
     batch->is_store = is_store;
     batch->count = store->count;
-    batch->memory = (struct memory){is_store ? store->rows : store->loaded, store->count,
-                                    store->row_bytes, store->slot_bytes};
+    batch->memory = (struct memory){is_store ? store->rows : store->loaded, store->row_bytes,
+                                    store->slot_bytes};
     batch->rows = rows;
     batch->seeds = seeds;
     batch->digests = calloc(store->count, DIGEST_BYTES);
+    batch->statuses = calloc(store->count, 1);
+    batch->parts = calloc(store->count + 1, sizeof *batch->parts);
     return batch;
 }
 
 struct batch *extents_of(struct store *store, bool is_store)
 {
     struct batch *batch = new_batch(store, BATCH_EXTENTS, is_store);
-    struct place *places = calloc(store->count, sizeof *places);
-    for (size_t i = 0; i < store->count; i++)
-        places[i] = (struct place){(int64_t)(i * store->slot_bytes), store->fd, (int)(i / 3)};
-    batch->places = places;
-    batch->errors = calloc(store->count, sizeof *batch->errors);
+    batch->runs = calloc(store->count, sizeof *batch->runs);
+    for (size_t i = 0; i < store->count; i += 3) {
+        size_t left = store->count - i;
+        batch->runs[i / 3] = (struct run){store->fd, (int64_t)(i * store->slot_bytes),
+                                          left < 3 ? (int64_t)left : 3};
+    }
     return batch;
 }
 
@@ -207,17 +203,16 @@ struct batch *files_of(struct store *store, enum batch_kind kind)
         CHECK(asprintf(&names[i], "leaf/%zu.bin", i) > 0);
         CHECK(asprintf(&names[store->count + i], "leaf/%zu.bin.tmp", i) > 0);
     }
-    batch->names = (const char *const *)names;
+    batch->names = (const char **)names;
     batch->temps = batch->names + store->count;
     batch->root = (struct root){store->folder_fd, store->folder};
     batch->attribute = "user.kvoffload.test";
     batch->value_prefix = "\1";
     batch->value_prefix_bytes = 1;
-    batch->expected = calloc(store->count, sizeof(struct known_value));
+    batch->expected = calloc(store->count, sizeof *batch->expected);
     batch->recycled = calloc(store->count, 1);
     batch->file_mode = 0600;
     batch->wants_disk_bytes = true;
-    batch->statuses = calloc(store->count, 1);
     batch->disk_bytes = calloc(store->count, sizeof *batch->disk_bytes);
     return batch;
 }
@@ -228,13 +223,12 @@ void free_batch(struct batch *batch)
         for (size_t i = 0; i < 2 * batch->count; i++)
             free((void *)(uintptr_t)batch->names[i]);
     }
-    free((void *)(uintptr_t)batch->names);
-    free((void *)(uintptr_t)batch->rows);
-    free((void *)(uintptr_t)batch->seeds);
-    free((void *)(uintptr_t)batch->places);
-    free((void *)(uintptr_t)batch->expected);
+    free(batch->names);
+    free(batch->rows);
+    free(batch->seeds);
+    free(batch->runs);
+    free(batch->expected);
     free((void *)(uintptr_t)batch->recycled);
-    free(batch->errors);
     free(batch->statuses);
     free(batch->digests);
     free(batch->disk_bytes);
@@ -259,7 +253,7 @@ void check_digest(const struct store *store, const struct batch *batch, size_t i
 void await_ended(struct engine *engine, struct batch *ended[], int num)
 {
     for (int found = 0; found < num;) {
-        struct pollfd event = {.fd = engine_event_fd(engine), .events = POLLIN};
+        struct pollfd event = {.fd = engine->event_fd, .events = POLLIN};
         CHECK(poll(&event, 1, 60000) == 1); /* a hang is a failure */
         for (struct batch *batch = engine_take(engine); batch != NULL; batch = batch->next) {
             CHECK(found < num);
@@ -271,7 +265,7 @@ void await_ended(struct engine *engine, struct batch *ended[], int num)
 struct engine *open_engine(size_t piece_bytes, int spare_threads, int queued)
 {
     struct limits limits = {{2, 1}, spare_threads, queued, piece_bytes, 4 * piece_bytes};
-    struct engine *engine = engine_open("test", &limits, &faulty_calls, &plain_hashes);
+    struct engine *engine = engine_open("test", &limits, make_faulty_call, &plain_hashes);
     CHECK(engine != NULL);
     return engine;
 }

@@ -28,9 +28,9 @@ struct faults { /* of every call; set while no call is made, but for what is ato
 };
 
 extern struct faults faults;
-extern const struct file_calls faulty_calls;
 extern const struct hashes plain_hashes;
 
+int64_t make_faulty_call(const struct file_call *call);
 uint64_t next_random(_Atomic uint64_t *state);
 void hang_calls(enum call_kind kind);
 void release_calls(void);

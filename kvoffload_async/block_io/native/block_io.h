@@ -15,6 +15,7 @@
 #ifndef KVOFFLOAD_BLOCK_IO_H
 #define KVOFFLOAD_BLOCK_IO_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -22,34 +23,26 @@
 #include <sys/uio.h>
 
 enum {
-    PIECE_BYTES = 256 << 10, /* see `struct limits`; measured */
-    PART_BYTES = 1 << 20,
     DIGEST_BYTES = 16,
-    MAX_PAD_BYTES = 65536,   /* between the end of a row and the end of its slot in a file */
-    MAX_VALUE_BYTES = 64,    /* of the attribute that holds a digest */
-    ENDED_EARLY = -1,        /* in the place of an errno: the file has no more bytes */
-    OUTCOME_CANCELLED = 3,   /* a block of `statuses` that nobody has begun */
+    MAX_PAD_BYTES = 65536, /* between the end of a row and the end of its slot in a file */
+    MAX_VALUE_BYTES = 64,  /* of the attribute that holds a digest */
+    MAX_NAME_BYTES = 4096,
 };
 
-/* -- hashing: XXH3 by the addresses of its functions -------------------------------------------- */
-
-struct hash128 { /* laid out and returned as XXH128_hash_t */
+/* XXH3 by the addresses of its functions; hash128 is laid out and returned as XXH128_hash_t. */
+struct hash128 {
     uint64_t low;
     uint64_t high;
 };
 
-struct hashes {
+struct hashes { /* engine.py has the same order */
     uint64_t (*hash64)(const void *data, size_t bytes);
-    struct hash128 (*hash128)(const void *data, size_t bytes, uint64_t seed);
     void *(*create_state)(void);
     int (*reset)(void *state, uint64_t seed);
     int (*update)(void *state, const void *data, size_t bytes);
     struct hash128 (*digest)(const void *state);
     int (*free_state)(void *state);
 };
-
-/* Tells whether these compute XXH3, whole and piece by piece. */
-bool hashes_are_right(const struct hashes *hashes);
 
 /* -- system calls ------------------------------------------------------------------------------- */
 
@@ -58,13 +51,18 @@ enum call_kind { /* file_calls.py has the same order */
     CALL_CLOSE,
     CALL_READ,          /* -> bytes */
     CALL_WRITE,         /* -> bytes */
-    CALL_GET_ATTRIBUTE, /* into `value` -> bytes; -ENODATA if there is none */
+    CALL_GET_ATTRIBUTE, /* into the buffer -> bytes; -ENODATA if there is none */
     CALL_SET_ATTRIBUTE,
     CALL_TRUNCATE,      /* to `offset` bytes */
     CALL_SYNC,          /* bytes and attributes */
-    CALL_STAT,          /* of `fd`, or of `name` if that is -1; `value` is a struct file_status */
+    CALL_STAT,          /* of `name`; the buffer is a file_status */
     CALL_PUBLISH,       /* rename `name` to `target` in the same folder, not replacing it */
     CALL_UNLINK,
+};
+
+struct file_status { /* file_calls.py knows how it is laid out */
+    int64_t is_regular;
+    int64_t disk_bytes;
 };
 
 struct root { /* a directory */
@@ -74,18 +72,11 @@ struct root { /* a directory */
 
 struct folder { /* the last folder that a thread used; closed at the end of a part */
     int fd;     /* -1: none */
-    const struct root *root;
     const char *name;
     size_t name_bytes;
 };
 
-struct file_status { /* file_calls.py knows how it is laid out */
-    int64_t is_regular;
-    int64_t size_bytes;
-    int64_t disk_bytes;
-};
-
-struct file_call {
+struct file_call { /* file_calls.py knows how it is laid out, up to the folder */
     enum call_kind kind;
     int fd;
     int flags;                /* CALL_OPEN, in addition to those that protect */
@@ -94,35 +85,47 @@ struct file_call {
     const char *name;         /* relative to the root; an attribute's */
     const char *target;
     const struct iovec *buffers;
-    int num_buffers;
+    int64_t num_buffers;
     int64_t offset;
-    void *value;
-    size_t value_bytes;
     struct folder *folder;
 };
 
 /* Every system call on files goes through one of these; returns -errno if it fails. */
-struct file_calls {
-    int64_t (*make)(void *self, const struct file_call *call);
-    void *self;
-};
+typedef int64_t file_caller(const struct file_call *call);
 
-int64_t make_system_call(void *self, const struct file_call *call);
+int64_t make_system_call(const struct file_call *call);
 void close_folder(struct folder *folder);
 
 /* -- batches ------------------------------------------------------------------------------------ */
 
+enum batch_kind { /* engine.py has the same order */
+    BATCH_EXTENTS,
+    BATCH_LOAD_FILES,
+    BATCH_STORE_FILES,
+    BATCH_HAS_FILES,
+    BATCH_COPIES,
+};
+
+/* Of a block: 0 if it was moved, and else */
+enum status { /* engine.py knows them */
+    STATUS_ENDED_EARLY = 255, /* EXTENTS: the file has no more bytes; else an errno */
+    STATUS_NOT_BEGUN = 3,     /* LOAD_FILES, STORE_FILES; EXTENTS, COPIES: ECANCELED */
+    STATUS_OTHERWISE = 1,     /* LOAD_FILES: anything but a block that is whole and verified */
+    STATUS_PRESENT = 1,       /* STORE_FILES: the name is there already */
+    STATUS_NOT_STORED = 2,    /* STORE_FILES: anything else; the temporary file is removed */
+    STATUS_THERE = 1,         /* HAS_FILES: a regular file */
+};
+
 struct memory { /* rows behind each other; in a file, each fills a slot */
     unsigned char *base;
-    size_t num_rows;
     size_t row_bytes;
     size_t slot_bytes;
 };
 
-struct place { /* of a block in a file */
+struct run { /* of blocks that lie behind each other in a file, and fail together */
+    int64_t fd;
     int64_t offset;
-    int fd;
-    int run; /* blocks of one run lie behind each other, and fail together */
+    int64_t length;
 };
 
 struct copy {
@@ -131,19 +134,14 @@ struct copy {
     int64_t bytes;
 };
 
-struct known_value { /* of a block's attribute; `data` is NULL if it is not known */
-    const void *data;
-    size_t bytes;
-};
-
-enum batch_kind { BATCH_EXTENTS, BATCH_LOAD_FILES, BATCH_STORE_FILES, BATCH_HAS_FILES, BATCH_COPIES };
-
 struct part { /* blocks of a batch that one thread moves */
     struct batch *batch;
     struct part *next; /* in the queue */
     size_t first;
     size_t count;
-    int file; /* the descriptor it writes to; -1: nobody else can */
+    size_t run;  /* of the first block */
+    size_t skip; /* blocks of that run before it */
+    int64_t file; /* the descriptor it writes to; -1: nobody else can */
 };
 
 struct batch {
@@ -153,35 +151,32 @@ struct batch {
     size_t count; /* of blocks, names or copies */
 
     struct memory memory; /* for copies: the target */
-    struct memory source;
-    const int64_t *rows;
-    const uint64_t *seeds; /* of the blocks' digests; NULL: none are wanted */
-    const struct place *places;
+    const unsigned char *source;
+    int64_t *rows;
+    uint64_t *seeds; /* of the blocks' digests; NULL: none are wanted */
+    struct run *runs;
     const struct copy *copies;
 
     struct root root;
-    const char *const *names;
-    const char *const *temps;
+    const char **names;
+    const char **temps; /* each in the folder of its name */
     const char *attribute;
     const void *value_prefix; /* what precedes the digest in the attribute */
     size_t value_prefix_bytes;
-    const struct known_value *expected;
+    const char **expected; /* values of the attribute, where they are known */
     const char *recycled; /* for each temporary file: whether it is there already */
-    int open_flags;
     int file_mode; /* -1: as the folder's */
     bool fsync;
     bool wants_disk_bytes;
 
-    /* the outcome */
-    int *errors;
+    /* the outcome, an item for each block */
     unsigned char *statuses;
     unsigned char *digests;
     int64_t *disk_bytes;
-    bool is_cancelled; /* something of it was; written under the engine's mutex */
 
     /* the engine's, under its mutex */
     struct batch *next;
-    struct part *parts;
+    struct part *parts; /* as many as blocks at most */
     size_t num_parts;
     size_t num_unfinished;
     size_t num_waiting;
@@ -191,6 +186,19 @@ struct batch {
 
 enum { LOADS, STORES, NUM_DIRECTIONS };
 
+enum counter { /* engine.py has the same order */
+    SYSTEM_CALLS,
+    PIECES,
+    BYTES,
+    HASHED_BYTES,
+    BATCHES,
+    PARTS,
+    WAKE_UPS,
+    THREADS,
+    SPARES, /* threads that stand for one that hangs */
+    NUM_COUNTERS,
+};
+
 struct limits {
     int threads[NUM_DIRECTIONS]; /* that prefer this direction */
     int spare_threads;
@@ -199,45 +207,62 @@ struct limits {
     size_t part_bytes;  /* moved by one thread before it looks what is next */
 };
 
-struct counters {
-    _Atomic uint64_t system_calls, pieces, bytes, hashed_bytes;
-    _Atomic uint64_t batches, parts, wake_ups;
-};
-
-struct engine;
-
-struct worker {
+struct worker { /* a thread, and what it alone uses while it does a part */
     struct engine *engine;
-    const struct file_calls *files;
-    const struct hashes *hashes;
-    const struct limits *limits;
-    struct counters *counters;
     void *hash_state;
     struct folder folder;
     _Atomic int64_t in_call_since_ns; /* 0: in none */
     unsigned char scratch[MAX_PAD_BYTES]; /* for pads that are read */
+
+    /* under the engine's mutex */
+    struct worker *next;
+    pthread_t thread;
+    int direction; /* which it prefers */
+    int64_t file;  /* the descriptor it writes to; -1: none */
+    bool is_replaced;
+    bool has_ended;
 };
 
-/* blocks.c: cuts a batch (false: no memory); does a part; notes that a part will not be done. */
-bool cut_batch(struct batch *batch, const struct limits *limits);
+struct queue {
+    struct part *first;
+    struct part **last; /* where the next part is linked */
+    int num_batches;    /* of which something waits */
+};
+
+struct engine {
+    struct limits limits;
+    struct hashes hashes;
+    file_caller *call;
+    int event_fd;
+    char name[16]; /* what the kernel keeps of a thread's name */
+    _Atomic uint64_t counters[NUM_COUNTERS];
+
+    pthread_mutex_t mutex; /* guards the rest */
+    pthread_cond_t work_waits;
+    pthread_cond_t thread_ended;
+    struct queue queues[NUM_DIRECTIONS];
+    struct worker *workers;
+    struct batch *ended; /* the latest first; the owner is told of the first */
+    bool is_closing;
+    uint64_t last_ticket;
+};
+
+/* blocks.c: cuts a batch; does a part; notes that a part will not be done. */
+void cut_batch(struct batch *batch, size_t part_bytes);
 void do_part(struct worker *worker, const struct part *part);
-void cancel_part(struct part *part);
+void cancel_part(const struct part *part);
 
 /* pool.c. `open` returns NULL with errno set. `close` returns how many threads are left behind,
-   after which an engine, and whatever they hold, must be kept for ever; `free` needs it to be 0. */
-struct engine *engine_open(const char *name, const struct limits *limits,
-                           const struct file_calls *files, const struct hashes *hashes);
-int engine_event_fd(const struct engine *engine);
-int engine_submit(struct engine *engine, struct batch *batch); /* EAGAIN, ESHUTDOWN, ENOMEM */
+   after which an engine, and whatever they hold, must be kept until a later call returns 0. */
+struct engine *engine_open(const char *name, const struct limits *limits, file_caller *call,
+                           const struct hashes *hashes);
+int engine_submit(struct engine *engine, struct batch *batch); /* EAGAIN, ESHUTDOWN */
 struct batch *engine_take(struct engine *engine);               /* a list of what has ended */
-void engine_withdraw(struct engine *engine, uint64_t ticket);
+void engine_withdraw(struct engine *engine, uint64_t ticket);   /* 0: all */
 int engine_tend(struct engine *engine, int64_t hung_after_ns);
 int engine_close(struct engine *engine, int64_t timeout_ns);
 void engine_free(struct engine *engine);
-size_t engine_part_bytes(const struct engine *engine);
-uint64_t engine_hash64(const struct engine *engine, const void *data, size_t bytes);
-const struct counters *engine_counters(const struct engine *engine);
-void engine_threads(struct engine *engine, int *alive, int *spares);
 int64_t monotonic_ns(void);
+void count_up(struct engine *engine, enum counter counter, uint64_t more);
 
 #endif

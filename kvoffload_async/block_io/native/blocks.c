@@ -1,13 +1,14 @@
 /* What a thread does with a part of a batch, and the system's own calls.
 
    Threads: everything here runs in a thread of the engine, which has the part to itself, but for
-   cut_batch and cancel_part (the owner's thread) and hashes_are_right (any).
+   cut_batch and cancel_part, which run in the owner's or under the engine's mutex.
 
    Ownership: what is opened here is closed here, before the part ends. A digest is computed piece
    by piece while a piece is in the processor's cache: before it is written, after it was read. */
 
 #include "block_io.h"
 
+#include <endian.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -19,7 +20,7 @@
 #include <unistd.h>
 
 enum {
-    MAX_PIECE_BLOCKS = 64,
+    MAX_PIECE_ROWS = 64,
     NAMES_PER_PART = 16,
     RESOLVE_NOTHING_ELSE = 0x02 | 0x04 | 0x08, /* no magic links, no links, beneath */
     OPENAT2 = 437,                             /* on every architecture but Alpha */
@@ -29,62 +30,12 @@ enum {
 
 static const unsigned char zeros[MAX_PAD_BYTES];
 
-static void count(_Atomic uint64_t *counter, uint64_t more)
+static size_t least(size_t one, size_t other)
 {
-    atomic_fetch_add_explicit(counter, more, memory_order_relaxed);
+    return one < other ? one : other;
 }
 
-/* -- digests ------------------------------------------------------------------------------------ */
-
-static void put_big_endian(unsigned char *target, uint64_t number)
-{
-    for (int i = 7; i >= 0; i--, number >>= 8)
-        target[i] = (unsigned char)number;
-}
-
-static void put_digest(unsigned char *target, struct hash128 hash)
-{
-    put_big_endian(target, hash.high);
-    put_big_endian(target + 8, hash.low);
-}
-
-bool hashes_are_right(const struct hashes *hashes)
-{
-    static const struct {
-        size_t bytes;
-        uint64_t seed;
-        struct hash128 hash;
-    } golden[] = {
-        {0, 0x0000000000000000u, {0x6001c324468d497fu, 0x99aa06d3014798d8u}},
-        {3, 0x0000000000000001u, {0x09b2077206b1496du, 0x2121b83120ce5cb7u}},
-        {16, 0xffffffffffffffffu, {0xc9a84b369524206eu, 0xe76df6ee9e1eb817u}},
-        {200, 0x0123456789abcdefu, {0x59e68c35a8ce583fu, 0xf7e703f51d16f85du}},
-        {241, 0xfedcba9876543210u, {0x9496d69ce0b7b343u, 0x428971e3a718aa4au}},
-        {3000, 0xfedcba9876543210u, {0x190efe49af0be58cu, 0x16988cda9ea44600u}},
-    };
-    unsigned char data[3000];
-    for (size_t i = 0; i < sizeof data; i++)
-        data[i] = (unsigned char)(i * 131 + 7);
-    if (hashes->hash64(data, 100) != 0x5da67eac6d4093d5u)
-        return false;
-    void *state = hashes->create_state();
-    bool is_right = state != NULL;
-    for (size_t i = 0; i < sizeof golden / sizeof *golden && is_right; i++) {
-        size_t half = golden[i].bytes / 2;
-        struct hash128 whole = hashes->hash128(data, golden[i].bytes, golden[i].seed);
-        hashes->reset(state, golden[i].seed);
-        hashes->update(state, data, half);
-        hashes->update(state, data + half, golden[i].bytes - half);
-        struct hash128 pieces = hashes->digest(state);
-        is_right = whole.low == golden[i].hash.low && whole.high == golden[i].hash.high &&
-                   pieces.low == whole.low && pieces.high == whole.high;
-    }
-    if (state != NULL)
-        hashes->free_state(state);
-    return is_right;
-}
-
-/* -- calls -------------------------------------------------------------------------------------- */
+/* -- moving rows -------------------------------------------------------------------------------- */
 
 /* Makes a call, again if a signal interrupted it; while it lasts, it can be seen to hang. */
 static int64_t make_call(struct worker *worker, struct file_call call)
@@ -94,43 +45,42 @@ static int64_t make_call(struct worker *worker, struct file_call call)
     call.folder = &worker->folder;
     do {
         atomic_store_explicit(&worker->in_call_since_ns, monotonic_ns(), memory_order_relaxed);
-        result = worker->files->make(worker->files->self, &call);
+        result = worker->engine->call(&call);
         atomic_store_explicit(&worker->in_call_since_ns, 0, memory_order_relaxed);
-        count(&worker->counters->system_calls, 1);
+        count_up(worker->engine, SYSTEM_CALLS, 1);
     } while (result == -EINTR && call.kind != CALL_CLOSE && ++times < MAX_INTERRUPTIONS);
     return result == -EINTR && call.kind == CALL_CLOSE ? 0 : result; /* closed nevertheless */
 }
 
 /* Moves buffers, in as many calls as it takes to move `needed` bytes. Returns the bytes, which are
    fewer only if a file that is read ends, or -errno. The buffers are changed. */
-static int64_t transfer(struct worker *worker, enum call_kind kind, int fd, struct iovec *buffers,
-                        int num_buffers, int64_t offset, int64_t needed)
+static int64_t move_buffers(struct worker *worker, struct file_call call, struct iovec *buffers,
+                            size_t needed)
 {
-    int64_t done = 0;
-    count(&worker->counters->pieces, 1);
+    size_t done = 0;
+    count_up(worker->engine, PIECES, 1);
     while (done < needed) {
-        int64_t moved = make_call(worker, (struct file_call){.kind = kind,
-                                                             .fd = fd,
-                                                             .buffers = buffers,
-                                                             .num_buffers = num_buffers,
-                                                             .offset = offset + done});
-        if (moved < 0)
-            return moved;
-        if (moved == 0)
-            return kind == CALL_WRITE ? -EIO : done;
+        call.buffers = buffers;
+        int64_t result = make_call(worker, call);
+        if (result < 0)
+            return result;
+        if (result == 0)
+            return call.kind == CALL_WRITE ? -EIO : (int64_t)done;
+        size_t moved = (size_t)result;
         done += moved;
-        while (num_buffers > 0 && (size_t)moved >= buffers->iov_len) {
-            moved -= (int64_t)buffers->iov_len;
+        call.offset += result;
+        while (call.num_buffers > 0 && moved >= buffers->iov_len) {
+            moved -= buffers->iov_len;
             buffers++;
-            num_buffers--;
+            call.num_buffers--;
         }
-        if (num_buffers > 0) {
+        if (call.num_buffers > 0) {
             buffers->iov_base = (char *)buffers->iov_base + moved;
-            buffers->iov_len -= (size_t)moved;
+            buffers->iov_len -= moved;
         }
     }
-    count(&worker->counters->bytes, (uint64_t)done);
-    return done;
+    count_up(worker->engine, BYTES, done);
+    return (int64_t)done;
 }
 
 static unsigned char *row_of(const struct batch *batch, size_t index)
@@ -138,294 +88,227 @@ static unsigned char *row_of(const struct batch *batch, size_t index)
     return batch->memory.base + (size_t)batch->rows[index] * batch->memory.row_bytes;
 }
 
-struct row_transfer { /* of one row, piece by piece */
-    enum call_kind kind;
-    int fd;
-    int64_t offset;
-    struct iovec tail; /* behind the row: moved with its last piece; not needed of what is read */
-};
-
-/* Returns 0, ENDED_EARLY or an errno; what of the tail was moved, in `tail.iov_len`. */
-static int move_row(struct worker *worker, const struct batch *batch, size_t index,
-                    struct row_transfer *move, unsigned char *digest)
-{
-    const struct hashes *hashes = worker->hashes;
-    unsigned char *row = row_of(batch, index);
-    size_t row_bytes = batch->memory.row_bytes, piece_bytes = worker->limits->piece_bytes;
-    bool is_write = move->kind == CALL_WRITE, is_whole = row_bytes <= piece_bytes;
-    bool is_hashed = digest != NULL;
-    struct hash128 hash = {0, 0};
-    if (is_hashed && !is_whole)
-        hashes->reset(worker->hash_state, batch->seeds[index]);
-    for (size_t at = 0; at < row_bytes; at += piece_bytes) {
-        size_t bytes = row_bytes - at < piece_bytes ? row_bytes - at : piece_bytes;
-        bool is_last = at + bytes == row_bytes;
-        struct iovec buffers[2] = {{row + at, bytes}, move->tail};
-        size_t tail_bytes = is_last ? move->tail.iov_len : 0;
-        for (int turn = 0; turn < 2; turn++) {
-            if ((turn == 0) != is_write) { /* moves second if it writes */
-                size_t needed = is_write ? bytes + tail_bytes : bytes;
-                int64_t moved = transfer(worker, move->kind, move->fd, buffers, 1 + (tail_bytes > 0),
-                                         move->offset + (int64_t)at, (int64_t)needed);
-                if (moved < (int64_t)bytes)
-                    return moved < 0 ? (int)-moved : ENDED_EARLY;
-                if (is_last)
-                    move->tail.iov_len = (size_t)moved - bytes;
-            } else if (is_hashed && is_whole) {
-                hash = hashes->hash128(row, bytes, batch->seeds[index]);
-            } else if (is_hashed) {
-                hashes->update(worker->hash_state, row + at, bytes);
-            }
-        }
-    }
-    if (is_hashed) {
-        put_digest(digest, is_whole ? hash : hashes->digest(worker->hash_state));
-        count(&worker->counters->hashed_bytes, row_bytes);
-    }
-    return 0;
-}
-
 static unsigned char *digest_of(const struct batch *batch, size_t index)
 {
-    return batch->seeds == NULL ? NULL : batch->digests + index * DIGEST_BYTES;
+    return batch->digests + index * DIGEST_BYTES;
 }
 
-/* -- extents ------------------------------------------------------------------------------------ */
-
-static void hash_rows(struct worker *worker, const struct batch *batch, size_t first, size_t num)
+/* Hashes bytes of some rows, from `at`, which is where the last time ended if it is not 0. */
+static void hash_rows(struct worker *worker, const struct batch *batch, size_t first, size_t num,
+                      size_t at, size_t bytes)
 {
+    const struct hashes *hashes = &worker->engine->hashes;
     if (batch->seeds == NULL)
         return;
     for (size_t i = first; i < first + num; i++) {
-        put_digest(digest_of(batch, i), worker->hashes->hash128(row_of(batch, i),
-                                                                batch->memory.row_bytes,
-                                                                batch->seeds[i]));
+        if (at == 0)
+            hashes->reset(worker->hash_state, batch->seeds[i]);
+        hashes->update(worker->hash_state, row_of(batch, i) + at, bytes);
+        if (at + bytes == batch->memory.row_bytes) {
+            struct hash128 hash = hashes->digest(worker->hash_state);
+            uint64_t digest[2] = {htobe64(hash.high), htobe64(hash.low)};
+            memcpy(digest_of(batch, i), digest, DIGEST_BYTES);
+        }
     }
-    count(&worker->counters->hashed_bytes, num * batch->memory.row_bytes);
+    count_up(worker->engine, HASHED_BYTES, num * bytes);
 }
 
-/* Moves several small blocks that lie behind each other in one call; returns 0 or an errno. */
-static int move_blocks(struct worker *worker, const struct batch *batch, size_t first, size_t num)
+struct span { /* rows of a batch that lie behind each other in a file */
+    int fd;
+    int64_t offset;
+    size_t first;
+    size_t num;
+    size_t pad_bytes;   /* behind each row; of what is read, the last is not needed */
+    size_t moved_bytes; /* counted in slots from the offset */
+};
+
+/* Moves rows: small ones several at a time, and large ones in pieces. Returns 0 or a status. */
+static int move_rows(struct worker *worker, const struct batch *batch, struct span *span)
 {
-    struct iovec buffers[2 * MAX_PIECE_BLOCKS];
-    size_t row_bytes = batch->memory.row_bytes;
-    size_t pad_bytes = batch->memory.slot_bytes - row_bytes;
-    size_t total = num * batch->memory.slot_bytes;
-    const struct place *place = &batch->places[first];
-    void *pad = batch->is_store ? (void *)(uintptr_t)zeros : worker->scratch;
-    int num_buffers = 0;
-    for (size_t i = first; i < first + num; i++) {
-        buffers[num_buffers++] = (struct iovec){row_of(batch, i), row_bytes};
-        if (pad_bytes > 0)
-            buffers[num_buffers++] = (struct iovec){pad, pad_bytes};
+    struct iovec buffers[2 * MAX_PIECE_ROWS];
+    size_t row_bytes = batch->memory.row_bytes, pad_bytes = span->pad_bytes;
+    size_t piece_bytes = worker->engine->limits.piece_bytes, num, bytes;
+    size_t most = least(piece_bytes / (row_bytes + pad_bytes), MAX_PIECE_ROWS);
+    struct iovec pad = {batch->is_store ? (void *)(uintptr_t)zeros : worker->scratch, pad_bytes};
+    struct file_call call = {.kind = batch->is_store ? CALL_WRITE : CALL_READ, .fd = span->fd};
+    for (size_t i = 0; i < span->num; i += num) {
+        num = most == 0 ? 1 : least(most, span->num - i);
+        for (size_t at = 0; at < row_bytes; at += bytes) {
+            size_t first = span->first + i, start = i * (row_bytes + pad_bytes) + at, needed = 0;
+            bytes = least(piece_bytes, row_bytes - at);
+            call.num_buffers = 0;
+            for (size_t j = first; j < first + num; j++) {
+                buffers[call.num_buffers++] = (struct iovec){row_of(batch, j) + at, bytes};
+                needed += bytes;
+                if (pad_bytes > 0 && at + bytes == row_bytes) {
+                    buffers[call.num_buffers++] = pad;
+                    needed += batch->is_store || j < first + num - 1 ? pad_bytes : 0;
+                }
+            }
+            if (batch->is_store)
+                hash_rows(worker, batch, first, num, at, bytes);
+            call.offset = span->offset + (int64_t)start;
+            int64_t moved = move_buffers(worker, call, buffers, needed);
+            if (moved < 0)
+                return moved > -STATUS_ENDED_EARLY ? (int)-moved : EIO; /* which fits a byte */
+            if (!batch->is_store)
+                hash_rows(worker, batch, first, num, at, bytes);
+            span->moved_bytes = start + (size_t)moved;
+            if ((size_t)moved < needed)
+                return STATUS_ENDED_EARLY;
+        }
     }
-    if (batch->is_store)
-        hash_rows(worker, batch, first, num);
-    int64_t moved = transfer(worker, batch->is_store ? CALL_WRITE : CALL_READ, place->fd, buffers,
-                             num_buffers, place->offset,
-                             (int64_t)(batch->is_store ? total : total - pad_bytes));
-    if (moved < 0)
-        return (int)-moved;
-    size_t num_whole = ((size_t)moved + pad_bytes) / batch->memory.slot_bytes;
-    if (num_whole > num)
-        num_whole = num;
-    for (size_t i = first + num_whole; i < first + num; i++)
-        batch->errors[i] = ENDED_EARLY;
-    if (!batch->is_store)
-        hash_rows(worker, batch, first, num_whole);
     return 0;
-}
-
-static int move_large_block(struct worker *worker, const struct batch *batch, size_t index)
-{
-    size_t pad_bytes = batch->memory.slot_bytes - batch->memory.row_bytes;
-    const struct place *place = &batch->places[index];
-    struct row_transfer move = {batch->is_store ? CALL_WRITE : CALL_READ, place->fd, place->offset,
-                                {(void *)(uintptr_t)zeros, batch->is_store ? pad_bytes : 0}};
-    int error = move_row(worker, batch, index, &move, digest_of(batch, index));
-    if (error == ENDED_EARLY) {
-        batch->errors[index] = ENDED_EARLY;
-        return 0;
-    }
-    return error;
 }
 
 static void move_extents(struct worker *worker, const struct part *part)
 {
     const struct batch *batch = part->batch;
-    size_t slot_bytes = batch->memory.slot_bytes, end = part->first + part->count;
-    size_t most = worker->limits->piece_bytes / slot_bytes;
-    if (most > MAX_PIECE_BLOCKS)
-        most = MAX_PIECE_BLOCKS;
-    for (size_t i = part->first; i < end;) {
-        int run = batch->places[i].run, error;
-        size_t num = 1;
-        if (most == 0) {
-            error = move_large_block(worker, batch, i);
-        } else {
-            while (num < most && i + num < end && batch->places[i + num].run == run)
-                num++;
-            error = move_blocks(worker, batch, i, num);
-        }
-        if (error == 0) {
-            i += num;
-        } else {
-            for (; i < end && batch->places[i].run == run; i++)
-                batch->errors[i] = error;
-        }
+    size_t slot_bytes = batch->memory.slot_bytes, pad_bytes = slot_bytes - batch->memory.row_bytes;
+    size_t end = part->first + part->count, skip = part->skip;
+    const struct run *run = &batch->runs[part->run];
+    for (size_t i = part->first; i < end; run++, skip = 0) {
+        struct span span = {.fd = (int)run->fd,
+                            .offset = run->offset + (int64_t)(skip * slot_bytes),
+                            .first = i,
+                            .num = least((size_t)run->length - skip, end - i),
+                            .pad_bytes = pad_bytes};
+        int status = move_rows(worker, batch, &span);
+        size_t num_whole = (span.moved_bytes + pad_bytes) / slot_bytes;
+        memset(batch->statuses + i + num_whole, status, span.num - num_whole);
+        i += span.num;
     }
 }
 
 /* -- files -------------------------------------------------------------------------------------- */
 
+/* Makes a call that moves no rows, on a file or on a name beneath the root. */
 static int64_t call_file(struct worker *worker, const struct batch *batch, enum call_kind kind,
-                         const char *name, const char *target)
+                         int fd, const char *name, void *value, size_t bytes)
 {
+    struct iovec buffer = {value, bytes};
     return make_call(worker, (struct file_call){.kind = kind,
-                                                .fd = -1,
-                                                .root = &batch->root,
-                                                .name = name,
-                                                .target = target});
-}
-
-static int64_t call_fd(struct worker *worker, enum call_kind kind, int fd, int64_t offset)
-{
-    return make_call(worker, (struct file_call){.kind = kind, .fd = fd, .offset = offset});
-}
-
-static bool get_status(struct worker *worker, const struct batch *batch, int fd, const char *name,
-                       struct file_status *status)
-{
-    return make_call(worker, (struct file_call){.kind = CALL_STAT,
                                                 .fd = fd,
                                                 .root = &batch->root,
                                                 .name = name,
-                                                .value = status,
-                                                .value_bytes = sizeof *status}) == 0;
+                                                .buffers = &buffer,
+                                                .num_buffers = value != NULL,
+                                                .offset = (int64_t)bytes});
+}
+
+static int64_t open_file(struct worker *worker, const struct batch *batch, const char *name,
+                         int flags)
+{
+    return make_call(worker, (struct file_call){.kind = CALL_OPEN,
+                                                .flags = flags,
+                                                .mode = batch->file_mode,
+                                                .root = &batch->root,
+                                                .name = name});
+}
+
+static bool close_file(struct worker *worker, const struct batch *batch, int fd)
+{
+    return call_file(worker, batch, CALL_CLOSE, fd, NULL, NULL, 0) == 0;
+}
+
+static bool get_status(struct worker *worker, const struct batch *batch, const char *name,
+                       struct file_status *status)
+{
+    return call_file(worker, batch, CALL_STAT, -1, name, status, sizeof *status) == 0;
 }
 
 static bool is_there(struct worker *worker, const struct batch *batch, const char *name)
 {
     struct file_status status;
-    return get_status(worker, batch, -1, name, &status) && status.is_regular;
+    return get_status(worker, batch, name, &status) && status.is_regular;
 }
 
-/* Reads a block into its row; tells whether it is whole, and no longer than that. */
+/* Reads a block into its row; tells whether it is whole, and the file no longer than that. */
 static bool read_file(struct worker *worker, const struct batch *batch, size_t index, int fd)
 {
-    bool is_direct = (batch->open_flags & O_DIRECT) != 0; /* behind the end it is not aligned */
-    struct row_transfer move = {CALL_READ, fd, 0, {worker->scratch, is_direct ? 0 : 1}};
-    if (is_direct) {
-        struct file_status status;
-        if (!get_status(worker, batch, fd, NULL, &status) ||
-            status.size_bytes != (int64_t)batch->memory.row_bytes)
-            return false;
-    }
-    return move_row(worker, batch, index, &move, digest_of(batch, index)) == 0 &&
-           move.tail.iov_len == 0;
+    struct span span = {.fd = fd, .first = index, .num = 1, .pad_bytes = 1};
+    return move_rows(worker, batch, &span) == 0 && span.moved_bytes == batch->memory.row_bytes;
 }
 
-static bool is_digest(const struct batch *batch, size_t index, const void *value, int64_t bytes)
+static bool is_digest(const struct batch *batch, size_t index, const char *value)
 {
     size_t prefix_bytes = batch->value_prefix_bytes;
-    return bytes == (int64_t)prefix_bytes + DIGEST_BYTES &&
-           memcmp(value, batch->value_prefix, prefix_bytes) == 0 &&
-           memcmp((const char *)value + prefix_bytes, digest_of(batch, index), DIGEST_BYTES) == 0;
+    return memcmp(value, batch->value_prefix, prefix_bytes) == 0 &&
+           memcmp(value + prefix_bytes, digest_of(batch, index), DIGEST_BYTES) == 0;
 }
 
 static bool load_opened(struct worker *worker, const struct batch *batch, size_t index, int fd)
 {
     if (batch->seeds == NULL)
         return read_file(worker, batch, index, fd);
-    const struct known_value *known = &batch->expected[index];
-    if (known->data != NULL && read_file(worker, batch, index, fd) &&
-        is_digest(batch, index, known->data, (int64_t)known->bytes))
+    if (batch->expected[index] != NULL && read_file(worker, batch, index, fd) &&
+        is_digest(batch, index, batch->expected[index]))
         return true;
     /* Before the bytes: of a file that is overwritten meanwhile, they must not match. */
-    unsigned char value[MAX_VALUE_BYTES];
-    int64_t bytes = make_call(worker, (struct file_call){.kind = CALL_GET_ATTRIBUTE,
-                                                         .fd = fd,
-                                                         .name = batch->attribute,
-                                                         .value = value,
-                                                         .value_bytes = sizeof value});
-    return bytes >= 0 && read_file(worker, batch, index, fd) &&
-           is_digest(batch, index, value, bytes);
+    char value[MAX_VALUE_BYTES];
+    int64_t bytes = call_file(worker, batch, CALL_GET_ATTRIBUTE, fd, batch->attribute, value,
+                              sizeof value);
+    return bytes == (int64_t)batch->value_prefix_bytes + DIGEST_BYTES &&
+           read_file(worker, batch, index, fd) && is_digest(batch, index, value);
 }
 
-static bool load_file(struct worker *worker, const struct batch *batch, size_t index)
+static int load_file(struct worker *worker, const struct batch *batch, size_t index)
 {
-    int64_t fd = make_call(worker, (struct file_call){.kind = CALL_OPEN,
-                                                      .root = &batch->root,
-                                                      .name = batch->names[index],
-                                                      .flags = O_RDONLY | batch->open_flags});
+    int64_t fd = open_file(worker, batch, batch->names[index], O_RDONLY);
     if (fd < 0)
-        return false;
+        return STATUS_OTHERWISE;
     bool is_right = load_opened(worker, batch, index, (int)fd);
-    return call_fd(worker, CALL_CLOSE, (int)fd, 0) == 0 && is_right;
+    return close_file(worker, batch, (int)fd) && is_right ? 0 : STATUS_OTHERWISE;
 }
 
 static bool fill_file(struct worker *worker, const struct batch *batch, size_t index, int fd)
 {
-    unsigned char value[MAX_VALUE_BYTES], *digest = digest_of(batch, index);
-    struct row_transfer move = {CALL_WRITE, fd, 0, {NULL, 0}};
-    if (move_row(worker, batch, index, &move, digest) != 0)
+    struct span span = {.fd = fd, .first = index, .num = 1};
+    if (move_rows(worker, batch, &span) != 0)
         return false;
     if (batch->recycled[index] &&
-        call_fd(worker, CALL_TRUNCATE, fd, (int64_t)batch->memory.row_bytes) != 0)
+        call_file(worker, batch, CALL_TRUNCATE, fd, NULL, NULL, batch->memory.row_bytes) != 0)
         return false;
-    if (digest != NULL) {
-        memcpy(value, batch->value_prefix, batch->value_prefix_bytes);
-        memcpy(value + batch->value_prefix_bytes, digest, DIGEST_BYTES);
-        if (make_call(worker,
-                      (struct file_call){.kind = CALL_SET_ATTRIBUTE,
-                                         .fd = fd,
-                                         .name = batch->attribute,
-                                         .value = value,
-                                         .value_bytes = batch->value_prefix_bytes + DIGEST_BYTES}))
+    if (batch->seeds != NULL) {
+        char value[MAX_VALUE_BYTES];
+        size_t prefix_bytes = batch->value_prefix_bytes;
+        memcpy(value, batch->value_prefix, prefix_bytes);
+        memcpy(value + prefix_bytes, digest_of(batch, index), DIGEST_BYTES);
+        if (call_file(worker, batch, CALL_SET_ATTRIBUTE, fd, batch->attribute, value,
+                      prefix_bytes + DIGEST_BYTES) != 0)
             return false;
     }
-    return !batch->fsync || call_fd(worker, CALL_SYNC, fd, 0) == 0;
+    return !batch->fsync || call_file(worker, batch, CALL_SYNC, fd, NULL, NULL, 0) == 0;
 }
 
 static bool store_by_way_of(struct worker *worker, const struct batch *batch, size_t index)
 {
-    const char *temp = batch->temps[index], *name = batch->names[index];
+    const char *temp = batch->temps[index];
     int create = batch->recycled[index] ? 0 : O_CREAT | O_EXCL;
-    int64_t fd = make_call(worker,
-                           (struct file_call){.kind = CALL_OPEN,
-                                              .root = &batch->root,
-                                              .name = temp,
-                                              .flags = O_WRONLY | create | batch->open_flags,
-                                              .mode = batch->file_mode});
+    int64_t fd = open_file(worker, batch, temp, O_WRONLY | create);
     if (fd < 0)
         return false;
     bool is_filled = fill_file(worker, batch, index, (int)fd);
-    if (call_fd(worker, CALL_CLOSE, (int)fd, 0) != 0 || !is_filled)
+    if (!close_file(worker, batch, (int)fd) || !is_filled)
         return false;
     struct file_status status = {0}; /* once it is closed: what was allocated ahead is gone then */
-    if (batch->wants_disk_bytes && !get_status(worker, batch, -1, temp, &status))
+    if (batch->wants_disk_bytes && !get_status(worker, batch, temp, &status))
         return false;
     batch->disk_bytes[index] = status.disk_bytes;
-    return call_file(worker, batch, CALL_PUBLISH, temp, name) == 0;
+    return make_call(worker, (struct file_call){.kind = CALL_PUBLISH,
+                                                .root = &batch->root,
+                                                .name = temp,
+                                                .target = batch->names[index]}) == 0;
 }
 
 static int store_file(struct worker *worker, const struct batch *batch, size_t index)
 {
-    enum { WRITTEN, PRESENT, OTHERWISE };
     if (is_there(worker, batch, batch->names[index]))
-        return PRESENT;
+        return STATUS_PRESENT;
     if (store_by_way_of(worker, batch, index))
-        return WRITTEN;
-    call_file(worker, batch, CALL_UNLINK, batch->temps[index], NULL);
-    return OTHERWISE;
-}
-
-static void copy_bytes(struct worker *worker, const struct batch *batch, size_t index)
-{
-    const struct copy *copy = &batch->copies[index];
-    memmove(batch->memory.base + copy->target, batch->source.base + copy->source,
-            (size_t)copy->bytes);
-    count(&worker->counters->bytes, (uint64_t)copy->bytes);
+        return 0;
+    call_file(worker, batch, CALL_UNLINK, -1, batch->temps[index], NULL, 0);
+    return STATUS_NOT_STORED;
 }
 
 /* -- parts -------------------------------------------------------------------------------------- */
@@ -436,128 +319,93 @@ void do_part(struct worker *worker, const struct part *part)
     if (batch->kind == BATCH_EXTENTS)
         move_extents(worker, part);
     for (size_t i = part->first; i < part->first + part->count; i++) {
-        switch (batch->kind) {
-        case BATCH_EXTENTS:
-            break;
-        case BATCH_LOAD_FILES:
-            batch->statuses[i] = !load_file(worker, batch, i);
-            break;
-        case BATCH_STORE_FILES:
+        if (batch->kind == BATCH_LOAD_FILES) {
+            batch->statuses[i] = (unsigned char)load_file(worker, batch, i);
+        } else if (batch->kind == BATCH_STORE_FILES) {
             batch->statuses[i] = (unsigned char)store_file(worker, batch, i);
-            break;
-        case BATCH_HAS_FILES:
-            batch->statuses[i] = is_there(worker, batch, batch->names[i]);
-            break;
-        case BATCH_COPIES:
-            copy_bytes(worker, batch, i);
-            break;
+        } else if (batch->kind == BATCH_HAS_FILES) {
+            batch->statuses[i] = is_there(worker, batch, batch->names[i]) ? STATUS_THERE : 0;
+        } else if (batch->kind == BATCH_COPIES) {
+            const struct copy *copy = &batch->copies[i];
+            memmove(batch->memory.base + copy->target, batch->source + copy->source,
+                    (size_t)copy->bytes);
+            count_up(worker->engine, BYTES, (uint64_t)copy->bytes);
         }
     }
     close_folder(&worker->folder);
 }
 
-void cancel_part(struct part *part)
+void cancel_part(const struct part *part)
 {
-    struct batch *batch = part->batch;
-    batch->is_cancelled = true;
-    for (size_t i = part->first; i < part->first + part->count; i++) {
-        if (batch->errors != NULL)
-            batch->errors[i] = ECANCELED;
-        if (batch->statuses != NULL)
-            batch->statuses[i] = batch->kind == BATCH_HAS_FILES ? 0 : OUTCOME_CANCELLED;
-    }
+    enum batch_kind kind = part->batch->kind;
+    int status = kind == BATCH_LOAD_FILES || kind == BATCH_STORE_FILES ? STATUS_NOT_BEGUN
+                 : kind == BATCH_HAS_FILES                             ? 0
+                                                                       : ECANCELED;
+    memset(part->batch->statuses + part->first, status, part->count);
 }
 
-static size_t cost_of(const struct batch *batch, size_t index, const struct limits *limits)
+void cut_batch(struct batch *batch, size_t part_bytes)
 {
-    switch (batch->kind) {
-    case BATCH_HAS_FILES:
-        return limits->part_bytes / NAMES_PER_PART;
-    case BATCH_COPIES:
-        return (size_t)batch->copies[index].bytes;
-    default:
-        return batch->memory.slot_bytes;
-    }
-}
-
-bool cut_batch(struct batch *batch, const struct limits *limits)
-{
-    batch->num_parts = 0;
-    batch->parts = calloc(batch->count + 1, sizeof *batch->parts);
-    if (batch->parts == NULL)
-        return false;
-    size_t part_bytes = 0;
-    struct part *part = NULL;
-    for (size_t i = 0; i < batch->count; i++) {
-        int file = batch->kind == BATCH_EXTENTS && batch->is_store ? batch->places[i].fd : -1;
-        size_t cost = cost_of(batch, i, limits);
-        if (part == NULL || part->file != file || part_bytes + cost > limits->part_bytes) {
-            part = &batch->parts[batch->num_parts++];
-            *part = (struct part){.batch = batch, .first = i, .file = file};
-            part_bytes = 0;
+    bool has_files = batch->kind == BATCH_EXTENTS && batch->is_store;
+    size_t run = 0, skip = 0, bytes = 0;
+    struct part *part = batch->parts;
+    *part = (struct part){.batch = batch, .file = -1}; /* of nothing: ends as any other */
+    for (size_t i = 0; i < batch->count; i++, skip++) {
+        if (batch->kind == BATCH_EXTENTS && skip == (size_t)batch->runs[run].length) {
+            run++;
+            skip = 0;
+        }
+        int64_t file = has_files ? batch->runs[run].fd : -1;
+        size_t cost = batch->kind == BATCH_HAS_FILES ? part_bytes / NAMES_PER_PART
+                      : batch->kind == BATCH_COPIES  ? (size_t)batch->copies[i].bytes
+                                                     : batch->memory.slot_bytes;
+        if (i == 0 || part->file != file || bytes + cost > part_bytes) {
+            part += i > 0;
+            *part = (struct part){batch, NULL, i, 0, run, skip, file};
+            bytes = 0;
         }
         part->count++;
-        part_bytes += cost;
+        bytes += cost;
     }
-    return true;
+    batch->num_parts = (size_t)(part - batch->parts) + 1;
 }
 
 /* -- the system's own calls --------------------------------------------------------------------- */
 
-struct open_request { /* `struct open_how`, which older headers lack */
-    uint64_t flags;
-    uint64_t mode;
-    uint64_t resolve;
-};
-
-static int open_by_kernel(int root_fd, const char *name, int flags)
+static int close_failed(int fd)
 {
-    struct open_request how = {(uint64_t)(unsigned int)flags, 0, RESOLVE_NOTHING_ELSE};
-    return (int)syscall(OPENAT2, root_fd, name, &how, sizeof how);
+    int error = errno;
+    close(fd);
+    errno = error;
+    return -1;
 }
 
-/* One folder after the other, where `openat2` does not exist or is not allowed. */
+/* One folder after the other. */
 static int open_by_components(int root_fd, const char *name, int flags)
 {
-    char component[256];
-    int folder_fd = root_fd;
-    for (;;) {
-        size_t bytes = strcspn(name, "/");
+    char component[MAX_NAME_BYTES];
+    for (int folder_fd = root_fd;;) {
+        int bytes = (int)strcspn(name, "/");
         bool is_last = name[bytes] == '\0';
-        if (bytes == 0 || bytes >= sizeof component) {
-            errno = bytes == 0 ? EINVAL : ENAMETOOLONG;
-            break;
-        }
-        snprintf(component, sizeof component, "%.*s", (int)bytes, name);
+        snprintf(component, sizeof component, "%.*s", bytes, name);
         int fd = openat(folder_fd, component,
                         is_last ? flags | O_NOFOLLOW : O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-        if (folder_fd != root_fd) {
-            int error = errno;
-            close(folder_fd);
-            errno = error;
-        }
+        if (folder_fd != root_fd)
+            close_failed(folder_fd);
         if (is_last || fd == -1)
             return fd;
         folder_fd = fd;
         name += bytes + 1;
     }
-    if (folder_fd != root_fd)
-        close(folder_fd);
-    return -1;
 }
 
 static int open_beneath(int root_fd, const char *name, int flags)
 {
-    static _Atomic int has_openat2 = -1; /* not known; filters of system calls forbid what is new */
-    int has = atomic_load_explicit(&has_openat2, memory_order_relaxed);
-    if (has == -1) {
-        int fd = open_by_kernel(root_fd, ".", O_PATH | O_DIRECTORY | O_CLOEXEC);
-        has = fd != -1;
-        if (fd != -1)
-            close(fd);
-        atomic_store_explicit(&has_openat2, has, memory_order_relaxed);
-    }
-    return has ? open_by_kernel(root_fd, name, flags) : open_by_components(root_fd, name, flags);
+    uint64_t how[] = {(unsigned int)flags, 0, RESOLVE_NOTHING_ELSE}; /* as `struct open_how` */
+    int fd = (int)syscall(OPENAT2, root_fd, name, how, sizeof how);
+    if (fd == -1 && (errno == ENOSYS || errno == EPERM)) /* an old kernel, or a filter of calls */
+        return open_by_components(root_fd, name, flags);
+    return fd;
 }
 
 void close_folder(struct folder *folder)
@@ -570,27 +418,22 @@ void close_folder(struct folder *folder)
 /* Returns the folder of a name, which stays open until another is needed, and the name in it. */
 static int open_folder(const struct file_call *call, const char **leaf)
 {
-    char name[4096];
+    char name[MAX_NAME_BYTES];
     struct folder *folder = call->folder;
     const char *slash = strrchr(call->name, '/');
     *leaf = slash == NULL ? call->name : slash + 1;
     if (slash == NULL)
         return call->root->fd;
     size_t bytes = (size_t)(slash - call->name);
-    if (folder->fd != -1 && folder->root == call->root && folder->name_bytes == bytes &&
-        memcmp(folder->name, call->name, bytes) == 0)
-        return folder->fd;
-    if (bytes >= sizeof name) {
-        errno = ENAMETOOLONG;
-        return -1;
+    if (folder->fd == -1 || folder->name_bytes != bytes ||
+        memcmp(folder->name, call->name, bytes) != 0) {
+        memcpy(name, call->name, bytes);
+        name[bytes] = '\0';
+        close_folder(folder);
+        folder->name = call->name;
+        folder->name_bytes = bytes;
+        folder->fd = open_beneath(call->root->fd, name, O_PATH | O_DIRECTORY | O_CLOEXEC);
     }
-    memcpy(name, call->name, bytes);
-    name[bytes] = '\0';
-    close_folder(folder);
-    folder->fd = open_beneath(call->root->fd, name, O_PATH | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-    folder->root = call->root;
-    folder->name = call->name;
-    folder->name_bytes = bytes;
     return folder->fd;
 }
 
@@ -621,12 +464,8 @@ static int create_file(const struct file_call *call, int flags)
         mode = 0600 | (int)(folder.st_mode & (is_everybodys ? 0066 : 0060));
     }
     int fd = openat(folder_fd, leaf, flags, (mode_t)mode);
-    if (fd != -1 && (mode & 0077) && give_mode(fd, mode, &folder, call->mode != -1) != 0) {
-        int error = errno;
-        close(fd);
-        errno = error;
-        return -1;
-    }
+    if (fd != -1 && (mode & 0077) && give_mode(fd, mode, &folder, call->mode != -1) != 0)
+        return close_failed(fd);
     return fd;
 }
 
@@ -634,79 +473,62 @@ static int open_existing(const struct file_call *call, int flags)
 {
     struct stat status;
     int fd = open_beneath(call->root->fd, call->name, flags);
-    if (fd == -1)
-        return -1;
-    if (fstat(fd, &status) == 0 && S_ISREG(status.st_mode))
+    if (fd == -1 || (fstat(fd, &status) == 0 && S_ISREG(status.st_mode)))
         return fd;
-    close(fd);
     errno = ENXIO;
-    return -1;
+    return close_failed(fd);
 }
 
-static int get_stat(const struct file_call *call)
+/* Looks at a name, gives it up, or gives it to its target, which is in the same folder. */
+static int call_on_name(const struct file_call *call)
 {
-    const char *leaf;
-    struct stat found;
-    int folder_fd = call->fd;
-    if (folder_fd == -1) {
-        folder_fd = open_folder(call, &leaf);
-        if (folder_fd == -1 || fstatat(folder_fd, leaf, &found, AT_SYMLINK_NOFOLLOW) != 0)
-            return -1;
-    } else if (fstat(folder_fd, &found) != 0) {
+    const char *leaf, *slash;
+    int folder_fd = open_folder(call, &leaf);
+    if (folder_fd == -1)
         return -1;
+    if (call->kind == CALL_UNLINK)
+        return unlinkat(folder_fd, leaf, 0);
+    if (call->kind == CALL_PUBLISH) {
+        slash = strrchr(call->target, '/');
+        return (int)syscall(SYS_renameat2, folder_fd, leaf, folder_fd,
+                            slash == NULL ? call->target : slash + 1, NOREPLACE);
     }
-    *(struct file_status *)call->value = (struct file_status){S_ISREG(found.st_mode), (int64_t)found.st_size,
-                                         (int64_t)found.st_blocks * 512};
+    struct stat found;
+    if (fstatat(folder_fd, leaf, &found, AT_SYMLINK_NOFOLLOW) != 0)
+        return -1;
+    struct file_status status = {S_ISREG(found.st_mode), (int64_t)found.st_blocks * 512};
+    memcpy(call->buffers->iov_base, &status, sizeof status);
     return 0;
 }
 
-static int change_name(const struct file_call *call)
+static int64_t call_system(const struct file_call *call)
 {
-    const char *leaf;
-    int folder_fd = open_folder(call, &leaf);
-    if (folder_fd == -1 || call->kind == CALL_UNLINK)
-        return folder_fd == -1 ? -1 : unlinkat(folder_fd, leaf, 0);
-    const char *new_leaf = call->target + (leaf - call->name); /* the same folder: checked before */
-    return (int)syscall(SYS_renameat2, folder_fd, leaf, folder_fd, new_leaf, NOREPLACE);
-}
-
-int64_t make_system_call(void *self, const struct file_call *call)
-{
-    (void)self;
-    int flags = call->flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
-    int64_t result = -1;
+    const struct iovec *buffers = call->buffers;
+    int flags = call->flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, num = (int)call->num_buffers;
     switch (call->kind) {
     case CALL_OPEN:
-        result = call->flags & O_CREAT ? create_file(call, flags) : open_existing(call, flags);
-        break;
+        return flags & O_CREAT ? create_file(call, flags) : open_existing(call, flags);
     case CALL_CLOSE:
-        result = close(call->fd);
-        break;
+        return close(call->fd);
     case CALL_READ:
-        result = preadv(call->fd, call->buffers, call->num_buffers, call->offset);
-        break;
+        return preadv(call->fd, buffers, num, call->offset);
     case CALL_WRITE:
-        result = pwritev(call->fd, call->buffers, call->num_buffers, call->offset);
-        break;
+        return pwritev(call->fd, buffers, num, call->offset);
     case CALL_GET_ATTRIBUTE:
-        result = fgetxattr(call->fd, call->name, call->value, call->value_bytes);
-        break;
+        return fgetxattr(call->fd, call->name, buffers->iov_base, buffers->iov_len);
     case CALL_SET_ATTRIBUTE:
-        result = fsetxattr(call->fd, call->name, call->value, call->value_bytes, 0);
-        break;
+        return fsetxattr(call->fd, call->name, buffers->iov_base, buffers->iov_len, 0);
     case CALL_TRUNCATE:
-        result = ftruncate(call->fd, call->offset);
-        break;
+        return ftruncate(call->fd, call->offset);
     case CALL_SYNC:
-        result = fsync(call->fd);
-        break;
-    case CALL_STAT:
-        result = get_stat(call);
-        break;
-    case CALL_PUBLISH:
-    case CALL_UNLINK:
-        result = change_name(call);
-        break;
+        return fsync(call->fd);
+    default:
+        return call_on_name(call);
     }
+}
+
+int64_t make_system_call(const struct file_call *call)
+{
+    int64_t result = call_system(call);
     return result == -1 ? -errno : result;
 }

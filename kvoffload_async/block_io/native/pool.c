@@ -7,13 +7,12 @@
 
    Ownership: parts belong to their batch. A batch is in nobody's list while its parts wait or move;
    when the last has ended it goes to `ended`, until the owner takes it. A worker is freed by the
-   owner, who joins its thread first; one that hangs at `close` is detached, and it, its engine and
-   its batch are kept for ever. */
+   owner, who joins its thread first; one that hangs at `close` is kept, with its engine and its
+   batch, until it has ended and `close` is called again, or for ever. */
 
 #include "block_io.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,55 +25,20 @@ enum {
     STACK_BYTES = 1 << 20, /* address space; what is not touched costs nothing */
     LOOK_AHEAD = 16,       /* parts passed over to find one whose file nobody writes to */
     MAX_WRITERS = 2,       /* into one file */
-    NAME_BYTES = 16,       /* what the kernel keeps of a thread's name */
 };
 
-struct thread {
-    struct worker worker;
-    struct thread *next;
-    pthread_t id;
-    int direction; /* which it prefers */
-    int file;      /* the descriptor it writes to; -1: none */
-    bool is_replaced;
-    bool has_ended;
-    bool is_detached;
-};
-
-struct queue {
-    struct part *first;
-    struct part **last; /* where the next part is linked */
-    int num_batches;    /* of which something waits */
-};
-
-struct engine {
-    pthread_mutex_t mutex;
-    pthread_cond_t wake[NUM_DIRECTIONS];
-    pthread_cond_t thread_ended;
-    struct queue queues[NUM_DIRECTIONS];
-    int idle[NUM_DIRECTIONS];  /* threads that wait, and that nobody has woken yet */
-    int wakes[NUM_DIRECTIONS]; /* threads that were woken, and have not noticed yet */
-    struct thread *threads;
-    int num_alive;
-    int num_spares; /* threads that stand for one that hangs */
-    struct batch *ended;
-    struct batch **last_ended;
-    bool is_told; /* the owner, by the eventfd, of what is in `ended` */
-    bool is_closing;
-    uint64_t last_ticket;
-
-    int event_fd;
-    char name[NAME_BYTES];
-    struct limits limits;
-    struct file_calls files;
-    struct hashes hashes;
-    struct counters counters;
-};
+static const int64_t second_ns = 1000000000;
 
 int64_t monotonic_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    return (int64_t)now.tv_sec * second_ns + now.tv_nsec;
+}
+
+void count_up(struct engine *engine, enum counter counter, uint64_t more)
+{
+    atomic_fetch_add_explicit(&engine->counters[counter], more, memory_order_relaxed);
 }
 
 static void tell_owner(struct engine *engine)
@@ -87,11 +51,6 @@ static void tell_owner(struct engine *engine)
 
 /* -- queues; under the mutex -------------------------------------------------------------------- */
 
-static int direction_of(const struct batch *batch)
-{
-    return batch->is_store ? STORES : LOADS;
-}
-
 static struct part *unlink_part(struct queue *queue, struct part **link)
 {
     struct part *part = *link;
@@ -103,11 +62,11 @@ static struct part *unlink_part(struct queue *queue, struct part **link)
     return part;
 }
 
-static int num_writers(const struct engine *engine, int file)
+static int num_writers(const struct engine *engine, int64_t file)
 {
     int num = 0;
-    for (const struct thread *thread = engine->threads; thread != NULL; thread = thread->next)
-        num += file != -1 && thread->file == file && !thread->is_replaced;
+    for (const struct worker *worker = engine->workers; worker != NULL; worker = worker->next)
+        num += file != -1 && worker->file == file && !worker->is_replaced;
     return num;
 }
 
@@ -133,24 +92,20 @@ static struct part *take_part(struct engine *engine, int preferred)
     return NULL;
 }
 
-/* Counts parts of a batch as done; tells whether the owner must be told. */
-static bool end_parts(struct engine *engine, struct batch *batch, size_t num_parts)
+/* Counts a part as done; tells whether the owner must be told, who is once for all that ends. */
+static bool end_part(struct engine *engine, struct batch *batch)
 {
-    batch->num_unfinished -= num_parts;
-    if (batch->num_unfinished != 0)
+    if (--batch->num_unfinished != 0)
         return false;
-    batch->next = NULL;
-    *engine->last_ended = batch;
-    engine->last_ended = &batch->next;
-    bool must_tell = !engine->is_told;
-    engine->is_told = true;
-    return must_tell;
+    bool is_first = engine->ended == NULL;
+    batch->next = engine->ended;
+    engine->ended = batch;
+    return is_first;
 }
 
-/* Takes back what waits, of one batch or (0) of all; tells whether the owner must be told. */
-static bool cancel_waiting(struct engine *engine, uint64_t ticket)
+/* Takes back what waits, of one batch or (0) of all. */
+static void cancel_waiting(struct engine *engine, uint64_t ticket)
 {
-    bool must_tell = false;
     for (int direction = 0; direction < NUM_DIRECTIONS; direction++) {
         struct queue *queue = &engine->queues[direction];
         struct part **link = &queue->first;
@@ -161,169 +116,128 @@ static bool cancel_waiting(struct engine *engine, uint64_t ticket)
             }
             struct part *part = unlink_part(queue, link);
             cancel_part(part);
-            must_tell |= end_parts(engine, part->batch, 1);
+            if (end_part(engine, part->batch))
+                tell_owner(engine);
         }
     }
-    return must_tell;
 }
 
 /* -- threads ------------------------------------------------------------------------------------ */
 
-static void wait_for_work(struct engine *engine, int direction)
-{
-    engine->idle[direction]++;
-    while (engine->wakes[direction] == 0)
-        pthread_cond_wait(&engine->wake[direction], &engine->mutex);
-    engine->wakes[direction]--;
-}
-
-/* Chooses idle threads to wake for some parts, those first that prefer this direction. */
-static void choose_idle(struct engine *engine, int direction, size_t num_parts, int chosen[])
-{
-    for (int turn = 0; turn < NUM_DIRECTIONS; turn++, direction = !direction) {
-        int num = engine->idle[direction];
-        if ((size_t)num > num_parts)
-            num = (int)num_parts;
-        engine->idle[direction] -= num;
-        engine->wakes[direction] += num;
-        chosen[direction] = num;
-        num_parts -= (size_t)num;
-    }
-}
-
 static void *work(void *argument)
 {
-    struct thread *self = argument;
-    struct engine *engine = self->worker.engine;
+    struct worker *self = argument;
+    struct engine *engine = self->engine;
     pthread_setname_np(pthread_self(), engine->name);
     pthread_mutex_lock(&engine->mutex);
-    for (;;) {
-        if (self->is_replaced)
-            break;
+    while (!self->is_replaced) {
         struct part *part = take_part(engine, self->direction);
         if (part == NULL) {
             if (engine->is_closing)
                 break;
-            wait_for_work(engine, self->direction);
+            pthread_cond_wait(&engine->work_waits, &engine->mutex);
             continue;
         }
         self->file = part->file;
         pthread_mutex_unlock(&engine->mutex);
-        do_part(&self->worker, part);
+        do_part(self, part);
         pthread_mutex_lock(&engine->mutex);
         self->file = -1;
-        if (end_parts(engine, part->batch, 1)) { /* from here on the part may be gone */
+        if (end_part(engine, part->batch)) { /* from here on the part may be gone */
             pthread_mutex_unlock(&engine->mutex);
             tell_owner(engine);
             pthread_mutex_lock(&engine->mutex);
         }
     }
-    if (self->is_replaced)
-        engine->num_spares--;
+    engine->counters[SPARES] -= self->is_replaced;
+    engine->counters[THREADS]--;
     self->has_ended = true;
-    engine->num_alive--;
     pthread_cond_signal(&engine->thread_ended);
     pthread_mutex_unlock(&engine->mutex);
     return NULL;
 }
 
-static void free_thread(struct thread *thread)
+static void free_worker(struct worker *worker)
 {
-    if (thread->worker.hash_state != NULL)
-        thread->worker.hashes->free_state(thread->worker.hash_state);
-    free(thread);
+    if (worker->hash_state != NULL)
+        worker->engine->hashes.free_state(worker->hash_state);
+    free(worker);
 }
 
-/* Returns 0 or an errno. Under the mutex, or before anybody else knows the engine. */
+/* Returns 0 or an errno; under the mutex. */
 static int start_thread(struct engine *engine, int direction)
 {
-    struct thread *thread = calloc(1, sizeof *thread);
-    if (thread == NULL)
+    struct worker *worker = calloc(1, sizeof *worker);
+    if (worker == NULL)
         return ENOMEM;
-    thread->worker.engine = engine;
-    thread->worker.files = &engine->files;
-    thread->worker.hashes = &engine->hashes;
-    thread->worker.limits = &engine->limits;
-    thread->worker.counters = &engine->counters;
-    thread->worker.folder.fd = -1;
-    thread->direction = direction;
-    thread->file = -1;
-    thread->worker.hash_state = engine->hashes.create_state();
-    int error = thread->worker.hash_state == NULL ? ENOMEM : 0;
+    worker->engine = engine;
+    worker->hash_state = engine->hashes.create_state();
+    worker->folder.fd = -1;
+    worker->direction = direction;
+    worker->file = -1;
 
     pthread_attr_t attributes;
     sigset_t all, before;
-    sigfillset(&all);
-    if (error == 0 && (error = pthread_attr_init(&attributes)) == 0) {
+    int error = worker->hash_state == NULL ? ENOMEM : pthread_attr_init(&attributes);
+    if (error == 0) {
         pthread_attr_setstacksize(&attributes, STACK_BYTES);
+        sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        error = pthread_create(&thread->id, &attributes, work, thread);
+        error = pthread_create(&worker->thread, &attributes, work, worker);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
         pthread_attr_destroy(&attributes);
     }
     if (error != 0) {
-        free_thread(thread);
+        free_worker(worker);
         return error;
     }
-    thread->next = engine->threads;
-    engine->threads = thread;
-    engine->num_alive++;
+    worker->next = engine->workers;
+    engine->workers = worker;
+    engine->counters[THREADS]++;
     return 0;
 }
 
-/* Joins threads that have ended; under the mutex, which they have released for good. */
-static void join_ended(struct engine *engine)
+/* Joins threads that have ended, under the mutex, which they have released for good; returns how
+   many have not. */
+static int join_ended(struct engine *engine)
 {
-    struct thread **link = &engine->threads;
+    int num_left = 0;
+    struct worker **link = &engine->workers;
     while (*link != NULL) {
-        struct thread *thread = *link;
-        if (thread->has_ended && !thread->is_detached) {
-            *link = thread->next;
-            pthread_join(thread->id, NULL);
-            free_thread(thread);
+        struct worker *worker = *link;
+        if (worker->has_ended) {
+            *link = worker->next;
+            pthread_join(worker->thread, NULL);
+            free_worker(worker);
         } else {
-            link = &thread->next;
+            link = &worker->next;
+            num_left++;
         }
     }
+    return num_left;
 }
 
 /* -- the owner's side --------------------------------------------------------------------------- */
 
-static bool init_conditions(struct engine *engine)
+struct engine *engine_open(const char *name, const struct limits *limits, file_caller *call,
+                           const struct hashes *hashes)
 {
     pthread_condattr_t monotonic;
-    if (pthread_condattr_init(&monotonic) != 0)
-        return false;
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    bool is_done = pthread_mutex_init(&engine->mutex, NULL) == 0 &&
-                   pthread_cond_init(&engine->wake[LOADS], &monotonic) == 0 &&
-                   pthread_cond_init(&engine->wake[STORES], &monotonic) == 0 &&
-                   pthread_cond_init(&engine->thread_ended, &monotonic) == 0;
-    pthread_condattr_destroy(&monotonic);
-    return is_done;
-}
-
-struct engine *engine_open(const char *name, const struct limits *limits,
-                           const struct file_calls *files, const struct hashes *hashes)
-{
     struct engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL)
         return NULL;
     engine->limits = *limits;
-    engine->files = *files;
     engine->hashes = *hashes;
-    engine->last_ended = &engine->ended;
+    engine->call = call;
     snprintf(engine->name, sizeof engine->name, "%s", name);
+    pthread_mutex_init(&engine->mutex, NULL); /* which cannot fail on Linux, nor can the others */
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&engine->work_waits, &monotonic);
+    pthread_cond_init(&engine->thread_ended, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     engine->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (engine->event_fd == -1 || !init_conditions(engine)) {
-        int error = errno;
-        if (engine->event_fd != -1)
-            close(engine->event_fd);
-        free(engine);
-        errno = error;
-        return NULL;
-    }
-    int error = 0;
+    int error = engine->event_fd == -1 ? errno : 0;
     pthread_mutex_lock(&engine->mutex);
     for (int direction = 0; direction < NUM_DIRECTIONS; direction++) {
         engine->queues[direction].last = &engine->queues[direction].first;
@@ -331,55 +245,36 @@ struct engine *engine_open(const char *name, const struct limits *limits,
             error = start_thread(engine, direction);
     }
     pthread_mutex_unlock(&engine->mutex);
-    if (error != 0) {
-        engine_close(engine, INT64_MAX); /* threads without work end at once */
-        engine_free(engine);
-        errno = error;
-        return NULL;
-    }
-    return engine;
-}
-
-int engine_event_fd(const struct engine *engine)
-{
-    return engine->event_fd;
+    if (error == 0)
+        return engine;
+    engine_close(engine, INT64_MAX); /* threads without work end at once */
+    engine_free(engine);
+    errno = error;
+    return NULL;
 }
 
 int engine_submit(struct engine *engine, struct batch *batch)
 {
-    if (!cut_batch(batch, &engine->limits))
-        return ENOMEM;
-    int direction = direction_of(batch), chosen[NUM_DIRECTIONS] = {0};
-    struct queue *queue = &engine->queues[direction];
-    bool must_tell = false;
+    struct queue *queue = &engine->queues[batch->is_store ? STORES : LOADS];
+    cut_batch(batch, engine->limits.part_bytes);
     pthread_mutex_lock(&engine->mutex);
-    int error = engine->is_closing ? ESHUTDOWN
-                : queue->num_batches >= engine->limits.queued ? EAGAIN
-                                                              : 0;
+    int error = engine->is_closing ? ESHUTDOWN : 0;
+    if (error == 0 && queue->num_batches >= engine->limits.queued)
+        error = EAGAIN;
     if (error == 0) {
         batch->ticket = ++engine->last_ticket;
         batch->num_waiting = batch->num_unfinished = batch->num_parts;
-        if (batch->num_parts == 0) {
-            must_tell = end_parts(engine, batch, 0);
-        } else {
-            queue->num_batches++;
-            for (size_t i = 0; i < batch->num_parts; i++) {
-                batch->parts[i].next = NULL;
-                *queue->last = &batch->parts[i];
-                queue->last = &batch->parts[i].next;
-            }
-            choose_idle(engine, direction, batch->num_parts, chosen);
+        queue->num_batches++;
+        for (size_t i = 0; i < batch->num_parts; i++) {
+            *queue->last = &batch->parts[i];
+            queue->last = &batch->parts[i].next;
         }
-        atomic_fetch_add_explicit(&engine->counters.batches, 1, memory_order_relaxed);
-        atomic_fetch_add_explicit(&engine->counters.parts, batch->num_parts, memory_order_relaxed);
+        count_up(engine, BATCHES, 1);
+        count_up(engine, PARTS, batch->num_parts);
     }
     pthread_mutex_unlock(&engine->mutex);
-    for (direction = 0; direction < NUM_DIRECTIONS; direction++) {
-        for (int i = 0; i < chosen[direction]; i++)
-            pthread_cond_signal(&engine->wake[direction]);
-    }
-    if (must_tell)
-        tell_owner(engine);
+    for (size_t i = 0; i < batch->num_parts && error == 0; i++)
+        pthread_cond_signal(&engine->work_waits); /* costs nothing once nobody waits */
     return error;
 }
 
@@ -388,12 +283,10 @@ struct batch *engine_take(struct engine *engine)
     /* Cleared before the list is taken: what ends in between is told again, for nothing. */
     uint64_t count;
     if (read(engine->event_fd, &count, sizeof count) == sizeof count)
-        atomic_fetch_add_explicit(&engine->counters.wake_ups, 1, memory_order_relaxed);
+        count_up(engine, WAKE_UPS, 1);
     pthread_mutex_lock(&engine->mutex);
     struct batch *ended = engine->ended;
     engine->ended = NULL;
-    engine->last_ended = &engine->ended;
-    engine->is_told = false;
     pthread_mutex_unlock(&engine->mutex);
     return ended;
 }
@@ -401,10 +294,8 @@ struct batch *engine_take(struct engine *engine)
 void engine_withdraw(struct engine *engine, uint64_t ticket)
 {
     pthread_mutex_lock(&engine->mutex);
-    bool must_tell = cancel_waiting(engine, ticket);
+    cancel_waiting(engine, ticket);
     pthread_mutex_unlock(&engine->mutex);
-    if (must_tell)
-        tell_owner(engine);
 }
 
 int engine_tend(struct engine *engine, int64_t hung_after_ns)
@@ -413,16 +304,16 @@ int engine_tend(struct engine *engine, int64_t hung_after_ns)
     pthread_mutex_lock(&engine->mutex);
     join_ended(engine);
     int64_t now = monotonic_ns();
-    for (struct thread *thread = engine->threads; thread != NULL; thread = thread->next) {
-        int64_t since = atomic_load(&thread->worker.in_call_since_ns);
+    for (struct worker *worker = engine->workers; worker != NULL; worker = worker->next) {
+        int64_t since = atomic_load(&worker->in_call_since_ns);
         if (since == 0 || now - since < hung_after_ns)
             continue;
         num_hung++;
-        if (!thread->is_replaced && !engine->is_closing &&
-            engine->num_spares < engine->limits.spare_threads &&
-            start_thread(engine, thread->direction) == 0) { /* else the next call tries again */
-            thread->is_replaced = true;
-            engine->num_spares++;
+        if (!worker->is_replaced && !engine->is_closing &&
+            engine->counters[SPARES] < (uint64_t)engine->limits.spare_threads &&
+            start_thread(engine, worker->direction) == 0) { /* else the next call tries again */
+            worker->is_replaced = true;
+            engine->counters[SPARES]++;
         }
     }
     pthread_mutex_unlock(&engine->mutex);
@@ -432,64 +323,27 @@ int engine_tend(struct engine *engine, int64_t hung_after_ns)
 int engine_close(struct engine *engine, int64_t timeout_ns)
 {
     int64_t now = monotonic_ns();
-    int64_t deadline_ns = timeout_ns < INT64_MAX - now ? now + timeout_ns : INT64_MAX;
-    struct timespec deadline = {.tv_sec = (time_t)(deadline_ns / 1000000000),
-                                .tv_nsec = (long)(deadline_ns % 1000000000)};
+    int64_t end = timeout_ns < INT64_MAX - now ? now + timeout_ns : INT64_MAX;
+    struct timespec deadline = {(time_t)(end / second_ns), (long)(end % second_ns)};
     pthread_mutex_lock(&engine->mutex);
     engine->is_closing = true;
-    bool must_tell = cancel_waiting(engine, 0);
-    for (int direction = 0; direction < NUM_DIRECTIONS; direction++) {
-        engine->wakes[direction] += engine->idle[direction];
-        engine->idle[direction] = 0;
-        pthread_cond_broadcast(&engine->wake[direction]);
-    }
-    while (engine->num_alive > 0) {
+    cancel_waiting(engine, 0);
+    pthread_cond_broadcast(&engine->work_waits);
+    while (engine->counters[THREADS] > 0) {
         if (pthread_cond_timedwait(&engine->thread_ended, &engine->mutex, &deadline) == ETIMEDOUT)
             break;
     }
-    join_ended(engine);
-    int num_left = 0;
-    for (struct thread *thread = engine->threads; thread != NULL; thread = thread->next) {
-        num_left++;
-        if (!thread->is_detached)
-            pthread_detach(thread->id);
-        thread->is_detached = true;
-    }
+    int num_left = join_ended(engine);
     pthread_mutex_unlock(&engine->mutex);
-    if (must_tell)
-        tell_owner(engine);
     return num_left;
 }
 
 void engine_free(struct engine *engine)
 {
-    close(engine->event_fd);
+    if (engine->event_fd != -1)
+        close(engine->event_fd);
     pthread_cond_destroy(&engine->thread_ended);
-    pthread_cond_destroy(&engine->wake[LOADS]);
-    pthread_cond_destroy(&engine->wake[STORES]);
+    pthread_cond_destroy(&engine->work_waits);
     pthread_mutex_destroy(&engine->mutex);
     free(engine);
-}
-
-size_t engine_part_bytes(const struct engine *engine)
-{
-    return engine->limits.part_bytes;
-}
-
-uint64_t engine_hash64(const struct engine *engine, const void *data, size_t bytes)
-{
-    return engine->hashes.hash64(data, bytes);
-}
-
-const struct counters *engine_counters(const struct engine *engine)
-{
-    return &engine->counters;
-}
-
-void engine_threads(struct engine *engine, int *alive, int *spares)
-{
-    pthread_mutex_lock(&engine->mutex);
-    *alive = engine->num_alive;
-    *spares = engine->num_spares;
-    pthread_mutex_unlock(&engine->mutex);
 }
