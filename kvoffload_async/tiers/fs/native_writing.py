@@ -9,6 +9,7 @@ removed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,8 @@ from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import StoreOutcome, StoreStatus
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +147,17 @@ class NativeWriter:
         await self._io.run(Direction.STORE, call)
 
     async def _end_on_thread(self, job: _Job) -> None:
-        """End a job; if no thread can be had, its files are litter, and nothing is durable."""
+        """End a job; if no thread can be had, its temporary files go later, and none is durable.
+
+        By how much folders have grown is found by the next walk then.
+        """
         try:
             await self._run(partial(self._end, job))
         except TierError as error:
+            logger.warning("a job's temporary files stay behind for now: %s", str(error))
             self._writer.litter += [draft.temp for draft in job.drafts if draft.temp]
             for draft in job.drafts if self._settings.fsync else ():
                 draft.outcome.status, draft.outcome.error = StoreStatus.FAILED, error
-            raise
 
     async def _look(self, drafts: Sequence[_Draft]) -> None:
         """Look for blocks that are only looked for."""
