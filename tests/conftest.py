@@ -1,9 +1,11 @@
 """What every test gets: a hypothesis profile and a check for leaked threads."""
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
@@ -84,15 +86,31 @@ def _live_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)}
 
 
+def _native_threads() -> set[tuple[int, str]]:
+    """Return the threads of native engines, which Python does not know: their ids and names."""
+    found = set()
+    python = {thread.native_id for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name = (task / "comm").read_text().strip()
+            if name.startswith(THREAD_PREFIX) and int(task.name) not in python:
+                found.add((int(task.name), name))
+    return found
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_threads() -> Iterator[None]:
-    """Fails a test that leaves one of the package's threads running, daemon or not."""
-    before = _live_threads()
+    """Fails a test that leaves one of the package's threads running, daemon, native or not."""
+    before, native_before = _live_threads(), _native_threads()
     yield
     deadline = time.monotonic() + THREAD_GRACE_S
     started = _live_threads() - before
     for thread in started:
         thread.join(max(0.0, deadline - time.monotonic()))
     leaked = sorted(t.name for t in started if t.is_alive())
+    # Joined by whoever closes their engine: the kernel may list them for a moment still.
+    while (native := _native_threads() - native_before) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    leaked += sorted(name for _, name in native)
     if leaked:
         pytest.fail(f"threads still running {THREAD_GRACE_S:g} s after the test: {leaked}")

@@ -14,6 +14,10 @@ ENDED_EARLY: Final = -1
 
 DIGEST_BYTES: Final = 16
 
+FILE_WRITTEN: Final = 0
+FILE_PRESENT: Final = 1
+FILE_NOT_BEGUN: Final = 3
+
 
 class Run(NamedTuple):
     """Slots of one file that lie one behind the other.
@@ -84,6 +88,42 @@ class LoadedFiles(NamedTuple):
     digests: bytes
 
 
+class FileStores(NamedTuple):
+    """How the files of a batch are written; the sequences are parallel to the batch's.
+
+    Attributes:
+        temps: What each is called until it is whole, in the same folder.
+        recycled: A byte each: 1 if such a file is there, and is overwritten.
+        attribute: Where the checksum is put; None: nowhere.
+        file_mode: Permissions of new files; None: they follow from the folder.
+        fsync: Whether a file must be on the device before it gets its name.
+        wants_disk_bytes: Whether it is asked what each takes on disk.
+    """
+
+    temps: Sequence[str]
+    recycled: bytes
+    attribute: Attribute | None
+    file_mode: int | None
+    fsync: bool
+    wants_disk_bytes: bool
+
+
+class StoredFiles(NamedTuple):
+    """What became of files that were to be written.
+
+    Attributes:
+        statuses: A byte each: `FILE_WRITTEN`, `FILE_PRESENT` if a file had the name already,
+            `FILE_NOT_BEGUN` where the batch was taken back, or anything else: it was not written,
+            a temporary file was removed if it could be, and whoever asked has to find out why.
+        digests: The checksums of what was written; empty where none was wanted.
+        disk_bytes: What those that were written take on disk.
+    """
+
+    statuses: bytes
+    digests: bytes
+    disk_bytes: Sequence[int]
+
+
 class FileIo(Protocol):
     """Whole files in the plain good case; what is not that is the caller's. Thread: loop."""
 
@@ -96,6 +136,21 @@ class FileIo(Protocol):
             files: They.
             expected: The attribute's value for the bytes, where it is known: then it is not read.
             attribute: Where the checksum is; None: only lengths are looked at.
+
+        Raises:
+            BusyError: Too many batches wait.
+        """
+        ...
+
+    async def store_files(
+        self, files: FileBatch, how: FileStores, ended: list[StoredFiles]
+    ) -> None:
+        """Write rows to files that are not there yet; ends as `BlockIo.extents` does.
+
+        Args:
+            files: They.
+            how: See `FileStores`.
+            ended: What became of them is appended when the batch ends, also if this is cancelled.
 
         Raises:
             BusyError: Too many batches wait.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -16,9 +16,11 @@ from kvoffload_async.block_io.contract import (
     BlockIo,
     FileBatch,
     FileCalls,
+    FileStores,
     LoadedFiles,
     Moved,
     Run,
+    StoredFiles,
 )
 from kvoffload_async.block_io.engine import Engine
 from kvoffload_async.block_io.hashes import addresses
@@ -35,6 +37,14 @@ _HUNG_AFTER_S: Final = 1.0
 
 _CLOSE_S: Final = 5.0
 """For threads that have nothing to do."""
+
+
+_Take = Callable[[Any], None]
+"""Takes an outcome."""
+
+
+def _ignore(_outcome: object) -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -78,8 +88,8 @@ class NativeBlockIo(BlockIo):
         )
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
-        self._pending: dict[int, asyncio.Future[Any]] = {}
-        """Ticket -> who awaits its outcome."""
+        self._pending: dict[int, tuple[asyncio.Future[Any], _Take]] = {}
+        """Ticket -> who awaits its outcome, and what takes that, whoever awaits it still."""
         self._tending: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._engine.fd, self._deliver, self._engine)
@@ -119,6 +129,32 @@ class NativeBlockIo(BlockIo):
             )
         return LoadedFiles(*await self._outcome(engine, ticket))
 
+    async def store_files(
+        self, files: FileBatch, how: FileStores, ended: list[StoredFiles]
+    ) -> None:
+        """See `FileIo.store_files`."""
+        engine = self._opened()
+        name, prefix = how.attribute or ("", b"")
+        with _busy():
+            ticket = engine.store_files(
+                self._memory,
+                files.root,
+                how.temps,
+                files.names,
+                files.rows,
+                files.keys,
+                self._prefix,
+                name,
+                prefix,
+                how.recycled,
+                file_mode=-1 if how.file_mode is None else how.file_mode,
+                direct=False,
+                fsync=how.fsync,
+                wants_disk_bytes=how.wants_disk_bytes,
+                has_digest=how.attribute is not None,
+            )
+        await self._outcome(engine, ticket, lambda outcome: ended.append(StoredFiles(*outcome)))
+
     async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
         """See `FileIo.has_files`."""
         engine = self._opened()
@@ -145,9 +181,10 @@ class NativeBlockIo(BlockIo):
             raise TierClosedError("the block I/O is closed")
         return self._engine
 
-    async def _outcome(self, engine: Engine, ticket: int) -> Any:  # noqa: ANN401 - each call's own
+    async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - each call's own
         """Return a batch's outcome; cancelled, take back what nobody has begun, and wait on."""
-        future = self._pending[ticket] = self._loop.create_future()
+        future = self._loop.create_future()
+        self._pending[ticket] = future, take
         if self._tending is None:
             self._tending = self._loop.call_later(_HUNG_AFTER_S, self._tend, engine)
         cancelled: asyncio.CancelledError | None = None
@@ -158,7 +195,8 @@ class NativeBlockIo(BlockIo):
             except asyncio.CancelledError as error:
                 cancelled = error
                 if ticket in self._pending:  # what is under way still touches memory: wait on
-                    future = self._pending[ticket] = self._loop.create_future()
+                    future = self._loop.create_future()
+                    self._pending[ticket] = future, take
                     engine.withdraw(ticket)
         if cancelled is not None:
             try:
@@ -169,7 +207,8 @@ class NativeBlockIo(BlockIo):
 
     def _deliver(self, engine: Engine) -> None:
         for ticket, outcome in engine.take():
-            future = self._pending.pop(ticket)
+            future, take = self._pending.pop(ticket)
+            take(outcome)
             if not future.done():  # else cancelled just now: whoever awaits it finds it ended
                 future.set_result(outcome)
 

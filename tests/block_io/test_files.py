@@ -6,7 +6,15 @@ import os
 import pytest
 from block_io.places import DIGESTER, ROW, is_built, key_of, run, until
 
-from kvoffload_async.block_io import Attribute, FileBatch
+from kvoffload_async.block_io import (
+    FILE_NOT_BEGUN,
+    FILE_PRESENT,
+    FILE_WRITTEN,
+    Attribute,
+    FileBatch,
+    FileStores,
+    StoredFiles,
+)
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing.fileops import FaultyFileOps
 
@@ -45,6 +53,15 @@ class Files:
         self.here.rows[:] = 0
         batch = self.batch()
         return await self.here.io.load_files(batch, expected or [None] * len(KEYS), attribute)
+
+    async def store(self, ended=None, *, recycled=(), attribute=ATTRIBUTE, fsync=False):
+        ended = [] if ended is None else ended
+        batch = self.batch()
+        temps = [name.replace(".bin", ".tmp") for name in batch.names]
+        flags = bytes(number in recycled for number in range(len(KEYS)))
+        how = FileStores(temps, flags, attribute, None, fsync=fsync, wants_disk_bytes=True)
+        await self.here.io.store_files(batch, how, ended)
+        return ended[0]
 
 
 def test_a_file_is_served_if_its_bytes_are_right_and_left_to_be_judged_else(tmp_path):
@@ -139,12 +156,108 @@ def test_a_load_is_cancelled_once_nothing_of_it_moves(tmp_path):
     run(scenario, "native", tmp_path, ops=ops)
 
 
+def test_a_row_is_a_new_file_with_its_checksum_and_what_is_there_stays(tmp_path):
+    ops = FaultyFileOps()
+
+    async def scenario(here):
+        files = Files(here)
+        put(tmp_path, KEYS[1], b"there")
+        put(tmp_path, b"key 2.tmp", b"x" * 2 * ROW).rename(tmp_path / "key 2.tmp")
+        (tmp_path / "key 3.bin").mkdir()
+        stored = await files.store(recycled={2})
+        assert list(stored.statuses) == [FILE_WRITTEN, FILE_PRESENT, FILE_WRITTEN, 2, *[0] * 4]
+        assert (tmp_path / "key 1.bin").read_bytes() == b"there"
+        assert not list(tmp_path.glob("*.tmp"))
+        for number in (0, 2, 4, 5, 6, 7):
+            path, row = tmp_path / f"key {number}.bin", here.rows[number].tobytes()
+            assert path.read_bytes() == row
+            assert os.getxattr(path, ATTRIBUTE.name) == value_of(KEYS[number], row)
+            value = ATTRIBUTE.prefix + stored.digests[16 * number : 16 * number + 16]
+            assert value == value_of(KEYS[number], row)
+            assert stored.disk_bytes[number] == path.stat().st_blocks * 512
+        assert not ops.open_fds
+
+    run(scenario, "native", tmp_path, ops=ops)
+
+
+def test_without_an_attribute_no_checksum_is_computed(tmp_path):
+    async def scenario(here):
+        stored = await Files(here).store(attribute=None)
+        assert (stored.statuses, stored.digests) == (bytes(8), b"")
+        assert not os.listxattr(tmp_path / "key 0.bin")
+
+    run(scenario, "native", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "call", ["stat", "open", "pwritev", "set_xattr", "fsync", "close", "publish"]
+)
+def test_a_call_that_fails_leaves_that_block_to_be_judged_and_no_temporary_file(tmp_path, call):
+    ops = FaultyFileOps()
+
+    async def scenario(here):
+        ops.fail(5, on=call, when=lambda call: call.path.endswith("key 2.tmp"))
+        stored = await Files(here).store(fsync=True)
+        assert stored.statuses == bytes([0, 0, 2, 0, 0, 0, 0, 0])
+        assert not list(tmp_path.glob("*.tmp"))
+        assert not ops.open_fds
+
+    run(scenario, "native", tmp_path, ops=ops)
+
+
+def test_a_store_that_is_cancelled_says_what_became_of_it_once_nothing_of_it_moves(tmp_path):
+    ops = FaultyFileOps()
+
+    async def scenario(here):
+        files, ended = Files(here), []
+        hang = ops.hang(on="pwritev")
+        task = asyncio.create_task(files.store(ended))
+        here.tasks.append(task)
+        await until(hang.entered.is_set)
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        assert not ended
+        hang.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        (stored,) = ended
+        written = {path.name for path in tmp_path.glob("*.bin")}
+        names = zip(files.batch().names, stored.statuses, strict=True)
+        assert written == {name for name, status in names if status == FILE_WRITTEN}
+        assert set(stored.statuses) <= {FILE_WRITTEN, FILE_NOT_BEGUN}
+
+    run(scenario, "native", tmp_path, ops=ops)
+
+
+def test_a_cancellation_that_comes_with_the_end_loses_no_outcome(tmp_path):
+    async def scenario(here):
+        ended: list[StoredFiles] = []
+        task = asyncio.create_task(Files(here).store(ended))
+        here.tasks.append(task)
+        deliver = here.io._deliver
+
+        def deliver_and_cancel(engine):
+            deliver(engine)
+            task.cancel()
+
+        here.io._loop.add_reader(here.io._engine.fd, deliver_and_cancel, here.io._engine)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [stored.statuses for stored in ended] == [bytes(8)]
+
+    run(scenario, "native", tmp_path)
+
+
 def test_after_closing_no_file_is_looked_at(tmp_path):
     async def scenario(here):
         files = Files(here)
         await here.io.close()
         with pytest.raises(TierClosedError):
             await files.load()
+        with pytest.raises(TierClosedError):
+            await files.store()
         with pytest.raises(TierClosedError):
             await here.io.has_files(*files.batch()[:2])
 

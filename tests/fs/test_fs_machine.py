@@ -251,19 +251,19 @@ class FsMachine(RuleBasedStateMachine):
 
     @rule(instance=instances, keys=some_keys)
     def the_disk_is_full(self, instance, keys):
-        instance.ops.fail(errno.ENOSPC, on="pwrite mkdir", when=lambda c: c.path != "")
+        instance.ops.fail(errno.ENOSPC, on="pwrite pwritev mkdir", when=lambda c: c.path != "")
         self._try(instance.harness, keys, is_load=False)
         instance.ops.heal()
 
     @rule(instance=instances, keys=some_keys, times=st.integers(1, 3))
     def the_disk_is_full_for_a_moment(self, instance, keys, times):
-        instance.ops.fail(errno.ENOSPC, on="pwrite", when=is_temp, times=times)
+        instance.ops.fail(errno.ENOSPC, on="pwritev", when=is_temp, times=times)
         self._try(instance.harness, keys, is_load=False)
         instance.ops.heal()
 
     @rule(instance=instances, keys=some_keys, max_bytes=st.sampled_from([1000, BLOCK - 1]))
     def calls_are_short(self, instance, keys, max_bytes):
-        instance.ops.shorten(max_bytes, on="pwrite")
+        instance.ops.shorten(max_bytes, on="pwrite pwritev")
         instance.ops.shorten(max_bytes, on="preadv")
         self._try(instance.harness, keys, is_load=False)
         self._try(instance.harness, keys, is_load=True)

@@ -7,7 +7,7 @@ import gc
 import itertools
 
 import pytest
-from fs.places import BLOCK, Place
+from fs.places import BLOCK, TRIES, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
 from log_records import errors_with_frames
 
@@ -68,7 +68,7 @@ def test_a_count_that_cannot_be_told_costs_no_block(place, caplog):
 def test_a_cancelled_store_is_accounted_for(place):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
-        hang = ops.hang(on="pwrite", when=is_temp)
+        hang = ops.hang(on="pwritev", when=is_temp)
         harness.fill(K[:3], range(3))
         job = harness.job(K[:3], range(3), is_promotion=False)
         storing = start(harness, harness.tier.store(job))
@@ -126,12 +126,12 @@ def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=4 * ROOM_FOR_8) as harness:
         harness.fill(K[:1], [0])
-        hang = ops.hang(on="pwrite", when=is_temp, times=1)
+        hang = ops.hang(on="pwritev", when=is_temp, times=1)
 
         jobs = [harness.job(K[:1], [0], is_promotion=False) for _ in range(2)]
         first = start(harness, harness.tier.store(jobs[0]))
         assert hang.entered.wait(10)
-        ops.fail(errno.EIO, on="publish", times=2)
+        ops.fail(errno.EIO, on="publish", times=2 * TRIES)
         assert sorted(harness.run(harness.tier.store(jobs[1]))) == [0]
         hang.release()
         assert sorted(harness.run(end_of(first))) == [0]

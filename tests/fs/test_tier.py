@@ -31,7 +31,7 @@ def open_large(place: Place, ops: FaultyFileOps, **options) -> TierHarness:
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * MIB}])
 def test_a_large_job_uses_several_threads(place, ops, options):
     with open_large(place, ops, **options) as harness:
-        hang = ops.hang(on="pwrite", when=is_temp, times=1)
+        hang = ops.hang(on="pwritev", when=is_temp, times=1)
         others = ops.hang(on="publish")
         job = harness.job(K, range(8), is_promotion=False)
         harness.fill(K, range(8))

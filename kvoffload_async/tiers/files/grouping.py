@@ -131,6 +131,8 @@ class GroupedCall(Generic[T]):
                 finally:
                     timer.cancel()
                 _end(group, failure)
+        except GeneratorExit:  # the loop has gone, and those who wait with it
+            raise
         except BaseException as error:
             _end(group, error)
             raise

@@ -46,6 +46,7 @@ class BlockFiles:
 
     Attributes:
         writer: Writes them.
+        folders: Those in which they are.
         digester: Computes the values of their attributes.
         digest_cache: Those that are known.
     """
@@ -84,14 +85,14 @@ class BlockFiles:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._verify = verify
-        self._folders = LeafFolders(ops, namespace.bucket_of_folder, counts_bytes=counts_bytes)
+        self.folders = LeafFolders(ops, namespace.bucket_of_folder, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
         self.digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
         self.digest_cache = DigestCache()
         self.writer = BlockWriter(
             ops,
             namespace,
-            self._folders,
+            self.folders,
             self._direct,
             writer_id,
             digester=self.digester,
@@ -106,7 +107,7 @@ class BlockFiles:
     def rename_writer(self, writer_id: str) -> None:
         """Name new temporary files for another writer; nothing is known of the folders any more."""
         self.writer.writer_id = writer_id
-        self._folders.forget_all()
+        self.folders.forget_all()
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -255,5 +256,5 @@ class BlockFiles:
                 logger.warning("an evicted block stays behind: %s", str(error))
                 continue
             change.remove(bucket_of(key), disk_bytes(status))
-            self._folders.remove_empty(self._namespace.leaf_of(key), change)
+            self.folders.remove_empty(self._namespace.leaf_of(key), change)
         return change

@@ -89,6 +89,7 @@ class StoreItem:
         row: Its bytes.
         may_write: False if no room was set aside: then it is only looked for.
         victim: An evicted key whose file makes room for this one.
+        slot: Which row of the primary that is.
     """
 
     index: int
@@ -96,6 +97,7 @@ class StoreItem:
     row: memoryview
     may_write: bool = True
     victim: OffloadKey | None = None
+    slot: int = -1
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
-"""Loading and looking for blocks by native code, in the plain good case.
+"""Loading, storing and looking for blocks by native code, in the plain good case.
 
-What is anything else is told apart by `BlockFiles`, from the start. Thread: loop.
+What is anything else is told apart by `BlockFiles`, from the start; for storing see
+`native_writing`. Thread: loop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvoffload_async.tiers.files.roots import Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.outcome import Verify
+from kvoffload_async.tiers.fs.native_writing import NativeWriter, NativeWriterSettings
+from kvoffload_async.tiers.fs.outcome import StoreOutcome, Verify
 from kvoffload_async.types import OffloadKey
 
 
@@ -31,12 +33,14 @@ class NativeFiles:
         ops: FileOps,
         namespace: Namespace,
         files: BlockFiles,
-        verify: Verify,
+        writer: NativeWriter,
         *,
+        verify: Verify,
         check: Callable[[], None],
         io: IoRunner,
     ) -> None:
         """Begin; see `create_native_files`."""
+        self._writer = writer
         self._file_io = file_io
         self._ops = ops
         self._namespace = namespace
@@ -73,6 +77,12 @@ class NativeFiles:
                     remember(keys[index], value)
         return [index for index, status in enumerate(statuses) if status] if any(statuses) else ()
 
+    async def store(
+        self, outcomes: Sequence[StoreOutcome], check: Callable[[], None]
+    ) -> Sequence[StoreOutcome]:
+        """See `NativeWriter.store`."""
+        return await self._writer.store(outcomes, check) if self._writer.is_usable else outcomes
+
     async def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file; one that cannot be asked for counts as absent."""
         root, names = self._located(keys)
@@ -82,6 +92,7 @@ class NativeFiles:
     async def close(self) -> None:
         """Wait until nothing is at work."""
         await self._checks.close()
+        await self._writer.close()
         await self._file_io.close()
 
     def _located(self, keys: Sequence[OffloadKey]) -> tuple[Root, list[str]]:
@@ -101,8 +112,10 @@ def create_native_files(
     *,
     threads: int,
     check: Callable[[], None],
+    fsync: bool,
+    counts_bytes: bool,
 ) -> NativeFiles | None:
-    """Return what loads by native code; None where that is not used.
+    """Return what moves blocks by native code; None where that is not used.
 
     Args:
         env: Of the tier.
@@ -112,7 +125,9 @@ def create_native_files(
         verify: See `Verify`.
         threads: How many move bytes.
         check: Raises OSError if the root is another directory now; made on an I/O thread, for all
-            loads that wait for it at once.
+            jobs that wait for it at once.
+        fsync: See `BlockFiles`.
+        counts_bytes: See `BlockFiles`.
 
     Raises:
         ConfigError: The native code is required and cannot be used.
@@ -122,4 +137,9 @@ def create_native_files(
     )
     if file_io is None:
         return None
-    return NativeFiles(file_io, ops, namespace, files, verify, check=check, io=env.io)
+    settings = NativeWriterSettings(
+        verifies=verify is not Verify.OFF, fsync=fsync, counts_bytes=counts_bytes
+    )
+    common = file_io, ops, namespace, files
+    writer = NativeWriter(*common, settings=settings, io=env.io)
+    return NativeFiles(*common, writer, verify=verify, check=check, io=env.io)

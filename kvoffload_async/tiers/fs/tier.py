@@ -93,16 +93,16 @@ class FsTier(AsyncTier):
             create_policy: Makes the eviction policy, given the blocks that fit.
             ops: The system calls; tests put a fault layer here.
         """
+        # Without a capacity nobody keeps account of what there is.
+        has_account = settings.space is not None
         self.capabilities = TierCapabilities(
             exclusive=False,
             persistent=True,
             locality=settings.locality,
-            # Without a capacity nobody keeps account of what there is.
-            announces_removals=settings.space is not None,
+            announces_removals=has_account,
         )
         self.bounds = TierBounds()
-        self._settings = settings
-        self._create_policy = create_policy
+        self._settings, self._create_policy = settings, create_policy
         self._ops = ops or FileOps()
         self._env: TierEnvironment | None = None
         self._rows: memoryview | None = None
@@ -159,6 +159,8 @@ class FsTier(AsyncTier):
                 *(env, self._ops, namespace, self._files, settings.verify),
                 threads=settings.io_threads,
                 check=self._root.check,
+                fsync=settings.fsync,
+                counts_bytes=settings.space is not None,
             )
         self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
@@ -175,19 +177,14 @@ class FsTier(AsyncTier):
             TierUnavailableError: The root is not the directory that was opened.
         """
         keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
-        if self._space is None:
-            outcomes: list[StoreOutcome] = []
-
-            def write(turn: range) -> None:
-                items = [StoreItem(index, keys[index], self._row(slots[index])) for index in turn]
-                self._files.writer.store(items, outcomes)
-
-            await self._spread(Direction.STORE, check, write, len(keys))
-            return failures_of(outcomes)
         items = [
-            StoreItem(index, key, self._row(slot))
+            StoreItem(index, key, self._row(slot), slot=slot)
             for index, (key, slot) in enumerate(zip(keys, slots, strict=True))
         ]
+        if self._space is None:
+            outcomes = list(map(StoreOutcome, items))
+            await self._write(outcomes, check)
+            return failures_of(outcomes)
         self._space.pin(keys)
         try:
             return await self._store_on(self._space, items, check)
@@ -295,10 +292,9 @@ class FsTier(AsyncTier):
         is_full = has_looked = False
         for _ in range(_ROUNDS):
             plan = await space.plan(items, run_checked, squeeze=is_full)
-            outcomes: list[StoreOutcome] = []
+            outcomes = list(map(StoreOutcome, plan.items))
             try:
-                write = partial(self._write, plan.items, outcomes)
-                await self._spread(Direction.STORE, check, write, len(plan.items))
+                await self._write(outcomes, check)
             finally:
                 await space.account(plan, outcomes, self._run_store)
             roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
@@ -347,8 +343,16 @@ class FsTier(AsyncTier):
         self._has_entered = True
         warn_of_others(root_dir, self._ops.stat(root_dir))
 
-    def _write(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome], turn: range) -> None:
-        self._files.writer.store(items[turn.start : turn.stop], outcomes)
+    async def _write(self, outcomes: Sequence[StoreOutcome], check: Callable[[], None]) -> None:
+        """Store blocks; their outcomes are filled in, also if this fails."""
+        native = self._native
+        left = outcomes if native is None else await native.store(outcomes, check)
+
+        def store(turn: range) -> None:
+            self._files.writer.store(left[turn.start : turn.stop])
+
+        if left:
+            await self._spread(Direction.STORE, check, store, len(left))
 
     def _check_once(self) -> Callable[[], None]:
         """Return a check of the root for one job: made once, before its first block.

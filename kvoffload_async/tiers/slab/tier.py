@@ -221,13 +221,13 @@ class SlabTier(AsyncTier):
     async def load(self, job: JobMetadata) -> BlockFailures:
         """Read blocks straight into the job's slots, and verify them there."""
         store = self._opened()
-        found = store.catalog.find(job.keys)
+        found = store.catalog.look_up(job.keys)
         failures: dict[int, TierError] = {
             index: BlockMissingError(f"block {job.keys[index].hex()} is not stored")
-            for index, place in enumerate(found)
+            for index, place in enumerate(found.places)
             if place is None
         }
-        blocks, order = in_order_of_places(job, found)
+        blocks, order = in_order_of_places(job, found.places)
         if not order:
             return failures
         batch = LoadBatch(store.data_path, blocks)
@@ -235,10 +235,10 @@ class SlabTier(AsyncTier):
         try:
             await self._transfers.load(batch)
             failures |= {order[index]: error for index, error in batch.failures.items()}
-            loaded: Sequence[OffloadKey] = job.keys
             if failures:
-                loaded = [key for i, key in enumerate(job.keys) if i not in failures]
-            store.catalog.used(loaded)
+                store.catalog.used([key for i, key in enumerate(job.keys) if i not in failures])
+            else:
+                store.catalog.used(job.keys, found)
         finally:
             for index in batch.corrupt:  # also if it was cancelled: their records are gone
                 store.catalog.drop(blocks.keys[index], blocks.places[index])
