@@ -15,6 +15,7 @@ from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvoffload_async.block_io.native_copies import NativeCopies
     from kvoffload_async.block_io.native_io import NativeBlockIo
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,22 @@ def create_file_io(
         return None
     row_bytes = env.kv_view.nbytes // len(env.kv_view)
     return _native_io(env, None if is_system else calls, digests, row_bytes, threads)
+
+
+def create_copies() -> NativeCopies | None:
+    """Return what copies from memory to memory by native code; None where that is not used.
+
+    Raises:
+        ConfigError: As `implementation` does.
+        OSError: There are no more threads.
+    """
+    chosen = implementation()
+    _tell(chosen)
+    if chosen.name == "python":
+        return None
+    from kvoffload_async.block_io.native_copies import NativeCopies  # noqa: PLC0415 - as below
+
+    return NativeCopies()
 
 
 def _native_io(
