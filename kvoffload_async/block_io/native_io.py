@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.tier import Direction, IoRunner
-from kvoffload_async.block_io._native import Engine
+from kvoffload_async.block_io._native import Engine, Memory
 from kvoffload_async.block_io.contract import (
     Attribute,
     BlockDigests,
@@ -24,6 +24,8 @@ from kvoffload_async.block_io.contract import (
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.errors import BusyError, TierClosedError
 from kvoffload_async.types import OffloadKey
+
+__all__ = ["Engine", "Memory", "NativeBlockIo", "open_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,21 @@ def _busy() -> Iterator[None]:
         yield
     except BlockingIOError as error:
         raise BusyError(f"{_QUEUED} batches are queued") from error
+
+
+def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
+    """Return an engine as a tier has it.
+
+    Args:
+        threads: How many move bytes; as many more may stand for those that hang.
+        calls: Made in place of the system's own, with the interpreter's lock.
+
+    Raises:
+        OSError: There are no more threads.
+    """
+    store_threads = max(1, threads // 3)
+    load_threads = max(1, threads - store_threads)
+    return Engine(load_threads, store_threads, threads, _QUEUED, addresses(), calls)
 
 
 class NativeBlockIo(BlockIo):
@@ -67,15 +84,7 @@ class NativeBlockIo(BlockIo):
         """
         self._io = io
         self._prefix = digests.prefix
-        store_threads = max(1, threads // 3)
-        self._engine: Engine | None = Engine(
-            max(1, threads - store_threads),
-            store_threads,
-            threads,
-            _QUEUED,
-            addresses(),
-            calls,
-        )
+        self._engine: Engine | None = open_engine(threads, calls)
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
         self._pending: dict[int, asyncio.Future[Any]] = {}
