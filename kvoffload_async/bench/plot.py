@@ -11,6 +11,7 @@ from matplotlib.figure import Figure as Canvas
 
 from kvoffload_async.bench.figures import Figure, Report, size_text
 from kvoffload_async.bench.rounds import MEMCPY
+from kvoffload_async.bench.sample import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,10 @@ _PANELS: Final = (
     ("load", "submit_us_per_key", "Submitting a load, us of the owner's thread a key"),
 )
 _MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
-_FLOOR_STYLE: Final = {"color": "black", "fmt": "--"}
+_FLOOR_STYLES: Final = {
+    "native": {"color": "black", "fmt": "--"},
+    "plain": {"color": "dimgrey", "fmt": "-."},
+}
 
 
 def check_suffix(path: Path) -> str | None:
@@ -37,6 +41,14 @@ def draw(report: Report, path: Path) -> None:
     for axes, (what, name, title) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
         _draw_panel(axes, report, what, name)
         axes.set_title(title)
+    machine, rounds = report.machine, report.sizes[0].rounds
+    canvas.suptitle(
+        f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
+        f"{machine['memory_bytes'] / GIB:.0f} GiB, {machine['system']}\n"
+        f"kvoffload-async {machine['kvoffload_async']}, blocks are moved by: "
+        f"{machine['block_io'].split()[0]}; medians of {rounds} rounds, with extremes",
+        fontsize="small",
+    )
     canvas.savefig(path, dpi=120)
 
 
@@ -68,10 +80,13 @@ def _lines(
     """Yield the label, the style and a figure a block size of every line."""
     sizes = report.sizes
     yield MEMCPY, _MEMCPY_STYLE, [size.memcpy.get(name) for size in sizes]
-    for floor in sizes[0].floors:
-        figures = [size.floors[floor][what].get(name) for size in sizes]
-        label = f"floor {floor}" if len(sizes[0].floors) > 1 else "floor"
-        yield label, _FLOOR_STYLE, figures
+    for directory, kinds in sizes[0].floors.items():
+        for kind in kinds:
+            figures = [size.floors[directory][kind][what].get(name) for size in sizes]
+            label = f"{kind} floor"
+            if len(sizes[0].floors) > 1:
+                label = f"{label} {directory}"
+            yield label, _FLOOR_STYLES[kind], figures
     for number, contender in enumerate(sizes[0].contenders):
         passes = [size.contenders[contender].passes for size in sizes]
         # By number, so that each has the same colour in every panel.

@@ -25,6 +25,8 @@ from kvoffload_async.bench.sample import Sample
 from kvoffload_async.types import OffloadKey, as_block_ids, make_offload_key
 
 MEMCPY: Final = "memcpy"
+ONE_JOB: Final = "_one_job"
+"""What the name of a pass ends with that is one large job."""
 _HASH_BYTES: Final = 32
 
 
@@ -150,8 +152,11 @@ def _measure_memcpy(plan: Plan, payload: Payload, samples: Samples) -> None:
 def _measure_floor(floor: Floor, plan: Plan, payload: Payload, samples: Samples) -> None:
     if plan.warm_up:
         floor.place.warm_up(payload.bytes, samples.work.stored_bytes)
-    for what, sample in floor.measure(plan, payload, samples.work.many).items():
-        samples.passes[floor.name, what].append(sample)
+    work = samples.work
+    for jobs, suffix in ((work.many, ""), (work.one, ONE_JOB)):
+        if jobs is not None:
+            for what, sample in floor.measure(plan, payload, jobs).items():
+                samples.passes[floor.name, f"{what}{suffix}"].append(sample)
 
 
 class _Turn:
@@ -187,7 +192,7 @@ class _Turn:
         work, name = self._samples.work, self._contender.name
         keys = self._store_and_load(tier, work.many, "store", "load")
         if work.one is not None:
-            self._store_and_load(tier, work.one, "store_one_job", "load_one_job")
+            self._store_and_load(tier, work.one, f"store{ONE_JOB}", f"load{ONE_JOB}")
         self._samples.passes[name, "at_rest"].append(time_at_rest(tier, keys))
 
     @contextmanager

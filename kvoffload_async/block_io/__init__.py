@@ -5,7 +5,12 @@ never take the interpreter's lock; the Python one does the same on an `IoRunner`
 the extension module was not built, or where checksums are made with an integrity key.
 """
 
-from kvoffload_async.block_io.choice import create_block_io, create_file_io, implementation
+from kvoffload_async.block_io.choice import (
+    create_block_io,
+    create_copies,
+    create_file_io,
+    implementation,
+)
 from kvoffload_async.block_io.contract import (
     ENDED_EARLY,
     FILE_NOT_BEGUN,
@@ -41,6 +46,7 @@ __all__ = [
     "Run",
     "StoredFiles",
     "create_block_io",
+    "create_copies",
     "create_file_io",
     "implementation",
 ]

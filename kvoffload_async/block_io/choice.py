@@ -16,6 +16,7 @@ from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvoffload_async.block_io.native_copies import NativeCopies
     from kvoffload_async.block_io.native_io import NativeBlockIo
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,22 @@ def _chosen_here() -> Implementation:
     if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader:
         return Implementation("python", "the event loop watches no descriptors")  # a virtual one
     return chosen
+
+
+def create_copies() -> NativeCopies | None:
+    """Return what copies from memory to memory by native code; None where that is not used.
+
+    Raises:
+        ConfigError: As `implementation` does.
+        OSError: There are no more threads.
+    """
+    chosen = implementation()
+    _tell(chosen)
+    if chosen.name == "python":
+        return None
+    from kvoffload_async.block_io.native_copies import NativeCopies  # noqa: PLC0415 - as below
+
+    return NativeCopies()
 
 
 def _native_io(

@@ -22,10 +22,12 @@ from kvoffload_async.block_io.contract import (
     Run,
     StoredFiles,
 )
-from kvoffload_async.block_io.engine import Engine
+from kvoffload_async.block_io.engine import Engine, Memory
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.errors import BusyError, TierClosedError
 from kvoffload_async.types import OffloadKey
+
+__all__ = ["Engine", "Memory", "NativeBlockIo", "open_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,21 @@ def _busy() -> Iterator[None]:
         raise BusyError(f"{_QUEUED} batches are queued") from error
 
 
+def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
+    """Return an engine as a tier has it.
+
+    Args:
+        threads: How many move bytes; as many more may stand for those that hang.
+        calls: Made in place of the system's own, with the interpreter's lock.
+
+    Raises:
+        OSError: There are no more threads.
+    """
+    store_threads = max(1, threads // 3)
+    load_threads = max(1, threads - store_threads)
+    return Engine(load_threads, store_threads, threads, _QUEUED, addresses(), calls)
+
+
 class NativeBlockIo(BlockIo):
     """Moves blocks by a native engine of its own. Thread: loop."""
 
@@ -77,15 +94,7 @@ class NativeBlockIo(BlockIo):
         """
         self._io = io
         self._prefix = digests.prefix
-        store_threads = max(1, threads // 3)
-        self._engine: Engine | None = Engine(
-            max(1, threads - store_threads),
-            store_threads,
-            threads,
-            _QUEUED,
-            addresses(),
-            calls,
-        )
+        self._engine: Engine | None = open_engine(threads, calls)
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
         self._pending: dict[int, tuple[asyncio.Future[Any], _Take]] = {}
@@ -148,7 +157,6 @@ class NativeBlockIo(BlockIo):
                 prefix,
                 how.recycled,
                 file_mode=-1 if how.file_mode is None else how.file_mode,
-                direct=False,
                 fsync=how.fsync,
                 wants_disk_bytes=how.wants_disk_bytes,
                 has_digest=how.attribute is not None,

@@ -2,10 +2,12 @@
 
 import functools
 import json
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from kvoffload_async.block_io import implementation
 from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 
@@ -14,6 +16,8 @@ SMALL = (
     *("--rounds", "2", "--threads", "2"),
 )
 PASSES = {"store", "load", "store_one_job", "load_one_job"}
+KINDS = ["native", "plain"] if implementation().name == "native" else ["plain"]
+"""Of floors; the first is the one that counts."""
 FLOOR_FIGURES = {
     *("gib_per_s", "cpu_s_per_gib", "wall_us_per_job", "wall_us_per_key"),
     *("job_ms_p50", "job_ms_p90", "job_ms_p99"),
@@ -124,9 +128,18 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         "keep": False,
         "warm_up": True,
     }
-    assert report["machine"]["processors"] > 0
+    machine = report["machine"]
+    assert machine["processors"] > 0
+    assert machine["processor"]
+    assert machine["load_average"] >= 0
+    assert machine["block_io"] == str(implementation())
+    assert datetime.fromisoformat(machine["date"]).utcoffset() == timedelta(0)
     assert report["contenders"] == {
-        "fs": {"options": {"root_dir": str(place)}, "directory": str(place), "floor": str(place)}
+        "fs": {
+            "options": {"root_dir": str(place)},
+            "directory": str(place),
+            "floor": {"directory": str(place), "kind": KINDS[0]},
+        }
     }
     assert [size["block_bytes"] for size in report["sizes"]] == [4096, 8192]
     assert [size["num_jobs"] for size in report["sizes"]] == [8, 4]
@@ -134,37 +147,57 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         assert size["keys_per_job"] == 4
         assert size["one_job_keys"] == 8
         assert size["memcpy"].keys() == FLOOR_FIGURES
-        assert {what: f.keys() for what, f in size["floors"][str(place)].items()} == {
-            "store": FLOOR_FIGURES,
-            "load": FLOOR_FIGURES,
-        }
+        floors = size["floors"][str(place)]
+        assert list(floors) == KINDS
+        for passes in floors.values():
+            assert {what: f.keys() for what, f in passes.items()} == dict.fromkeys(
+                PASSES, FLOOR_FIGURES
+            )
         standing = size["contenders"]["fs"]
         assert standing["verified_blocks"] == 2 * (size["num_jobs"] * 4 + 8)
         assert standing["wrong_blocks"] == standing["failed_jobs"] == 0
         passes = standing["passes"]
         assert passes.keys() == PASSES | {"at_rest"}
         for what in PASSES:
-            assert passes[what].keys() == FLOOR_FIGURES | OWNER_FIGURES
+            assert passes[what].keys() == FLOOR_FIGURES | OWNER_FIGURES | {"switches_per_job"}
         assert passes["at_rest"].keys() == {"idle_poll_us", "lookup_us"}
-        for figures in (*passes.values(), size["memcpy"], *size["floors"][str(place)].values()):
+        measured = [figures for kind in floors.values() for figures in kind.values()]
+        for figures in (*passes.values(), size["memcpy"], *measured):
             for figure in figures.values():
                 assert figure["low"] <= figure["median"] <= figure["high"]
 
 
 def test_a_ratio_is_the_quotient_of_the_two_medians_that_it_names(bench, place):
     (size,) = bench("--tier", f"fs:root_dir={place}")["sizes"]
-    for what, floor in (("store", "store"), ("load", "load"), ("load_one_job", "load")):
+    floors = size["floors"][str(place)]
+    for what in PASSES:
         figures = size["contenders"]["fs"]["passes"][what]
-        beside = size["floors"][str(place)][floor]
+        beside = {
+            "of_floor": floors[KINDS[0]][what],
+            "of_plain": floors["plain"][what],
+            "of_memcpy": size["memcpy"],
+        }
+        assert figures.pop("switches_per_job")["of_floor"] is None
         for name, figure in figures.items():
             other = name.replace("owner_", "wall_").replace("submit_", "wall_")
-            for ratio, parts in (("of_floor", beside), ("of_memcpy", size["memcpy"])):
+            for ratio, parts in beside.items():
                 assert figure[ratio] == pytest.approx(figure["median"] / parts[other]["median"])
-    for what in ("store", "load"):
-        for name, figure in size["floors"][str(place)][what].items():
-            assert figure["of_floor"] is None
-            memcpy = size["memcpy"][name]["median"]
-            assert figure["of_memcpy"] == pytest.approx(figure["median"] / memcpy)
+        for passes in floors.values():
+            for name, figure in passes[what].items():
+                assert figure["of_floor"] is figure["of_plain"] is None
+                memcpy = size["memcpy"][name]["median"]
+                assert figure["of_memcpy"] == pytest.approx(figure["median"] / memcpy)
+
+
+def test_without_native_code_the_plain_floor_counts(bench, place, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
+    report = bench("--tier", f"fs:root_dir={place}", "--rounds", "1")
+    assert report["machine"]["block_io"] == "python (KVOFFLOAD_NATIVE=0)"
+    assert report["contenders"]["fs"]["floor"] == {"directory": str(place), "kind": "plain"}
+    (size,) = report["sizes"]
+    assert list(size["floors"][str(place)]) == ["plain"]
+    speed = size["contenders"]["fs"]["passes"]["load"]["gib_per_s"]
+    assert speed["of_floor"] == speed["of_plain"]
 
 
 def test_figures_agree_with_each_other(bench):
@@ -201,7 +234,9 @@ def test_tiers_on_one_filesystem_stand_beside_one_floor(bench, place):
     (place / "a").mkdir()
     report = bench("--tier", f"fs:root_dir={place}/a", "--tier", f"fs:root_dir={place}/b")
     assert list(report["sizes"][0]["floors"]) == [f"{place}/a"]
-    assert [facts["floor"] for facts in report["contenders"].values()] == [f"{place}/a"] * 2
+    assert [facts["floor"] for facts in report["contenders"].values()] == [
+        {"directory": f"{place}/a", "kind": KINDS[0]}
+    ] * 2
 
 
 def test_tiers_of_one_name_are_numbered(bench, place):
@@ -379,7 +414,9 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
         "Store",
         "Load, one large job",
         "memcpy",
-        "floor, buffered",
+        *(f"floor, {kind}" for kind in KINDS),
+        "switches/job",
+        "CPU, load",
         "fs / fake",
         "16 KiB",
     ):

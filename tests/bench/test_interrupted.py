@@ -14,7 +14,7 @@ ROUNDS = 3
 TURNS_A_ROUND = 2  # memcpy and the tier; memory has no floor
 
 
-def measured(num_turns, sizes="4KiB"):
+def measured(num_turns, sizes="4KiB", tier="example"):
     """Return the report of a bench that is stopped after so many turns."""
     plan = Plan.parse(
         sizes,
@@ -32,7 +32,7 @@ def measured(num_turns, sizes="4KiB"):
     done = []
     return run_bench(
         plan,
-        [{"type": "example"}],
+        [{"type": tier}],
         advance=done.append,
         should_stop=lambda: len(done) >= num_turns,
     )
@@ -60,10 +60,14 @@ def test_block_sizes_that_were_not_begun_are_left_out():
     assert report.interrupted
 
 
-def test_eighty_columns_show_every_figure_whole():
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    print_tables(measured(ROUNDS * TURNS_A_ROUND), console)
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("tier", ["example", "slab"])
+def test_every_figure_is_shown_whole_on_a_terminal(width, tier):
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    print_tables(measured(ROUNDS * 4, tier=tier), console)
     shown = console.file.getvalue()
     assert "GiB/s" in shown
+    assert ("switches/job" in shown) == (width == 160)
+    assert ("floor, plain" in shown) == (tier == "slab")
     assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(len, shown.splitlines())) <= width

@@ -10,9 +10,12 @@ Thread: loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from kvoffload_async.abc.tier import Direction, IoRunner, TierEnvironment
 from kvoffload_async.block_io import ENDED_EARLY, BlockIo, Moved, create_block_io
@@ -23,6 +26,14 @@ from kvoffload_async.tiers.slab.runs import Run
 
 logger = logging.getLogger(__name__)
 
+_CHECK_S: Final = 0.1
+"""For how long loads rely on a look after a segment's file, which stores never do.
+
+A load that comes too soon to notice that the file is gone has the right bytes all the same: it
+reads from the file that is open, and compares. A look takes a thread that needs the interpreter's
+lock several times, which a scheduler that computes gives up only every 5 ms.
+"""
+
 
 class Transfers:
     """Moves batches between the primary and the segments of one store."""
@@ -31,6 +42,9 @@ class Transfers:
         """Begin with none; `block_io` is owned from now on."""
         self._data_path = data_path
         self._block_io = block_io
+        self._loop = asyncio.get_running_loop()
+        self._checked_s: dict[int, float] = {}
+        """Segment -> when the last look began that found its file; empty after one that did not."""
         probe, store = partial(io.run, Direction.NONE), partial(io.run, Direction.STORE)
         self._checks = GroupedCall("slab:check", self._check, probe)
         self._flushes = GroupedCall("slab:flush", self._flush, store)
@@ -45,13 +59,20 @@ class Transfers:
             TierError: The batch has failed as a whole.
         """
         # Beside the loading: the bytes are compared, whatever became of the names of the files.
-        checking = self._checks.begin(batch.segments)
+        now_s = self._loop.time()
+        unchecked = self._unchecked(batch.segments, now_s)
+        checking = self._checks.begin(unchecked) if unchecked else None
         await self._move(Direction.LOAD, batch)
-        if not checking.done():
-            await checking
-        if (error := checking.result()) is not None:
+        error: BaseException | None = None
+        if checking is not None:
+            if not checking.done():
+                await checking
+            error = checking.result()
+        if error is not None:
+            self._checked_s.clear()
             batch.fail(error)
         else:
+            self._checked_s.update(dict.fromkeys(unchecked, now_s))
             batch.check()
         if batch.corrupt and (error := await self._notes.add(None)) is not None:
             logger.warning("a bad block's removal is not journalled yet: %s", str(error))
@@ -83,6 +104,11 @@ class Transfers:
         for call in (self._checks, self._flushes, self._notes, self._commits, self._tends):
             await call.close()
         await self._block_io.close()
+
+    def _unchecked(self, segments: set[int], now_s: float) -> set[int]:
+        """Return the segments whose files nobody has looked after of late."""
+        since_s, checked_s = now_s - _CHECK_S, self._checked_s
+        return {number for number in segments if checked_s.get(number, -math.inf) <= since_s}
 
     # -- payload --------------------------------------------------------------------------------
 
