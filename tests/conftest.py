@@ -86,22 +86,25 @@ def _live_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)}
 
 
-def _native_threads() -> set[tuple[int, str]]:
-    """Return the threads of native engines, which Python does not know: their ids and names."""
-    found = set()
-    python = {thread.native_id for thread in threading.enumerate()}
-    for task in Path("/proc/self/task").glob("[0-9]*"):
+def _tasks() -> set[int]:
+    """Return the ids of all threads, also of those that Python does not know."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def _native_threads(tasks: set[int]) -> list[str]:
+    """Return the names of those that are a native engine's."""
+    found = []
+    for task in tasks - {thread.native_id for thread in threading.enumerate()}:
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            name = (task / "comm").read_text().strip()
-            if name.startswith(THREAD_PREFIX) and int(task.name) not in python:
-                found.add((int(task.name), name))
-    return found
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            found += [name] if name.startswith(THREAD_PREFIX) else []
+    return sorted(found)
 
 
 @pytest.fixture(autouse=True)
 def no_leaked_threads() -> Iterator[None]:
     """Fails a test that leaves one of the package's threads running, daemon, native or not."""
-    before, native_before = _live_threads(), _native_threads()
+    before, tasks_before = _live_threads(), _tasks()  # which have no names yet, perhaps
     yield
     deadline = time.monotonic() + THREAD_GRACE_S
     started = _live_threads() - before
@@ -109,8 +112,8 @@ def no_leaked_threads() -> Iterator[None]:
         thread.join(max(0.0, deadline - time.monotonic()))
     leaked = sorted(t.name for t in started if t.is_alive())
     # Joined by whoever closes their engine: the kernel may list them for a moment still.
-    while (native := _native_threads() - native_before) and time.monotonic() < deadline:
+    while (native := _native_threads(_tasks() - tasks_before)) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
-    leaked += sorted(name for _, name in native)
+    leaked += native
     if leaked:
         pytest.fail(f"threads still running {THREAD_GRACE_S:g} s after the test: {leaked}")

@@ -168,7 +168,7 @@ def sides(request, tmp_path, monkeypatch, benchmark) -> Iterator[list[Side]]:
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "at once"])
 @pytest.mark.parametrize("sides", TIERS, indirect=True)
-def test_costs_of_a_job(sides, is_alone, monkeypatch, benchmark, request, capsys):
+def test_costs_of_a_job(sides, is_alone, monkeypatch, benchmark, request, capsys):  # noqa: PLR0917 - fixtures
     if implementation().name != "native":
         pytest.skip("the native module is not built")
     benchmark(lambda: None)
