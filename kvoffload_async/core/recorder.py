@@ -1,0 +1,321 @@
+"""The recorder of requests: what the last ones have been through, in bounded memory.
+
+    begun --event*--> finished and no job open: ended --forgotten, as later ones need the room-->
+
+It is told what happens, and when; it decides nothing, and knows no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvoffload_async.timeline import (
+    JobEnded,
+    JobStarted,
+    LookupEvent,
+    Note,
+    NoteKind,
+    RequestTimeline,
+    TimelineEvent,
+    TransferDirection,
+)
+from kvoffload_async.types import ReqContext
+
+MAX_EVENTS: Final = 128
+"""How many events are kept of one request; what comes later is counted."""
+
+Figures = Callable[[], Sequence[int]]
+"""Reads the counters of lookups. They grow by what a round of lookups was answered, and by nothing
+else, so that a round is the difference of two readings and a lookup costs nothing more."""
+
+
+class _Record:
+    """One request."""
+
+    __slots__ = (
+        "began_s",
+        "ctx",
+        "dropped",
+        "ended_s",
+        "events",
+        "finished_s",
+        "is_done",
+        "max_events",
+        "open_jobs",
+        "parent",
+    )
+
+    def __init__(
+        self, ctx: ReqContext, began_s: float, max_events: int, parent: object | None
+    ) -> None:
+        self.ctx = ctx
+        self.max_events = max_events
+        self.began_s = began_s
+        self.finished_s: float | None = None
+        self.ended_s: float | None = None
+        self.is_done = False
+        """Whether no job can begin any more."""
+        self.events: list[TimelineEvent] = []
+        self.open_jobs: dict[tuple[str, int], JobStarted] = {}
+        """Each has a place among the events for its end."""
+        self.dropped = 0
+        self.parent = parent
+
+    @property
+    def room(self) -> int:
+        return self.max_events - len(self.events) - len(self.open_jobs)
+
+    def timeline(self) -> RequestTimeline:
+        return RequestTimeline(
+            self.ctx.req_id,
+            self.began_s,
+            self.finished_s,
+            self.ended_s,
+            tuple(self.events),
+            self.dropped,
+            self.parent,
+        )
+
+
+class RequestRecorder:
+    """Keeps the timelines of the last requests; those that have ended make room first.
+
+    Thread: owner.
+
+    Attributes:
+        max_requests: How many requests are kept.
+        now_s: The time of what happens next.
+        find_parent: Returns the trace context of a request that begins.
+        dropped_timelines: Timelines that nobody has taken in time.
+    """
+
+    def __init__(self, max_requests: int, max_events: int = MAX_EVENTS) -> None:
+        self.max_requests = max_requests
+        self._max_events = max_events
+        self.now_s = 0.0
+        self.find_parent: Callable[[ReqContext], object | None] = _own_parent
+        self.dropped_timelines = 0
+        self._records: dict[ReqContext, _Record] = {}
+        self._ended: dict[ReqContext, None] = {}
+        self._by_id: dict[str, _Record] = {}
+        self._complete: deque[RequestTimeline] | None = None
+        self._figures: Figures = tuple
+        self._labels: Sequence[tuple[str, str]] = ()
+        self._before: Sequence[int] = ()
+        self._asking: ReqContext | None = None
+        self._asked_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read_lookups(self, labels: Iterable[tuple[str, str]], figures: Figures) -> None:
+        """Read rounds of lookups from figures: who has answered what; the last one: deferrals."""
+        self._labels, self._figures = tuple(labels), figures
+        self._before = figures()
+
+    def keep_complete(self) -> None:
+        """Keep the timelines of requests that have ended, or are forgotten, for `take_complete`."""
+        if self._complete is None:
+            self._complete = deque()
+
+    def advance(self, now_s: float) -> None:
+        """Learn the time; it never goes back."""
+        self.now_s = max(self.now_s, now_s)
+
+    # -- what happens ---------------------------------------------------------------------------
+
+    def begin(self, ctx: ReqContext) -> None:
+        """A request begins."""
+        self._end_round()
+        if ctx in self._records:
+            self._forget(ctx)
+        elif len(self._records) == self.max_requests:
+            self._forget(next(iter(self._ended or self._records)))
+        record = _Record(ctx, self.now_s, self._max_events, self.find_parent(ctx))
+        self._records[ctx] = self._by_id[ctx.req_id] = record
+
+    def finish(self, ctx: ReqContext) -> None:
+        """Its owner has finished a request; jobs may follow."""
+        self._end_round()
+        if record := self._records.get(ctx):
+            record.finished_s = self.now_s
+
+    def done(self, ctx: ReqContext) -> None:
+        """No job can begin for a request any more."""
+        self._end_round()
+        if record := self._records.get(ctx):
+            record.is_done = True
+            self._end_if_done(record)
+
+    def begin_round(self, ctx: ReqContext) -> None:
+        """A request begins to ask."""
+        self._end_round()
+        self._asking, self._asked_s = ctx, self.now_s
+
+    def note(
+        self,
+        ctx: ReqContext,
+        kind: NoteKind,
+        num_blocks: int = 0,
+        *,
+        tier: str | None = None,
+        reason: str | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Something happens to a request; what happens again, right after itself, is counted."""
+        self._end_round()
+        record = self._records.get(ctx)
+        if record is None:
+            return
+        note = Note(self.now_s, kind, num_blocks, tier, reason, seconds)
+        last = record.events[-1] if record.events else None
+        if isinstance(last, Note) and replace(last, at_s=note.at_s, times=1) == note:
+            record.events[-1] = replace(last, times=last.times + 1)
+        else:
+            self._add(record, note)
+
+    def job_started(
+        self,
+        ctx: ReqContext,
+        job_id: int,
+        tier: str,
+        direction: TransferDirection,
+        size: tuple[int, int],
+    ) -> None:
+        """A copy of so many blocks, and bytes, is asked for; its end has its place from now on."""
+        self._end_round()
+        record = self._records.get(ctx)
+        if record is None:
+            return
+        if record.room < 2:  # noqa: PLR2004 - its begin and its end
+            record.dropped += 2
+            return
+        job = JobStarted(self.now_s, job_id, tier, direction, *size)
+        record.events.append(job)
+        record.open_jobs[tier, job_id] = job
+
+    def job_ended(
+        self,
+        ctx: ReqContext,
+        job_id: int,
+        tier: str,
+        *,
+        landed_blocks: int,
+        num_bytes: int,
+        seconds: float | None = None,
+        queue_s: float | None = None,
+        error: BaseException | None = None,
+        is_overdue: bool = False,
+    ) -> None:
+        """A copy has its result."""
+        self._end_round()
+        record = self._records.get(ctx)
+        if record is None or (tier, job_id) not in record.open_jobs:
+            return
+        job = record.open_jobs.pop((tier, job_id))
+        said = None if error is None else described_error(error)
+        record.events.append(
+            JobEnded(self.now_s, job, landed_blocks, num_bytes, seconds, queue_s, said, is_overdue)
+        )
+        self._end_if_done(record)
+
+    def note_all_live(self, kind: NoteKind) -> None:
+        """Something happens to every request that has not finished."""
+        for ctx, record in self._records.items():
+            if record.finished_s is None:
+                self.note(ctx, kind)
+
+    # -- what is known --------------------------------------------------------------------------
+
+    def explain(self, req_id: str) -> RequestTimeline | None:
+        """Return the timeline of a request, of several with one id the latest; None: not kept."""
+        self._end_round()
+        record = self._by_id.get(req_id)
+        return None if record is None else record.timeline()
+
+    def timelines(self) -> tuple[RequestTimeline, ...]:
+        """Return every timeline that is kept, in the order in which the requests began."""
+        self._end_round()
+        return tuple(record.timeline() for record in self._records.values())
+
+    def take_complete(self) -> list[RequestTimeline]:
+        """Detach the timelines that became complete since the last call; see `keep_complete`."""
+        complete = list(self._complete or ())
+        if complete and self._complete is not None:
+            self._complete.clear()
+        return complete
+
+    def give_up(self) -> None:
+        """Have the timelines of requests taken that have not ended: nothing more is to come."""
+        self._end_round()
+        for ctx, record in self._records.items():
+            if ctx not in self._ended:
+                self._deliver(record)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _end_round(self) -> None:
+        """Read what the round that is under way was answered."""
+        asking, self._asking = self._asking, None
+        if asking is None:
+            return
+        before, self._before = self._before, self._figures()
+        record = self._records.get(asking)
+        if record is None:
+            return
+        counts = [now - then for now, then in zip(self._before, before, strict=True)]
+        answers: dict[str, dict[str, int]] = {}
+        for (who, what), count in zip(self._labels, counts[:-1], strict=True):
+            if count:
+                answers.setdefault(who, {})[what] = count
+        deferred = counts[-1]
+        last = record.events[-1] if record.events else None
+        if isinstance(last, LookupEvent) and last.answers == answers and last.deferred == deferred:
+            record.events[-1] = replace(last, last_s=self._asked_s, rounds=last.rounds + 1)
+        else:
+            self._add(record, LookupEvent(self._asked_s, self._asked_s, 1, answers, deferred))
+
+    def _add(self, record: _Record, event: TimelineEvent) -> None:
+        if record.room:
+            record.events.append(event)
+        else:
+            record.dropped += 1
+
+    def _end_if_done(self, record: _Record) -> None:
+        if record.is_done and not record.open_jobs and record.ended_s is None:
+            record.ended_s = self.now_s
+            self._ended[record.ctx] = None
+            self._deliver(record)
+
+    def _forget(self, ctx: ReqContext) -> None:
+        record = self._records.pop(ctx)
+        if self._by_id.get(ctx.req_id) is record:
+            del self._by_id[ctx.req_id]
+        if ctx in self._ended:
+            del self._ended[ctx]
+        else:
+            self._deliver(record)
+
+    def _deliver(self, record: _Record) -> None:
+        if self._complete is None:
+            return
+        if len(self._complete) == self.max_requests:
+            self._complete.popleft()
+            self.dropped_timelines += 1
+        self._complete.append(record.timeline())
+
+
+def described_error(error: BaseException) -> str:
+    """Return an error as text; one of a third party's may raise when it is asked for it."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - third-party code
+        text = ""
+    return text or type(error).__name__
+
+
+def _own_parent(ctx: ReqContext) -> object | None:
+    return ctx.trace_context
