@@ -343,14 +343,11 @@ class Planner:
         self._asking = request
         self.retention.begin_round(request, self.now_s)
 
-    def _decide(self, request: RequestState) -> float | None:
-        """Note that a request waits for no lookup any more; return for how long it has, if so."""
+    def _decide(self, request: RequestState) -> None:
+        """Note that a request waits for no lookup any more."""
         asked_s = request.proceed()
-        if asked_s is None:
-            return None
-        waited_s = self.now_s - asked_s
-        self.counters.decision_seconds.observe(waited_s)
-        return waited_s
+        if asked_s is not None:
+            self.counters.decision_seconds.observe(self.now_s - asked_s)
 
     def _proceed(self, request: RequestState) -> None:
         self._decide(request)

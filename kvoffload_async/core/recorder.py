@@ -36,6 +36,7 @@ class _Record:
     """One request."""
 
     __slots__ = (
+        "asks_since_s",
         "began_s",
         "ctx",
         "dropped",
@@ -54,6 +55,8 @@ class _Record:
         self.ctx = ctx
         self.max_events = max_events
         self.began_s = began_s
+        self.asks_since_s: float | None = None
+        """When it looked something up first, since it was scheduled."""
         self.finished_s: float | None = None
         self.ended_s: float | None = None
         self.is_done = False
@@ -102,9 +105,9 @@ class RequestRecorder:
         self._ended: dict[ReqContext, None] = {}
         self._by_id: dict[str, _Record] = {}
         self._complete: deque[RequestTimeline] | None = None
-        self._figures: Figures = tuple
+        self._figures: Figures = lambda: (0,)
         self._labels: Sequence[tuple[str, str]] = ()
-        self._before: Sequence[int] = ()
+        self._before: Sequence[int] = (0,)
         self._asking: ReqContext | None = None
         self._asked_s = 0.0
 
@@ -154,6 +157,16 @@ class RequestRecorder:
         """A request begins to ask."""
         self._end_round()
         self._asking, self._asked_s = ctx, self.now_s
+        record = self._records.get(ctx)
+        if record is not None and record.asks_since_s is None:
+            record.asks_since_s = self.now_s
+
+    def scheduled(self, ctx: ReqContext) -> None:
+        """A request that has asked waits for no answer any more."""
+        record = self._records.get(ctx)
+        if record is not None and record.asks_since_s is not None:
+            since_s, record.asks_since_s = record.asks_since_s, None
+            self.note(ctx, "scheduled", seconds=self.now_s - since_s)
 
     def note(
         self,

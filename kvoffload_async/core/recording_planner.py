@@ -134,14 +134,14 @@ class RecordingPlanner(Planner):
     # -- inside ---------------------------------------------------------------------------------
 
     def _begin_round(self, request: RequestState) -> None:
+        self.tell_time()
         self.recorder.begin_round(request.ctx)
         super()._begin_round(request)
 
-    def _decide(self, request: RequestState) -> float | None:
-        waited_s = super()._decide(request)
-        if waited_s is not None:
-            self.recorder.note(request.ctx, "scheduled", seconds=waited_s)
-        return waited_s
+    def _decide(self, request: RequestState) -> None:
+        super()._decide(request)
+        self.tell_time()
+        self.recorder.scheduled(request.ctx)
 
     def _submit(
         self,
