@@ -343,11 +343,13 @@ class Planner:
         self._asking = request
         self.retention.begin_round(request, self.now_s)
 
-    def _decide(self, request: RequestState) -> None:
-        """Note that a request waits for no lookup any more."""
+    def _decide(self, request: RequestState) -> bool:
+        """Note that a request waits for no lookup any more; return whether it has."""
         asked_s = request.proceed()
-        if asked_s is not None:
-            self.counters.decision_seconds.observe(self.now_s - asked_s)
+        if asked_s is None:
+            return False
+        self.counters.decision_seconds.observe(self.now_s - asked_s)
+        return True
 
     def _proceed(self, request: RequestState) -> None:
         self._decide(request)

@@ -8,9 +8,8 @@ It is told what happens, and when; it decides nothing, and knows no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 from kvoffload_async.timeline import (
     JobEnded,
@@ -30,6 +29,11 @@ MAX_EVENTS: Final = 128
 Figures = Callable[[], Sequence[int]]
 """Reads the counters of lookups. They grow by what a round of lookups was answered, and by nothing
 else, so that a round is the difference of two readings and a lookup costs nothing more."""
+
+
+_Raw = tuple[Any, ...]
+"""An event's class and its fields, in order: made quickly, and read seldom. The end of a job has
+the tuple of its begin."""
 
 
 class _Record:
@@ -61,8 +65,8 @@ class _Record:
         self.ended_s: float | None = None
         self.is_done = False
         """Whether no job can begin any more."""
-        self.events: list[TimelineEvent] = []
-        self.open_jobs: dict[tuple[str, int], JobStarted] = {}
+        self.events: list[_Raw] = []
+        self.open_jobs: dict[tuple[str, int], _Raw] = {}
         """Each has a place among the events for its end."""
         self.dropped = 0
         self.parent = parent
@@ -77,7 +81,7 @@ class _Record:
             self.began_s,
             self.finished_s,
             self.ended_s,
-            tuple(self.events),
+            tuple(_made(self.events)),
             self.dropped,
             self.parent,
         )
@@ -183,12 +187,14 @@ class RequestRecorder:
         record = self._records.get(ctx)
         if record is None:
             return
-        note = Note(self.now_s, kind, num_blocks, tier, reason, seconds)
         last = record.events[-1] if record.events else None
-        if isinstance(last, Note) and replace(last, at_s=note.at_s, times=1) == note:
-            record.events[-1] = replace(last, times=last.times + 1)
+        what = (kind, num_blocks, tier, reason, seconds)
+        if last is not None and last[0] is Note and last[2:-1] == what:
+            record.events[-1] = (*last[:-1], last[-1] + 1)
+        elif record.room:
+            record.events.append((Note, self.now_s, *what, 1))
         else:
-            self._add(record, note)
+            record.dropped += 1
 
     def job_started(
         self,
@@ -206,7 +212,7 @@ class RequestRecorder:
         if record.room < 2:  # noqa: PLR2004 - its begin and its end
             record.dropped += 2
             return
-        job = JobStarted(self.now_s, job_id, tier, direction, *size)
+        job = (JobStarted, self.now_s, job_id, tier, direction, *size)
         record.events.append(job)
         record.open_jobs[tier, job_id] = job
 
@@ -230,9 +236,8 @@ class RequestRecorder:
             return
         job = record.open_jobs.pop((tier, job_id))
         said = None if error is None else described_error(error)
-        record.events.append(
-            JobEnded(self.now_s, job, landed_blocks, num_bytes, seconds, queue_s, said, is_overdue)
-        )
+        how = (landed_blocks, num_bytes, seconds, queue_s, said, is_overdue)
+        record.events.append((JobEnded, self.now_s, job, *how))
         self._end_if_done(record)
 
     def note_all_live(self, kind: NoteKind) -> None:
@@ -286,14 +291,11 @@ class RequestRecorder:
                 answers.setdefault(who, {})[what] = count
         deferred = counts[-1]
         last = record.events[-1] if record.events else None
-        if isinstance(last, LookupEvent) and last.answers == answers and last.deferred == deferred:
-            record.events[-1] = replace(last, last_s=self._asked_s, rounds=last.rounds + 1)
-        else:
-            self._add(record, LookupEvent(self._asked_s, self._asked_s, 1, answers, deferred))
-
-    def _add(self, record: _Record, event: TimelineEvent) -> None:
-        if record.room:
-            record.events.append(event)
+        asked_s = self._asked_s
+        if last is not None and last[0] is LookupEvent and last[4:] == (answers, deferred):
+            record.events[-1] = (LookupEvent, last[1], asked_s, last[3] + 1, answers, deferred)
+        elif record.room:
+            record.events.append((LookupEvent, asked_s, asked_s, 1, answers, deferred))
         else:
             record.dropped += 1
 
@@ -319,6 +321,19 @@ class RequestRecorder:
             self._complete.popleft()
             self.dropped_timelines += 1
         self._complete.append(record.timeline())
+
+
+def _made(events: Iterable[_Raw]) -> Iterator[TimelineEvent]:
+    """Make events out of what was kept of them."""
+    begun: dict[tuple[str, int], JobStarted] = {}
+    for kind, *fields in events:
+        if kind is JobEnded:
+            _, _, job_id, tier, *_ = fields[1]
+            fields[1] = begun[tier, job_id]
+        event = kind(*fields)
+        if kind is JobStarted:
+            begun[event.tier, event.job_id] = event
+        yield event
 
 
 def described_error(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from kvoffload_async.core.ledger import JobRecord
@@ -118,14 +118,6 @@ class RecordingPlanner(Planner):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def begin_step(self, now_s: float) -> None:
-        super().begin_step(now_s)
-        self.recorder.advance(now_s)
-
-    def end_step(self, scheduled: Iterable[str] = ()) -> None:
-        self.tell_time()
-        super().end_step(scheduled)
-
     def reset_cache(self) -> None:
         self.tell_time()
         self.recorder.note_all_live("reset")
@@ -138,10 +130,12 @@ class RecordingPlanner(Planner):
         self.recorder.begin_round(request.ctx)
         super()._begin_round(request)
 
-    def _decide(self, request: RequestState) -> None:
-        super()._decide(request)
-        self.tell_time()
-        self.recorder.scheduled(request.ctx)
+    def _decide(self, request: RequestState) -> bool:
+        has_asked = super()._decide(request)
+        if has_asked:
+            self.tell_time()
+            self.recorder.scheduled(request.ctx)
+        return has_asked
 
     def _submit(
         self,
@@ -152,6 +146,7 @@ class RecordingPlanner(Planner):
         *,
         is_promotion: bool,
     ) -> None:
+        self.tell_time()
         self.recorder.job_started(
             ctx,
             self._next_job_id,

@@ -86,6 +86,8 @@ class Explaining:
         return self.recorder
 
     def _hand_timelines_over(self, recorder: RequestRecorder) -> None:
+        if not self._listeners:
+            return
         for timeline in recorder.take_complete():
             for listener in self._listeners:
                 try:
