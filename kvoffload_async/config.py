@@ -27,6 +27,8 @@ _MAX_SECONDS: Final = 1e9
 _MAX_INTEGER: Final = (1 << 63) - 1
 """The largest size or number that the system has a type for."""
 _MAX_LABEL_CHARS: Final = 200
+_MAX_EXPLAINED: Final = 100_000
+"""Requests whose timelines are kept; each takes up to 30 KiB."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -243,6 +245,8 @@ class OffloadConfig:
         drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
         shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
         prefault: Touch the primary's memory at the start.
+        explain_requests: How many of the last requests to keep timelines of, for `explain` and
+            tracing; 0: none.
         check_invariants: Check every invariant at the end of every step; for debugging.
         secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
     """
@@ -269,6 +273,7 @@ class OffloadConfig:
     drain_timeout_s: float = _option(parse_seconds, 30.0)
     shutdown_timeout_s: float = _option(parse_seconds, 30.0)
     prefault: bool = _option(parse_bool, default=True)
+    explain_requests: int = _option(at_least(0, _MAX_EXPLAINED), 0)
     check_invariants: bool = _option(parse_bool, default=False)
     secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, (), is_shown=False)
 

@@ -37,6 +37,7 @@ from kvoffload_async.cli.settings import (
 )
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
+from kvoffload_async.cli.timelines import TimelineOutput
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.passes import PassReports, replay_passes
@@ -168,6 +169,21 @@ def replay(
         str | None,
         typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
     ] = None,
+    explain: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Print what request N went through, in each pass; the first one is 0.",
+        ),
+    ] = None,
+    trace_out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write what every request went through, as trace events that Perfetto opens.",
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Replay a serving trace through the whole engine, with real bytes.
@@ -189,11 +205,12 @@ def replay(
         logging_to(console, verbose=verbose),
         Interrupt() as interrupt,
         ScratchFolder() as scratch,
+        TimelineOutput(explain, trace_out) as timelines,
     ):
         check_writable("--json", json)
         _check_choice("--engine", engine, ENGINES)
         _check_choice("--device", device, DEVICES)
-        spec = resolve(flags, scratch)
+        spec = timelines.recording(resolve(flags, scratch), concurrency)
         num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if str(trace) == STDIN == str(config):
             raise InputError("- is both TRACE and --config; standard input can be read once")
@@ -214,8 +231,10 @@ def replay(
             options,
             num_passes,
             follow=bar_per_pass(console, num_passes),
+            watch=timelines.watch if timelines.is_wanted else None,
         )
         _publish(reports, json)
+        timelines.publish(Console(stderr=json == STDOUT))
     for complaint in reports.complaints:
         complain(complaint)
     if reports.interrupted:

@@ -83,7 +83,7 @@ class Ledger:
 
     def __init__(self, slot_bytes: int) -> None:
         """Start empty; a slot counts as `slot_bytes` in a result's bytes."""
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self._records: dict[JobId, JobRecord] = {}
         self._unfinished = 0
         self.queued_count = 0
@@ -207,7 +207,8 @@ class Ledger:
             success=error is None,
             successful_keys=frozenset(landed) if error else None,
             transfer_time=event.seconds,
-            transfer_bytes=(len(job.keys) - len(failures)) * self._slot_bytes
+            queue_time=event.queue_s,
+            transfer_bytes=(len(job.keys) - len(failures)) * self.slot_bytes
             if event.job_error is None
             else 0,
             error=error,

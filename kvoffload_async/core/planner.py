@@ -116,8 +116,7 @@ class Planner:
         request = self._live_request(ctx)
         counters, in_primary = self.counters, self.primary.counters
         if request is not self._asking:
-            self._asking = request
-            self.retention.begin_round(request, self.now_s)
+            self._begin_round(request)
         counters.lookups += 1
         in_primary.lookups += 1
         answer = self.primary.lookup(key)
@@ -339,11 +338,18 @@ class Planner:
         else:
             self.cascades.released(index, record, self.now_s)
 
-    def _decide(self, request: RequestState) -> None:
-        """Note that a request waits for no lookup any more."""
+    def _begin_round(self, request: RequestState) -> None:
+        """Note that a request asks, and that others, or nobody, have asked before it."""
+        self._asking = request
+        self.retention.begin_round(request, self.now_s)
+
+    def _decide(self, request: RequestState) -> bool:
+        """Note that a request waits for no lookup any more; return whether it has."""
         asked_s = request.proceed()
-        if asked_s is not None:
-            self.counters.decision_seconds.observe(self.now_s - asked_s)
+        if asked_s is None:
+            return False
+        self.counters.decision_seconds.observe(self.now_s - asked_s)
+        return True
 
     def _proceed(self, request: RequestState) -> None:
         self._decide(request)

@@ -337,6 +337,7 @@ class TieringOffloadingSpec(_Spec):
             check_invariants=config.check_invariants,
             clock=self.runtime.runner.now_s,
             generation=config.generation,
+            explain_requests=config.explain_requests,
         )
 
 

@@ -87,6 +87,23 @@ class TierGroup:
             has_news = bridge.runner.wait_until(has_results, wait_s)
             left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
 
+    def shutdown(self, planner: Planner, deadline_s: float) -> tuple[int, list[Exception]]:
+        """Shut every tier down; return how many copies still run, and what has failed."""
+        self.hand_over(planner)
+        errors: list[Exception] = []
+        unfinished = 0
+        for guard in self.guards:
+            report = guard.shutdown(max(0.0, deadline_s - self._clock()))
+            unfinished += len(report.unfinished_jobs)
+            if report.error is not None and not report.unfinished_jobs:
+                errors.append(report.error)
+        self.collect(planner)
+        for state in self.states:
+            # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
+            unfinished += len(state.abandon_rest())
+        planner.collect()
+        return unfinished, errors
+
     def stats(self, planner: Planner) -> tuple[TierStatistics, ...]:
         """Return how each tier is."""
         return tuple(

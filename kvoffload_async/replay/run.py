@@ -21,6 +21,7 @@ from kvoffload_async.replay.report import Report, build_report
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.replay.tally import DEVICE, PRIMARY, Tally
 from kvoffload_async.runtime.loop import new_event_loop
+from kvoffload_async.timeline import RequestTimeline
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before
     from kvoffload_async.transport.paged import PagedMemory
@@ -46,6 +47,7 @@ class ReplayOptions:
     Attributes:
         device: `"cpu"` or `"cuda"`: where the device's memory lies.
         device_blocks: What the device has room for, and keeps; None: enough, and it keeps nothing.
+        on_timeline: Takes the timelines of requests; needs a configuration with `explain_requests`.
     """
 
     engine: str = SYNC
@@ -56,6 +58,7 @@ class ReplayOptions:
     verify: bool = True
     should_stop: Callable[[], bool] = lambda: False
     on_step: Callable[[], None] = lambda: None
+    on_timeline: Callable[[RequestTimeline], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ def _replay_stepwise(
     ]
     with _start_errors():
         manager = spec.get_manager()
+    _watch(manager, options)
     workers: Workers | None = None
     try:
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
@@ -181,6 +185,7 @@ async def _replay_awaited(
         await engine.__aenter__()
     try:
         manager = engine.manager
+        _watch(manager, options)
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
         driver = AsyncDriver(
@@ -203,6 +208,11 @@ async def _replay_awaited(
     finally:
         await engine.close(_bounded(spec, options))
     return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+
+
+def _watch(manager: TieringOffloadingManager, options: ReplayOptions) -> None:
+    if options.on_timeline is not None:
+        manager.watch_timelines(options.on_timeline)
 
 
 def _open_memory(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.breaker import BreakerSettings, BreakerState
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
 from kvoffload_async.testing.invariants import check_history
@@ -56,6 +57,8 @@ SETUPS = st.fixed_dictionaries(
 class PlannerMachine(RuleBasedStateMachine):
     """Few rules with much in each: then hypothesis spends its steps on what interacts."""
 
+    create_planner = Planner
+
     @initialize(setup=SETUPS, stored_before=st.sets(st.sampled_from(ALL_KEYS)))
     def build(self, setup, stored_before):
         tiers = setup["tiers"]
@@ -69,6 +72,7 @@ class PlannerMachine(RuleBasedStateMachine):
             breaker=BreakerSettings(setup["faults"], retry_after_s=3.0),
             request_level=sorted(setup["request_level"] & set(range(tiers))),
             pressed_tier=1,
+            create_planner=self.create_planner,
             accept_prefix=setup["accept_prefix"],
         )
         if tiers:

@@ -74,6 +74,7 @@ class World:
         request_level=(),
         breaker=NEVER_OPENS,
         pressed_tier=None,
+        create_planner=Planner,
         **primary_options,
     ):
         self.tiers = [ScriptedTier() for _ in range(tiers)]
@@ -94,7 +95,7 @@ class World:
             )
             for i, tier in enumerate(self.tiers)
         ]
-        self.planner = Planner(self.primary, slots, limits)
+        self.planner = create_planner(self.primary, slots, limits)
         self.request_level = tuple(request_level)
         self.running: dict[int, tuple[int, JobMetadata]] = {}
         self.late: dict[int, tuple[int, JobMetadata]] = {}
