@@ -99,7 +99,8 @@ def test_a_variable_names_the_configuration_where_nothing_else_does(command, mon
         ("a: [1", "not YAML"),
         ("a: !!python/object:os.system 1", "not YAML"),
         ("a: " + "[" * 40 + "]" * 40, "nested more than 32 deep"),
-        ("a: " + "[" * 5000 + "]" * 5000, "nested"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested more than 32 deep"),
+        ("a: " + "{b: " * 5000 + "}" * 5000, "nested more than 32 deep"),
         ("a: !!binary aGk=", "is read as a bytes"),
     ],
 )
