@@ -27,6 +27,8 @@ _MAX_SECONDS: Final = 1e9
 _MAX_INTEGER: Final = (1 << 63) - 1
 """The largest size or number that the system has a type for."""
 _MAX_LABEL_CHARS: Final = 200
+_MAX_SOCKET_PATH_BYTES: Final = 107
+"""What fits into a `sockaddr_un`."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -190,6 +192,16 @@ def parse_generation(value: object, key: str) -> str:
     return parse_label(value, key)
 
 
+def parse_socket_path(value: object, key: str) -> str:
+    """Return the path of a Unix socket; raises ConfigError."""
+    allowed = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        _reject(key, value, allowed)
+    if not is_encodable(value) or len(value.encode()) > _MAX_SOCKET_PATH_BYTES:
+        _reject(key, value, allowed)
+    return value
+
+
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -244,6 +256,8 @@ class OffloadConfig:
         shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
         prefault: Touch the primary's memory at the start.
         check_invariants: Check every invariant at the end of every step; for debugging.
+        status_socket: Path of a Unix socket on which the running engine says how it is, to
+            `kvoffload top`; only this user can connect. By default `KVOFFLOAD_STATUS_SOCKET`.
         secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
     """
 
@@ -270,6 +284,7 @@ class OffloadConfig:
     shutdown_timeout_s: float = _option(parse_seconds, 30.0)
     prefault: bool = _option(parse_bool, default=True)
     check_invariants: bool = _option(parse_bool, default=False)
+    status_socket: str | None = _option(or_none(parse_socket_path), None)
     secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, (), is_shown=False)
 
     @classmethod

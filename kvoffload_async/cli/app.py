@@ -168,6 +168,10 @@ def replay(
         str | None,
         typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
     ] = None,
+    status_socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Serve the engine's status there, for `kvoffload top`."),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Replay a serving trace through the whole engine, with real bytes.
@@ -181,6 +185,7 @@ def replay(
         policy=policy,
         tiers=tier or (),
         config=config,
+        status_socket=status_socket,
         is_built_in=trace is None,
     )
     console = Console(stderr=True)

@@ -307,6 +307,12 @@ class _SharedSpec(TieringOffloadingSpec):
                 self._buffer.remove_name()
             self._outer.remove_process_folders()
 
+    def _status_path(self) -> str | None:
+        """Return the path; of data-parallel replicas, all but the first have their number in it."""
+        path = super()._status_path()
+        index = self._outer.config.parallel.data_parallel_index
+        return f"{path}-{index}" if path is not None and index else path
+
     def _memory_limits(self) -> Sequence[Limit]:
         limit = filesystem_limit(SHARED_MEMORY)
         return (*super()._memory_limits(), *([limit] if limit else []))
