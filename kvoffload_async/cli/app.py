@@ -37,6 +37,7 @@ from kvoffload_async.cli.settings import (
 )
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
+from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.passes import PassReports, replay_passes
@@ -52,6 +53,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(bench)
+app.command()(top)
 app.add_typer(store_app)
 
 
