@@ -7,6 +7,7 @@ import stat
 import threading
 
 import pytest
+from runtime.sockets import DEADLINE_S, connected, received
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime import status_socket
@@ -16,8 +17,6 @@ from kvoffload_async.runtime.status_socket import (
     MAX_REQUEST_BYTES,
     StatusSocket,
 )
-
-DEADLINE_S = 10.0
 
 
 class Clock:
@@ -57,21 +56,6 @@ class Rounds:
     @property
     def counted(self):
         return {name: count for name, count in self.socket.counters.read().items() if count}
-
-
-def connected(path):
-    client = socket.socket(socket.AF_UNIX)
-    client.settimeout(DEADLINE_S)
-    client.connect(path)
-    return client
-
-
-def received(client):
-    """Return everything until the end."""
-    parts = []
-    while part := client.recv(1 << 16):
-        parts.append(part)
-    return b"".join(parts)
 
 
 @pytest.fixture

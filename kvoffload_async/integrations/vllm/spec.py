@@ -44,6 +44,7 @@ from kvoffload_async.integrations.vllm.row_layout import (
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.machine import Limit, filesystem_limit
 from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
 
@@ -93,6 +94,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
         """
+        show_log()
         super().__init__(config)
         if config.canonical_layout:
             raise ConfigError("canonical_layout: true is not supported here; leave it out")
