@@ -1,5 +1,6 @@
 """Asking an engine how it is: what is refused of an answer."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -126,10 +127,8 @@ def listening(tmp_path_factory):
             peer, _ = listener.accept()
             with peer:
                 peer.recv(100)
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     peer.sendall(given)
-                except BrokenPipeError:
-                    pass
 
         threads.append(threading.Thread(target=serve))
         threads[0].start()
@@ -163,5 +162,5 @@ def test_one_that_never_answers_is_not_waited_for(tmp_path_factory):
 
 
 def test_a_path_that_is_too_long_is_no_engine():
-    with pytest.raises(NoAnswerError, match="no engine answers: .*too long"):
+    with pytest.raises(NoAnswerError, match=r"no engine answers: .*too long"):
         ask("/" + "x" * 200)
