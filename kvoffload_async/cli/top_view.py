@@ -56,7 +56,7 @@ def picture(
         used += 1
     if stats.tiers:
         top += [Text(), _tiers(readings, stats.tiers, is_wide=width >= WIDE)]
-        used += 2 + min(len(stats.tiers), MAX_TIERS)
+        used += 2 + min(len(stats.tiers), MAX_TIERS + 1)
     slowest = _slowest(readings)
     if slowest is not None:
         top += [Text(), slowest]
@@ -140,6 +140,8 @@ def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool
     table.add_column("state", no_wrap=True)
     for index, tier in enumerate(tiers[:MAX_TIERS]):
         table.add_row(*_tier(readings, index, tier, is_wide=is_wide))
+    if len(tiers) > MAX_TIERS:
+        table.add_row(Text(f"{len(tiers) - MAX_TIERS} more", style="dim"))
     return table
 
 

@@ -86,6 +86,12 @@ def test_it_fits_on_the_screen(stats, width, height, num_tiers):
     assert any("slowest phases" in line for line in lines)
 
 
+def test_tiers_beyond_eight_are_counted(stats):
+    lines = screen(replace(stats, tiers=stats.tiers * 10))
+    assert sum(line.startswith("tier0 ") for line in lines) == 8
+    assert row_of(lines, "2 more")
+
+
 def test_the_first_line_says_which_engine_it_is(stats):
     lines = screen(stats)
     assert "org/model" in lines[0]
