@@ -128,6 +128,7 @@ def _value(default: object) -> str:
 
 def _as_json(summary: str) -> str:
     """Return a docstring's text for people who write JSON; a page that it names becomes a link."""
+    summary = summary.replace("][", "]&#91;")  # else a reference of Markdown
     for word, said in {"None": "`null`", "True": "`true`", "False": "`false`"}.items():
         summary = re.sub(rf"\b{word}\b", said, summary)
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", summary)

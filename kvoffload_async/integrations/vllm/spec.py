@@ -23,6 +23,7 @@ from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.opening import naming_tier
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.storage import parse_directory
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -291,6 +292,7 @@ class _SharedSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         super().__init__(config)
+        self._status = EngineStatus(outer.config.model.name)
         self._outer = outer
         self._buffer: SharedBuffer | None = None
 
