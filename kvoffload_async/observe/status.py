@@ -92,7 +92,7 @@ def ask(path: str, timeout_s: float = 5.0) -> str:
         raise NoAnswerError(
             f"{path}: no engine answers: {why}; start one with this status_socket"
         ) from error
-    if not line.endswith(b"\n"):
+    if not line.endswith(b"\n") or len(line) > MAX_STATUS_BYTES:
         raise InputError(f"{path}: the answer is no line of at most {MAX_STATUS_BYTES} bytes")
     try:
         return line.decode()

@@ -122,13 +122,15 @@ def listening(tmp_path_factory):
     listener.settimeout(DEADLINE_S)
     threads = []
 
-    def answering(given):
+    def answering(given, *, stays=False):
         def serve():
             peer, _ = listener.accept()
             with peer:
                 peer.recv(100)
                 with contextlib.suppress(BrokenPipeError):
                     peer.sendall(given)
+                    if stays:
+                        peer.recv(1)  # until the other side goes away
 
         threads.append(threading.Thread(target=serve))
         threads[0].start()
@@ -145,6 +147,12 @@ def test_an_answer_that_is_no_line_is_refused(listening, given, monkeypatch):
     monkeypatch.setattr(status, "MAX_STATUS_BYTES", 200)
     with pytest.raises(InputError, match="no line of at most 200 bytes"):
         ask(listening(given))
+
+
+def test_an_answer_without_an_end_is_not_read_to_it(listening, monkeypatch):
+    monkeypatch.setattr(status, "MAX_STATUS_BYTES", 200)
+    with pytest.raises(InputError, match="no line of at most 200 bytes"):
+        ask(listening(b"x" * 300 + b"\n", stays=True))
 
 
 def test_an_answer_that_is_no_text_is_refused(listening):

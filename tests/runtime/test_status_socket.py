@@ -163,12 +163,14 @@ def test_one_that_goes_away_is_forgotten(path, sends):
 
 
 def test_only_so_many_are_served_at_once_and_the_rest_waits_for_room(rounds):
-    clients = [rounds.connect() for _ in range(MAX_CONNECTIONS)]
+    clients = [rounds.connect() for _ in range(MAX_CONNECTIONS - 2)]
     rounds.rounds()
+    clients += [rounds.connect() for _ in range(2)]
     late = rounds.connect(b"status\n")
     rounds.rounds()
     assert len(rounds.socket._connections) == MAX_CONNECTIONS
     assert rounds.counted == {}
+    assert not rounds.socket._listens  # else every round would begin at once
     clients[0].close()
     rounds.rounds(4)
     assert received(late) == b"<status>\n"
@@ -344,28 +346,28 @@ def test_closing_is_fine_with_a_path_that_is_gone_or_cannot_be_removed(path, cap
     assert "could not be removed" in caplog.text
 
 
-def test_a_forked_child_does_not_keep_the_socket_alive_or_remove_it(path):
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_forked_child_does_not_keep_the_socket_alive_or_remove_it(path, closes):
     made = StatusSocket(str(path))
     made.serve(lambda request: request)
     held, release = os.pipe()
+    done, report = os.pipe()
     pid = os.fork()
     if not pid:  # pragma: no cover - in the child
         os.close(release)
-        made.close()
+        if closes:
+            made.close()
+        os.write(report, b"done")
         os.read(held, 1)
         os._exit(0)
-    assert path.exists()
+    assert os.read(done, 4) == b"done"
     client = connected(str(path))
     client.sendall(b"status\n")
     assert received(client) == b"status\n"
     client.close()
-    made._thread, thread = None, made._thread  # as if this process had died: nothing is removed
-    made._closed = True
-    made._stop.set()
-    made._wake.send(b"\0")
-    thread.join(DEADLINE_S)
-    made._close_descriptors()
+    made._inode = (0, 0)  # as if this process had died: nothing is removed
+    made.close()
     StatusSocket(str(path)).close()
-    os.close(release)
+    for fd in (release, held, done, report):
+        os.close(fd)
     os.waitpid(pid, 0)
-    os.close(held)
