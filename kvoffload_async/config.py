@@ -29,6 +29,8 @@ _MAX_INTEGER: Final = (1 << 63) - 1
 _MAX_LABEL_CHARS: Final = 200
 _MAX_EXPLAINED: Final = 100_000
 """Requests whose timelines are kept; each takes up to 30 KiB."""
+_MAX_SOCKET_PATH_BYTES: Final = 107
+"""What fits into a `sockaddr_un`."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -192,6 +194,16 @@ def parse_generation(value: object, key: str) -> str:
     return parse_label(value, key)
 
 
+def parse_socket_path(value: object, key: str) -> str:
+    """Return the path of a Unix socket; raises ConfigError."""
+    allowed = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        _reject(key, value, allowed)
+    if not is_encodable(value) or len(value.encode()) > _MAX_SOCKET_PATH_BYTES:
+        _reject(key, value, allowed)
+    return value
+
+
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -248,6 +260,8 @@ class OffloadConfig:
         explain_requests: How many of the last requests to keep timelines of, for `explain` and
             tracing; 0: none.
         check_invariants: Check every invariant at the end of every step; for debugging.
+        status_socket: Path of a Unix socket on which the running engine says how it is, to
+            `kvoffload top`; only this user can connect. By default `KVOFFLOAD_STATUS_SOCKET`.
         secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
     """
 
@@ -275,6 +289,7 @@ class OffloadConfig:
     prefault: bool = _option(parse_bool, default=True)
     explain_requests: int = _option(at_least(0, _MAX_EXPLAINED), 0)
     check_invariants: bool = _option(parse_bool, default=False)
+    status_socket: str | None = _option(or_none(parse_socket_path), None)
     secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, (), is_shown=False)
 
     @classmethod

@@ -317,7 +317,7 @@ class AsyncTier(ABC):
         Of these `used_bytes` and `capacity_bytes` have a meaning for all tiers: what the tier
         occupies, in this process's view, and what it may.
 
-        Must return at once, from memory. Thread: owner, while the loop may run.
+        Must return at once, from memory. Thread: any, while owner and loop may run.
         """
         return {}
 

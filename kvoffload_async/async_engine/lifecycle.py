@@ -93,7 +93,7 @@ class EngineLifecycle:
         self._loop = asyncio.get_running_loop()
         self._steps = Steps(self._bounds.unread_events)
         runner = SameLoopRunner(self._loop, self._steps.note_progress)
-        self._spec = TieringOffloadingSpec(self._config, Bridge(runner))
+        self._spec = TieringOffloadingSpec(self._config, Bridge(runner), self.stats)
         try:
             # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
             await to_thread(self._start)

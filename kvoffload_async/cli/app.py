@@ -38,6 +38,7 @@ from kvoffload_async.cli.settings import (
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
 from kvoffload_async.cli.timelines import TimelineOutput
+from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.passes import PassReports, replay_passes
@@ -53,6 +54,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(bench)
+app.command()(top)
 app.add_typer(store_app)
 
 
@@ -184,6 +186,10 @@ def replay(
             help="Write what every request went through, as trace events that Perfetto opens.",
         ),
     ] = None,
+    status_socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Serve the engine's status there, for `kvoffload top`."),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Replay a serving trace through the whole engine, with real bytes.
@@ -197,6 +203,7 @@ def replay(
         policy=policy,
         tiers=tier or (),
         config=config,
+        status_socket=status_socket,
         is_built_in=trace is None,
     )
     console = Console(stderr=True)

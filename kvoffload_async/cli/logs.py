@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvoffload_async.runtime.log_level import PACKAGE_LOGGER, level_from_environment
+
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show what the engine does, as it does it.")
 ]
-
-_PACKAGE = "kvoffload_async"
 
 
 class _OnConsole(logging.Handler):
@@ -34,18 +34,29 @@ class _OnConsole(logging.Handler):
 
 @contextmanager
 def logging_to(console: Console, *, verbose: bool) -> Iterator[None]:
-    """Show warnings, or with `verbose` everything that the engine does."""
-    logger = logging.getLogger(_PACKAGE)
+    """Show warnings, or with `verbose` everything that the engine does.
+
+    Raises:
+        ConfigError: The environment names a level that there is not.
+    """
+    level = level_from_environment() or logging.WARNING
+    if verbose:
+        level = logging.DEBUG
+    logger = logging.getLogger(PACKAGE_LOGGER)
     handler = _OnConsole(console)
-    form = "%(asctime)s.%(msecs)03d %(levelname)s %(message)s" if verbose else "%(message)s"
+    form = (
+        "%(asctime)s.%(msecs)03d %(levelname)s %(message)s"
+        if level < logging.WARNING
+        else "%(message)s"
+    )
     handler.setFormatter(logging.Formatter(f"kvoffload: {form}", "%H:%M:%S"))
-    level, propagates = logger.level, logger.propagate
+    before, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    logger.setLevel(level)
     logger.propagate = False  # each line once, whatever the root logger has
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(before)
         logger.propagate = propagates

@@ -40,6 +40,7 @@ class Flags:
     policy: str | None = None
     tiers: Sequence[str] = ()
     config: Path | None = None
+    status_socket: Path | None = None
     is_built_in: bool = True
     """Whether the built-in workload runs, which has a tier and a primary of its own."""
 
@@ -95,6 +96,8 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
     elif flags.is_built_in and "secondary_tiers" not in config:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": scratch.path}]
+    if flags.status_socket is not None:
+        config["status_socket"] = str(flags.status_socket.absolute())
     config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
     _size_primary(config, flags)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -33,11 +35,14 @@ from kvoffload_async.cli.ending import (
 )
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.store_tables import shown, summary_tables
 from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
+
+logger = logging.getLogger(__name__)
 
 Directory = Annotated[
     str,
@@ -114,7 +119,13 @@ store_app = typer.Typer(
 
 
 @store_app.command()
-def inspect(directory: Directory, *, as_json: AsJson = False, lists_all: ListsAll = False) -> None:
+def inspect(
+    directory: Directory,
+    *,
+    as_json: AsJson = False,
+    lists_all: ListsAll = False,
+    verbose: Verbose = False,
+) -> None:
     """Count what is there, by namespace and slab store; changes nothing."""
     _command(
         directory,
@@ -122,6 +133,7 @@ def inspect(directory: Directory, *, as_json: AsJson = False, lists_all: ListsAl
         lambda store, control: store.inspect(control),
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
     )
 
 
@@ -132,6 +144,7 @@ def verify(
     key_file: KeyFile = None,
     as_json: AsJson = False,
     lists_all: ListsAll = False,
+    verbose: Verbose = False,
 ) -> None:
     """Read every block, and check its length and checksum; changes nothing."""
     _command(
@@ -141,6 +154,7 @@ def verify(
         key_file=key_file,
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
     )
 
 
@@ -179,6 +193,7 @@ def gc(
     key_file: KeyFile = None,
     as_json: AsJson = False,
     lists_all: ListsAll = False,
+    verbose: Verbose = False,
 ) -> None:
     """Remove what nobody will use; what living writers own stays.
 
@@ -213,6 +228,7 @@ def gc(
         key_file=key_file,
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
         shows_part=True,
     )
 
@@ -232,6 +248,7 @@ def repair(
     key_file: KeyFile = None,
     as_json: AsJson = False,
     lists_all: ListsAll = False,
+    verbose: Verbose = False,
 ) -> None:
     """Keep all blocks that verify, and drop the rest.
 
@@ -255,6 +272,7 @@ def repair(
         key_file=key_file,
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
         shows_part=True,
     )
 
@@ -280,11 +298,17 @@ def _command(
     key_file: Path | None = None,
     as_json: bool,
     lists_all: bool,
+    verbose: bool,
     shows_part: bool = False,
 ) -> None:
     """Look after every store in a directory, tell what was found, and end with a status."""
-    with errors_as_one_line(), Interrupt() as interrupt:
-        with _followed(title, interrupt, None if lists_all else MAX_LISTED) as control:
+    console = Console(stderr=True)
+    with (
+        errors_as_one_line(),
+        logging_to(console, verbose=verbose),
+        Interrupt() as interrupt,
+    ):
+        with _followed(console, title, interrupt, None if lists_all else MAX_LISTED) as control:
             reports = _run(directory, call, key_file, control)
         if interrupt.is_requested and not shows_part:
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -302,10 +326,10 @@ def _command(
 
 @contextmanager
 def _followed(
-    title: str, interrupt: Interrupt, max_listed: int | None
+    console: Console, title: str, interrupt: Interrupt, max_listed: int | None
 ) -> Iterator[MaintenanceControl]:
     gauge = Gauge()
-    with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, title) as on_change:
+    with progress_bar(console, lambda: gauge.fraction_done, title) as on_change:
         gauge.on_change = on_change
         yield MaintenanceControl(
             expect=gauge.expect,
@@ -345,8 +369,13 @@ async def _find_and_call(
             break
         reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
+            logger.info("%s: a store of the %s tier", shown(store.name), store.tier_type)
+            began_s = time.monotonic()
             async for finding in findings:
                 reports[-1].take_in(finding, control.max_listed)
+                if isinstance(finding, Problem):
+                    logger.info("%s: %s", shown(store.name), shown(finding.text))
+            logger.info("%s: done after %.1f s", shown(store.name), time.monotonic() - began_s)
     return reports
 
 

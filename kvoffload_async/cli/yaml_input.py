@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
-from kvoffload_async.cli.json_input import JsonInputError, check_value
+from kvoffload_async.cli.json_input import JsonInputError, check_depth, check_value
 
 
 def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
@@ -23,11 +24,9 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
             f"YAML needs PyYAML ({error}); pip install 'kvoffload-async[yaml]', or write JSON"
         ) from error
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _check_node(node, yaml, set())
+        check_depth(_steps(text, yaml))
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml)
         value = yaml.safe_load(text)
-    except RecursionError as error:
-        raise JsonInputError("mappings and lists are nested too deep; flatten them") from error
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, JsonInputError):
             raise
@@ -36,16 +35,25 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     return value
 
 
-def _check_node(node: Any, yaml: Any, seen: set[int]) -> None:  # noqa: ANN401 - PyYAML's own
-    """Refuse what a few lines can blow up (aliases), and keys that hide one another."""
-    if node is None:
-        return
-    if id(node) in seen:
-        raise JsonInputError("an alias (*name) is not allowed; write the value again")
-    seen.add(id(node))
+def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's own
+    """Yield 1 where a mapping or list begins and -1 where it ends; refuse an alias.
+
+    PyYAML's parser keeps a list of its states, and its composer calls itself.
+    """
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):  # a few lines of them can blow up
+            raise JsonInputError("an alias (*name) is not allowed; write the value again")
+        if isinstance(event, yaml.CollectionStartEvent):
+            yield 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            yield -1
+
+
+def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
+    """Refuse keys that hide one another, and those that are no text."""
     if isinstance(node, yaml.SequenceNode):
         for one in node.value:
-            _check_node(one, yaml, seen)
+            _check_keys(one, yaml)
     elif isinstance(node, yaml.MappingNode):
         keys: set[str] = set()
         for key, one in node.value:
@@ -54,4 +62,4 @@ def _check_node(node: Any, yaml: Any, seen: set[int]) -> None:  # noqa: ANN401 -
             if key.value in keys:
                 raise JsonInputError(f"the key {key.value!r} is given twice; keep one of them")
             keys.add(key.value)
-            _check_node(one, yaml, seen)
+            _check_keys(one, yaml)

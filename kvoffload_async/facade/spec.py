@@ -22,6 +22,7 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.reopening import create_tier
 from kvoffload_async.facade.representation import tiers_text
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
@@ -204,6 +205,11 @@ class CPUOffloadingSpec(_Spec):
             raise ConfigError(
                 "secondary_tiers: CPUOffloadingSpec has none; use TieringOffloadingSpec"
             )
+        if self.config.status_socket is not None:
+            raise ConfigError(
+                "status_socket: CPUOffloadingSpec has none; use TieringOffloadingSpec, which needs "
+                "no tiers"
+            )
         self._manager: CPUPrimaryTierOffloadingManager | None = None
 
     def get_manager(self) -> CPUPrimaryTierOffloadingManager:
@@ -223,13 +229,17 @@ class TieringOffloadingSpec(_Spec):
     """
 
     def __init__(
-        self, config: Mapping[str, Any] | OffloadConfig, runtime: Bridge | None = None
+        self,
+        config: Mapping[str, Any] | OffloadConfig,
+        runtime: Bridge | None = None,
+        read_stats: ReadStatistics | None = None,
     ) -> None:
         """Check everything that can be checked; nothing is started.
 
         Args:
             config: See `OffloadConfig`.
             runtime: Where the tiers run; by default on threads of this spec's own.
+            read_stats: A method whose figures the status socket shows; by default the manager's.
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
@@ -238,6 +248,7 @@ class TieringOffloadingSpec(_Spec):
         super().__init__(config)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
+        self._status = EngineStatus(self.config.model, read_stats)
         self._is_shut_down = False
         self._manager: TieringOffloadingManager | None = None
 
@@ -271,14 +282,25 @@ class TieringOffloadingSpec(_Spec):
         """Return the manager; the first call maps the memory and opens the tiers, and waits.
 
         Raises:
-            ConfigError: A tier cannot work here. What had been started is closed again.
+            ConfigError: A tier cannot work here, or another engine has the status socket. What had
+                been started is closed again.
             TierUnavailableError: A tier's place cannot be reached. Likewise.
             TierTimeoutError: A tier did not open in time. Likewise.
         """
         if self._manager is None:
-            self._manager = self._create_manager()
+            self._status.listen(self._status_path())
+            try:
+                self._manager = self._create_manager()
+                self._status.serve(self._manager.stats)
+            except BaseException:
+                self._status.close()
+                raise
             guard_forks(self, _manager=None, _host=None)
         return self._manager
+
+    def _status_path(self) -> str | None:
+        """Return where the status socket is to be, if there is to be one."""
+        return self.config.status_socket or path_from_environment()
 
     def _get_kv_view(self) -> memoryview:
         return self.get_manager().get_primary_kv_view()
@@ -295,6 +317,7 @@ class TieringOffloadingSpec(_Spec):
         """
         timeout_s = self.config.shutdown_timeout_s if timeout is None else timeout
         self._is_shut_down = True
+        self._status.close()
         try:
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)

@@ -6,23 +6,14 @@ tiers, directions and reasons, of which there are few; never a request or a bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from kvoffload_async.statistics import (
-    EngineStatistics,
-    HistogramStatistics,
-    OffloadingStatistics,
-    TierStatistics,
-)
-
-BREAKER_STATES: Final = ("closed", "open", "half_open")
-
-Value = float | HistogramStatistics
-Samples = Iterable[tuple[tuple[str, ...], Value]]
+from kvoffload_async.observe import readings
+from kvoffload_async.statistics import OffloadingStatistics, TierStatistics
 
 
 class MetricKind(StrEnum):
@@ -49,104 +40,8 @@ class Metric:
     kind: MetricKind
     documentation: str
     labels: tuple[str, ...]
-    read: Callable[[OffloadingStatistics], Samples]
+    read: Callable[[OffloadingStatistics], readings.Samples]
 
-
-# -- how values are found -------------------------------------------------------------------------
-
-
-def _of(path: str, part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
-    """Yield one value; none where the tree has no such part, or does not know."""
-    for name in path.split("."):
-        part = getattr(part, name, None)
-        if part is None:
-            return
-    yield (), part
-
-
-def _by_name(path: str, names: Mapping[str, str], stats: OffloadingStatistics) -> Samples:
-    """Yield several fields of a part, each under a name of its own."""
-    for label, field in names.items():
-        for _, value in _of(f"{path}.{field}", stats):
-            yield (label,), value
-
-
-def _by_key(path: str, stats: OffloadingStatistics) -> Samples:
-    """Yield the values of a mapping."""
-    for _, mapping in _of(path, stats):
-        assert isinstance(mapping, Mapping)  # noqa: S101 - for the type checker
-        for key, value in mapping.items():
-            yield (key,), value
-
-
-def _of_tiers(read: Callable[[TierStatistics], Samples], stats: OffloadingStatistics) -> Samples:
-    """Yield what is read of each tier, under its name."""
-    for tier in stats.tiers:
-        for labels, value in read(tier):
-            yield (tier.name, *labels), value
-
-
-def _fields_of_tier(names: Mapping[str, str], tier: TierStatistics) -> Samples:
-    return (((label,), getattr(tier, field)) for label, field in names.items())
-
-
-def _keys_of_tier(field: str, tier: TierStatistics) -> Samples:
-    return (((key,), value) for key, value in getattr(tier, field).items())
-
-
-def _durations(phase: str, tier: TierStatistics) -> Samples:
-    yield ("load",), getattr(tier.load_seconds, phase)
-    yield ("store",), getattr(tier.store_seconds, phase)
-
-
-def _finished(tier: TierStatistics) -> Samples:
-    yield ("load",), tier.finished_loads
-    yield ("store",), tier.finished_jobs - tier.finished_loads
-
-
-def _failed(tier: TierStatistics) -> Samples:
-    yield ("load",), tier.failed_loads
-    yield ("store",), tier.failed_jobs - tier.failed_loads
-
-
-def _in_flight(tier: TierStatistics) -> Samples:
-    yield ("load",), tier.loads_in_flight
-    yield ("store",), tier.jobs_in_flight - tier.loads_in_flight
-
-
-def _breakers(tier: TierStatistics) -> Samples:
-    for direction, now in tier.breakers.items():
-        yield from (((direction, state), float(state == now)) for state in BREAKER_STATES)
-
-
-def _events(stats: OffloadingStatistics) -> Samples:
-    yield ("primary",), stats.primary.events_dropped
-    yield from (((tier.name,), tier.events_dropped) for tier in stats.tiers)
-
-
-def _info(stats: OffloadingStatistics) -> Samples:
-    if stats.runtime is not None:
-        yield (stats.runtime.version, stats.runtime.python, stats.runtime.block_io), 1.0
-
-
-def _engine(
-    read: Callable[[EngineStatistics], Samples], stats: OffloadingStatistics
-) -> Iterator[tuple[tuple[str, ...], Value]]:
-    if isinstance(stats, EngineStatistics):
-        yield from read(stats)
-
-
-def _waiting(stats: EngineStatistics) -> Samples:
-    yield ("load",), stats.waiting_loads
-    yield ("store",), stats.waiting_stores
-
-
-def _copies(stats: EngineStatistics) -> Samples:
-    yield ("load",), stats.load_copy_seconds
-    yield ("store",), stats.store_copy_seconds
-
-
-# -- the table ------------------------------------------------------------------------------------
 
 _C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _SLOTS: Final = {name: name for name in ("free", "writing", "idle", "pinned", "held")}
@@ -155,19 +50,23 @@ _IN_TIER: Final = {"hit": "hits", "miss": "misses", "undecided": "undecided"}
 
 
 def _plain(name: str, kind: MetricKind, documentation: str, path: str) -> Metric:
-    return Metric(name, kind, documentation, (), partial(_of, path))
+    return Metric(name, kind, documentation, (), partial(readings.one, path))
 
 
 def _tier(
     name: str,
     kind: MetricKind,
     documentation: str,
-    read: str | Callable[[TierStatistics], Samples],
+    read: str | Callable[[TierStatistics], readings.Samples],
     *labels: str,
 ) -> Metric:
-    of_one = partial(_of, read) if isinstance(read, str) else read
+    of_one = partial(readings.one, read) if isinstance(read, str) else read
     return Metric(
-        f"kvoffload_tier_{name}", kind, documentation, ("tier", *labels), partial(_of_tiers, of_one)
+        f"kvoffload_tier_{name}",
+        kind,
+        documentation,
+        ("tier", *labels),
+        partial(readings.of_tiers, of_one),
     )
 
 
@@ -177,7 +76,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _G,
         "Versions of the package and the interpreter, and what moves payload; always 1.",
         ("version", "python", "block_io"),
-        _info,
+        readings.info,
     ),
     # The primary.
     Metric(
@@ -185,7 +84,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _G,
         "Slots of the primary tier by use.",
         ("state",),
-        partial(_by_name, "primary.slots", _SLOTS),
+        partial(readings.by_name, "primary.slots", _SLOTS),
     ),
     _plain("kvoffload_primary_used_bytes", _G, "Bytes in use.", "primary.used_bytes"),
     _plain("kvoffload_primary_capacity_bytes", _G, "Bytes in all.", "primary.capacity_bytes"),
@@ -194,7 +93,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _C,
         "Lookups of blocks by what the primary had, each time that a block was asked for.",
         ("result",),
-        partial(_by_name, "primary", _IN_PRIMARY),
+        partial(readings.by_name, "primary", _IN_PRIMARY),
     ),
     _plain(
         "kvoffload_primary_stored_blocks_total", _C, "Written by requests.", "primary.stored_blocks"
@@ -229,7 +128,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Lookups of blocks that were no miss, each time that a block was asked for.",
         ("result",),
         partial(
-            _by_name,
+            readings.by_name,
             "planner",
             {"hit": "hits", "pending": "pending_hits", "retry": "retries"},
         ),
@@ -239,14 +138,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         _C,
         "Lookups of blocks that found nothing, by why.",
         ("reason",),
-        partial(_by_key, "planner.misses"),
+        partial(readings.by_key, "planner.misses"),
     ),
     Metric(
         "kvoffload_blocks_total",
         _C,
         "Blocks that requests have found or not, each once a request.",
         ("result",),
-        partial(_by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
+        partial(readings.by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
     ),
     _plain(
         "kvoffload_promotions_refused_total",
@@ -271,23 +170,23 @@ METRICS: Final[tuple[Metric, ...]] = (
         "lookups_total",
         _C,
         "Questions to the tier by its answer.",
-        partial(_fields_of_tier, _IN_TIER),
+        partial(readings.fields_of_tier, _IN_TIER),
         "result",
     ),
     _tier(
         "skipped_lookups_total",
         _C,
         "Lookups for which the tier was not asked, by why.",
-        partial(_keys_of_tier, "skipped_lookups"),
+        partial(readings.keys_of_tier, "skipped_lookups"),
         "reason",
     ),
-    _tier("jobs_total", _C, "Jobs that have their result.", _finished, "direction"),
-    _tier("failed_jobs_total", _C, "Jobs of which a block failed.", _failed, "direction"),
+    _tier("jobs_total", _C, "Jobs that have their result.", readings.finished, "direction"),
+    _tier("failed_jobs_total", _C, "Jobs of which a block failed.", readings.failed, "direction"),
     _tier(
         "errors_total",
         _C,
         "Failed jobs by the class of the error.",
-        partial(_keys_of_tier, "failed_jobs_by_error"),
+        partial(readings.keys_of_tier, "failed_jobs_by_error"),
         "error",
     ),
     _tier("stored_blocks_total", _C, "Blocks that stores put there.", "stored_blocks"),
@@ -302,7 +201,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "dropped_blocks_total",
         _C,
         "Blocks that left the primary before the tier had room for them, by why.",
-        partial(_keys_of_tier, "dropped"),
+        partial(readings.keys_of_tier, "dropped"),
         "reason",
     ),
     _tier("late_blocks_total", _C, "Blocks stored after waiting for room.", "late_blocks"),
@@ -313,7 +212,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "failed_store_blocks",
     ),
     _tier("refused_keys_total", _C, "Announced keys that are none.", "refused_keys"),
-    _tier("jobs_in_flight", _G, "Jobs without a result.", _in_flight, "direction"),
+    _tier("jobs_in_flight", _G, "Jobs without a result.", readings.in_flight, "direction"),
     _tier("queued_jobs", _G, "Jobs that the tier has not begun.", "queued_jobs"),
     _tier("overdue_jobs", _G, "Jobs given up, whose copies still run.", "overdue_jobs"),
     _tier("cascading_blocks", _G, "Blocks on their way to the tier.", "cascading_blocks"),
@@ -326,7 +225,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "breaker_state",
         _G,
         "1 for the state that the breaker of a direction is in, 0 for the others.",
-        _breakers,
+        readings.breakers,
         "direction",
         "state",
     ),
@@ -334,28 +233,28 @@ METRICS: Final[tuple[Metric, ...]] = (
         "breaker_openings_total",
         _C,
         "How often the breaker of a direction has opened.",
-        partial(_keys_of_tier, "breaker_openings"),
+        partial(readings.keys_of_tier, "breaker_openings"),
         "direction",
     ),
     _tier(
         "job_seconds",
         _H,
         "From a job's arrival until its bytes had stopped moving.",
-        partial(_durations, "total"),
+        partial(readings.durations, "total"),
         "direction",
     ),
     _tier(
         "queue_seconds",
         _H,
         "From a job's arrival until the tier began.",
-        partial(_durations, "queue"),
+        partial(readings.durations, "queue"),
         "direction",
     ),
     _tier(
         "copy_seconds",
         _H,
         "From then until its bytes had stopped moving.",
-        partial(_durations, "copy"),
+        partial(readings.durations, "copy"),
         "direction",
     ),
     Metric(
@@ -363,7 +262,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _C,
         "Events that nobody has read in time.",
         ("tier",),
-        _events,
+        readings.events,
     ),
     # The threads.
     _plain(
@@ -388,14 +287,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         _H,
         "How long they took.",
         ("direction",),
-        partial(_engine, _copies),
+        partial(readings.of_engine, readings.copies),
     ),
     Metric(
         "kvoffload_waiting_calls",
         _G,
         "Calls that wait for a permit to copy.",
         ("direction",),
-        partial(_engine, _waiting),
+        partial(readings.of_engine, readings.waiting),
     ),
     _plain(
         "kvoffload_missed_events_total",

@@ -14,6 +14,8 @@ from rich.console import Console
 from kvoffload_async.cli.json_input import JsonInputError
 from kvoffload_async.cli.logs import logging_to
 from kvoffload_async.cli.yaml_input import parse_yaml
+from kvoffload_async.observe.status import ask, parse_report
+from kvoffload_async.replay.workload import ChatWorkload
 
 ROOT = Path(__file__).parents[2]
 FOUND_AS_HERE = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -99,7 +101,8 @@ def test_a_variable_names_the_configuration_where_nothing_else_does(command, mon
         ("a: [1", "not YAML"),
         ("a: !!python/object:os.system 1", "not YAML"),
         ("a: " + "[" * 40 + "]" * 40, "nested more than 32 deep"),
-        ("a: " + "[" * 5000 + "]" * 5000, "nested"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested more than 32 deep"),
+        ("a: " + "{b: " * 5000 + "}" * 5000, "nested more than 32 deep"),
         ("a: !!binary aGk=", "is read as a bytes"),
     ],
 )
@@ -114,8 +117,14 @@ def test_without_pyyaml_the_remedy_is_named(monkeypatch):
         parse_yaml("a: 1")
 
 
-@pytest.mark.parametrize(("verbose", "shown"), [(False, 1), (True, 2)])
-def test_the_log_is_shown_once_a_line_and_all_of_it_if_asked_for(verbose, shown):
+@pytest.mark.parametrize(
+    ("level", "verbose", "shown"),
+    [("", False, 1), ("", True, 2), ("error", True, 2), ("DEBUG", False, 2), ("warning", False, 1)],
+)
+def test_the_log_is_shown_once_a_line_and_all_of_it_if_asked_for(
+    monkeypatch, level, verbose, shown
+):
+    monkeypatch.setenv("KVOFFLOAD_LOG_LEVEL", level)
     console = Console(file=io.StringIO(), width=30)
     log = logging.getLogger("kvoffload_async.tiers")
     with logging_to(console, verbose=verbose):
@@ -125,3 +134,26 @@ def test_the_log_is_shown_once_a_line_and_all_of_it_if_asked_for(verbose, shown)
     lines = console.file.getvalue().splitlines()
     assert len(lines) == shown
     assert lines[0].endswith("tier fs: [a line that is longer than the console is wide]")
+
+
+def test_a_level_that_there_is_not_is_refused(command, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_LOG_LEVEL", "debgu")
+    message = command.refusal("replay", "--limit", 1)
+    assert "KVOFFLOAD_LOG_LEVEL: 'debgu' is unknown (did you mean 'debug'?); allowed:" in message
+
+
+def test_a_replay_serves_its_status(command, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(tmp_path_factory.mktemp("s"))  # a socket's path is short
+    seen = []
+    requests = ChatWorkload._requests
+
+    def watched(source):
+        for request in requests(source):
+            if not seen:
+                seen.append(parse_report(ask("kv.sock"), "kv.sock"))
+            yield request
+
+    monkeypatch.setattr(ChatWorkload, "_requests", watched)
+    command.figures("--limit", 3, "--tier", "example", "--status-socket", "kv.sock")
+    assert [tier.name for tier in seen[0].statistics.tiers] == ["example"]
+    assert not Path("kv.sock").exists()

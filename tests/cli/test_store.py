@@ -60,6 +60,16 @@ def test_names_are_shown_so_that_every_terminal_takes_them():
     assert shown(os.fsdecode(b"caf\xc3\xa9\xff\x1b[2J")) == "café\ufffd\ufffd[2J"
 
 
+def test_verbose_tells_of_each_store_as_it_is_looked_at(store):
+    quiet = store.command.run("store", "verify", store.root)
+    assert quiet.stderr == ""
+    os.truncate(store.blocks[0], 1000)
+    lines = store.command.run("store", "verify", store.root, "-v").stderr.splitlines()
+    assert "a store of the fs tier" in lines[0]
+    assert ".bin: 1000 bytes instead of 4096" in lines[1]
+    assert "done after" in lines[2]
+
+
 class TestOldNames:
     """Deprecated; they do what the new ones do."""
 

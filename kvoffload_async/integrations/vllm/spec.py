@@ -23,6 +23,7 @@ from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.opening import naming_tier
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.storage import parse_directory
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -44,6 +45,7 @@ from kvoffload_async.integrations.vllm.row_layout import (
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.machine import Limit, filesystem_limit
 from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
 
@@ -93,6 +95,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
         """
+        show_log()
         super().__init__(config)
         if config.canonical_layout:
             raise ConfigError("canonical_layout: true is not supported here; leave it out")
@@ -289,6 +292,7 @@ class _SharedSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         super().__init__(config)
+        self._status = EngineStatus(outer.config.model.name)
         self._outer = outer
         self._buffer: SharedBuffer | None = None
 
@@ -306,6 +310,12 @@ class _SharedSpec(TieringOffloadingSpec):
             if self._buffer is not None:
                 self._buffer.remove_name()
             self._outer.remove_process_folders()
+
+    def _status_path(self) -> str | None:
+        """Return the path; of data-parallel replicas, all but the first have their number in it."""
+        path = super()._status_path()
+        index = self._outer.config.parallel.data_parallel_index
+        return f"{path}-{index}" if path is not None and index else path
 
     def _memory_limits(self) -> Sequence[Limit]:
         limit = filesystem_limit(SHARED_MEMORY)

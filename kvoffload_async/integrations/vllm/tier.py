@@ -40,6 +40,7 @@ from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class VllmTier(tiering.SecondaryTierManager):
             TierUnavailableError: The tier's place cannot be reached.
             TierTimeoutError: It did not open in time.
         """
+        show_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._reject_unknown(options)
         self.identity_options = IdentityOptions.take_from(options)
