@@ -23,6 +23,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.object.names import description_name_of, name_of, renewal_name_of
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
 from kvoffload_async.tiers.remote.envelope import Bytes
+from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import OffloadKey
 
 _MAX_TEXT_CHARS: Final = 400
@@ -167,17 +168,7 @@ class ObjectClient(RemoteClient):
                     return  # it has gone meanwhile
                 await obstore.delete_async(self._store, copy)
 
-        tasks = [
-            asyncio.get_running_loop().create_task(renew(key), name="object:renew") for key in keys
-        ]
-        try:
-            for task in tasks:
-                await task
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+        await run_together(map(renew, keys), "object:renew")
 
     def mapped(self, error: Exception) -> TierError:
         text = " ".join(str(error).partition("Debug source:")[0].split())[:_MAX_TEXT_CHARS]
