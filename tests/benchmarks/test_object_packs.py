@@ -1,6 +1,7 @@
 """What packing the blocks of a job into one object would gain, on a real S3 server, and would cost.
 
 Run with `--benchmark-enable -s` for the measured sizes; as a plain test it is one small round. The
+server needs time: `KVOFFLOAD_SERVERS=all` lets it have it. The
 figures belong to docs/remote-tiers.md, which says why there are no packs.
 """
 
@@ -10,6 +11,7 @@ import time
 
 import obstore
 import pytest
+from servers.process import at_length
 from servers.seaweedfs import SeaweedServer
 
 KIB = 1024
@@ -50,6 +52,7 @@ async def measured(store, folder, object_bytes, count):
     return put_s, await _all([lambda name=name: _get(store, name) for name in names])
 
 
+@at_length
 @pytest.mark.bench
 @pytest.mark.servers
 @pytest.mark.parametrize("block_kib", [4, 16, 64])

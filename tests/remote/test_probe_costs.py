@@ -13,6 +13,7 @@ import pytest
 from remote.fake_store import FakeClient, World
 from remote.object.tiers import tier_on
 from remote.valkey.tiers import tier_at
+from servers.process import at_length
 from servers.seaweedfs import SeaweedServer
 from servers.valkey import ValkeyServer
 
@@ -100,6 +101,7 @@ def counted(harness, capsys):
     return costs
 
 
+@at_length
 @pytest.mark.servers
 def test_probes_of_a_real_object_store(tmp_path, capsys):
     with (

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 import pytest
 from remote.object.tiers import QUICK, names_in, tier_on
+from servers.process import at_length
 from servers.seaweedfs import SeaweedServer
 
 from kvoffload_async.errors import (
@@ -98,6 +99,7 @@ def test_a_server_that_refuses_connections_is_unavailable_and_then_there_again(h
     assert recovers(harness, K[:4])
 
 
+@at_length
 def test_a_server_that_was_killed_serves_again_once_it_is_back(tmp_path):
     with SeaweedServer(tmp_path) as server, open_on(server.connection("a")) as harness:
         harness.store(K[:4])

@@ -129,6 +129,19 @@ def test_a_server_that_was_killed_and_restarted_empty_is_noticed(own_server, cap
         assert harness.tier.gauges()["emptied"] == 1
 
 
+def test_a_server_that_was_killed_and_restarted_with_its_blocks_has_lost_nothing(tmp_path):
+    arguments = ("--appendonly", "yes", "--appendfsync", "always")
+    with ValkeyServer(tmp_path, *arguments) as server, open_at(server.url()) as harness:
+        harness.store(K[:4])
+        server.kill()
+        with pytest.raises(TierUnavailableError):
+            harness.contains(K[:4])
+        server.start()
+        assert recovers(harness, K[:4])
+        assert harness.contains(K[:8]) == set(K[:4])
+        assert harness.tier.gauges()["emptied"] == 0
+
+
 def test_a_server_that_has_no_memory_left_is_full_and_serves_what_it_has(own_server):
     with own_server.client() as client:
         client.config_set("maxmemory", "3mb")
