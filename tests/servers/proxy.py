@@ -35,10 +35,14 @@ class Network:
 
 
 class Proxy:
-    """Listens on a port of its own, in a thread of its own; a context manager."""
+    """Listens on a port of its own, in a thread of its own; a context manager.
 
-    def __init__(self, upstream_port):
+    With an SSL context it speaks TLS with its clients, and without TLS with the server.
+    """
+
+    def __init__(self, upstream_port, tls=None):
         self._upstream_port = upstream_port
+        self._tls = tls
         self._network = Network()
         self._replied = 0
         self._tasks = set()
@@ -68,7 +72,7 @@ class Proxy:
 
     async def _listen(self):
         self._changed = asyncio.Event()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
         return self._server.sockets[0].getsockname()[1]
 
     async def _set(self, network):
