@@ -154,6 +154,17 @@ def test_bounds_are_for_object_stores_alone(tmp_path, option):
     assert "a fs tier bounds its store itself" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["verify", "gc"])
+def test_what_is_not_listed_in_order_is_not_resumed(store, tmp_path, command):
+    status, _, said = store.run(command, "--after", "x")
+    assert status == 2
+    assert "leave --after out" in said
+    (tmp_path / "m_0123456789ab_r0").mkdir()
+    done = CliRunner().invoke(app, ["store", command, str(tmp_path), "--after", "x"])
+    assert done.exit_code == 2
+    assert "--after is for object stores" in done.stderr
+
+
 @pytest.mark.parametrize("url", ["file:///not/there/x", "s3://bucket", "ftp://host/x"])
 def test_a_url_without_a_store_is_one_line(url, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:1")
