@@ -128,6 +128,14 @@ def test_gc_keeps_the_newest_of_what_is_too_much(store):
     assert store.run("gc", "--keep", "1GiB")[1]["surplus_blocks"] == 0
 
 
+def test_blocks_of_a_server_whose_clock_is_ahead_count_as_new(store):
+    for key in K[:4]:
+        store.age(name_of(store.namespace, key), -7200.0)
+    assert store.run("inspect")[1]["oldest_s"] < 100
+    assert store.run("gc", "--max-age", "3600")[1]["expired_blocks"] == 0
+    assert len(store.names()) == len(K)
+
+
 def test_gc_removes_corrupt_and_unknown_objects_on_demand(store):
     damage(store.connection, K[2])
     store.add(f"{store.namespace}/notes.txt", age_s=9000.0)
