@@ -42,7 +42,7 @@ class ObjectTierManager(SecondaryTierManager):
     """One object per block in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
     Credentials that are not given are found as the library finds them: in the environment, or from
-    the machine's role. A rule of the bucket's life cycle bounds it; see docs/remote.md.
+    the machine's role. A rule of the bucket's life cycle bounds it; see docs/howto/object.md.
     """
 
     def __init__(
