@@ -99,9 +99,12 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def servers(session: nox.Session) -> None:
-    """The tests of tiers behind a network, on real servers: Valkey and an S3 server."""
+    """All tests of tiers behind a network, on real servers, with those that CI has no time for."""
     install(session, "-e", ".[test]")
-    session.run("python", "-m", "pytest", "tests/remote", *session.posargs)
+    session.run(
+        *("python", "-m", "pytest", "tests/remote", *session.posargs),
+        env={"KVOFFLOAD_SERVERS": "all", "KVOFFLOAD_PROBES": "10000"},
+    )
 
 
 @nox.session(default=False)

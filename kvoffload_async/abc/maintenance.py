@@ -65,11 +65,14 @@ class Summary(Finding):
         title: What a table of summaries is called.
         rows: Label and value of each figure, for people; every store of a kind has the same labels.
         figures: The figures as a JSON object.
+        stopped_after: Where the work was stopped: what `MaintenanceControl.resume_after` takes.
+            Empty if it was not, or if this kind of store begins anew.
     """
 
     title: str
     rows: Sequence[tuple[str, str]] = field(repr=False)
     figures: Mapping[str, Any]
+    stopped_after: str = ""
 
 
 Findings: TypeAlias = AsyncGenerator[Finding, None]
@@ -101,6 +104,7 @@ class MaintenanceControl:
     advance: Callable[[int], None] = _ignore
     should_stop: Callable[[], bool] = lambda: False
     max_listed: int | None = MAX_LISTED
+    resume_after: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +167,8 @@ class StoreMaintenance(ABC):
     """Whether such stores are found by a URL, and not by a directory."""
     bounds_blocks: ClassVar[bool] = False
     """Whether `gc` removes blocks for their age and size: where no tier does."""
+    resumes: ClassVar[bool] = False
+    """Whether `verify` and `gc` go on where an earlier run was stopped."""
 
     folder: str
     """Where the store is."""

@@ -77,6 +77,15 @@ KeyFile = Annotated[
         show_default=False,
     ),
 ]
+After = Annotated[
+    str,
+    typer.Option(
+        "--after",
+        metavar="NAME",
+        help="Of an object store: go on where an earlier run was stopped, as it has said.",
+        show_default=False,
+    ),
+]
 Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
 
 
@@ -142,6 +151,7 @@ def verify(
     directory: Directory,
     *,
     key_file: KeyFile = None,
+    after: After = "",
     as_json: AsJson = False,
     lists_all: ListsAll = False,
     verbose: Verbose = False,
@@ -150,8 +160,9 @@ def verify(
     _command(
         directory,
         "verify",
-        lambda store, control: store.verify(control),
+        lambda store, control: _resumable(store, control).verify(control),
         key_file=key_file,
+        after=after,
         as_json=as_json,
         lists_all=lists_all,
         verbose=verbose,
@@ -191,6 +202,7 @@ def gc(
         bool, typer.Option("--dry-run", help="Change nothing; tell what would be removed.")
     ] = False,
     key_file: KeyFile = None,
+    after: After = "",
     as_json: AsJson = False,
     lists_all: ListsAll = False,
     verbose: Verbose = False,
@@ -219,13 +231,14 @@ def gc(
                 f"--max-age and --keep are for object stores; a {store.tier_type} tier bounds its "
                 "store itself, by capacity_bytes"
             )
-        return store.gc(options, control)
+        return _resumable(store, control).gc(options, control)
 
     _command(
         directory,
         "gc",
         call,
         key_file=key_file,
+        after=after,
         as_json=as_json,
         lists_all=lists_all,
         verbose=verbose,
@@ -277,6 +290,13 @@ def repair(
     )
 
 
+def _resumable(store: StoreMaintenance, control: MaintenanceControl) -> StoreMaintenance:
+    """Return the store; raises InputError where it was to go on, and cannot."""
+    if control.resume_after and not store.resumes:
+        raise InputError(f"--after is for object stores; that of a {store.tier_type} begins anew")
+    return store
+
+
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
@@ -296,6 +316,7 @@ def _command(
     call: Call,
     *,
     key_file: Path | None = None,
+    after: str = "",
     as_json: bool,
     lists_all: bool,
     verbose: bool,
@@ -308,8 +329,13 @@ def _command(
         logging_to(console, verbose=verbose),
         Interrupt() as interrupt,
     ):
-        with _followed(console, title, interrupt, None if lists_all else MAX_LISTED) as control:
+        max_listed = None if lists_all else MAX_LISTED
+        with _followed(console, title, interrupt, max_listed, after) as control:
             reports = _run(directory, call, key_file, control)
+        for report in reports:
+            if report.summary is not None and report.summary.stopped_after:
+                after = shown(report.summary.stopped_after)
+                typer.echo(f"kvoffload: stopped; go on with --after {after}", err=True)
         if interrupt.is_requested and not shows_part:
             raise typer.Exit(EXIT_INTERRUPTED)
         _publish(directory, reports, as_json=as_json)
@@ -326,7 +352,7 @@ def _command(
 
 @contextmanager
 def _followed(
-    console: Console, title: str, interrupt: Interrupt, max_listed: int | None
+    console: Console, title: str, interrupt: Interrupt, max_listed: int | None, after: str
 ) -> Iterator[MaintenanceControl]:
     gauge = Gauge()
     with progress_bar(console, lambda: gauge.fraction_done, title) as on_change:
@@ -336,6 +362,7 @@ def _followed(
             advance=gauge.advance,
             should_stop=lambda: interrupt.is_requested,
             max_listed=max_listed,
+            resume_after=after,
         )
 
 

@@ -10,7 +10,13 @@ from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import KVIdentity, TierPlace
 from kvoffload_async.config import is_encodable, parse_bool, shown
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.remote import check_installed, parse_url, remote_settings
+from kvoffload_async.facade.remote import (
+    MAX_CERTIFICATE_BYTES,
+    check_installed,
+    parse_url,
+    read_file,
+    remote_settings,
+)
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import config_of, identity_of, named_layout
 from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
@@ -36,7 +42,7 @@ class ObjectTierManager(SecondaryTierManager):
     """One object per block in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
     Credentials that are not given are found as the library finds them: in the environment, or from
-    the machine's role. A rule of the bucket's life cycle bounds it; see docs/remote.md.
+    the machine's role. A rule of the bucket's life cycle bounds it; see docs/howto/object.md.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class ObjectTierManager(SecondaryTierManager):
         sas_key: str | None = None,
         store_options: Mapping[str, Any] | None = None,
         allow_http: bool = False,
+        tls_ca_file: str | None = None,
         ttl_s: float | None = None,
         connections: int = 16,
         bytes_in_flight: int | str = "64MiB",
@@ -90,6 +97,8 @@ class ObjectTierManager(SecondaryTierManager):
             sas_key: Shared access signature, for Azure.
             store_options: Further options of the store by obstore's names, as an object.
             allow_http: Whether the connection may be without encryption.
+            tls_ca_file: Absolute path of certificates to verify the server with, besides the
+                system's.
             ttl_s: Seconds that a block lives unused; must be less than the bucket's rule says.
             connections: Calls with payload at once, in each direction.
             bytes_in_flight: Payload on the way at once, in each direction.
@@ -120,6 +129,7 @@ class ObjectTierManager(SecondaryTierManager):
             "sas_key": sas_key,
             "store_options": store_options,
             "allow_http": allow_http,
+            "tls_ca_file": tls_ca_file,
             "ttl_s": ttl_s,
             "connections": connections,
             "bytes_in_flight": bytes_in_flight,
@@ -173,6 +183,7 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ObjectSetting
         url,
         store_options,
         allow_http=parse_bool(options["allow_http"], "allow_http"),
+        ca_certificates=read_file(options["tls_ca_file"], "tls_ca_file", MAX_CERTIFICATE_BYTES),
         call_timeout_s=remote.call_timeout_s,
     )
     if not url.startswith("file:"):  # whose directory would be made

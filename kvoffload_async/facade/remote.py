@@ -25,6 +25,7 @@ MAX_CONNECTIONS: Final = 256
 _MAX_RETRIES: Final = 10
 _MOST_REMEMBERED_S: Final = 3600.0
 _MAX_SECRET_BYTES: Final = 4096
+MAX_CERTIFICATE_BYTES: Final = 1 << 20
 
 
 def _span(value: object, key: str) -> float:
@@ -64,20 +65,37 @@ def read_secret(value: object, key: str) -> str | None:
     Raises:
         ConfigError: It is no such file, or has nothing in it.
     """
+    content = read_file(value, key, _MAX_SECRET_BYTES)
+    if content is None:
+        return None
+    try:
+        secret = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {value!r} is no text; give a file with a secret") from None
+    if not secret:
+        raise ConfigError(f"{key}: {value!r} is empty; give a file with a secret")
+    return secret
+
+
+def read_file(value: object, key: str, most_bytes: int) -> bytes | None:
+    """Return what is in a file; None: no file was given.
+
+    Raises:
+        ConfigError: It cannot be read, or is empty or too long.
+    """
     path = parse_file(value, key)
     if path is None:
         return None
     try:
         with Path(path).open("rb") as file:
-            content = file.read(_MAX_SECRET_BYTES + 1)
-        secret = content.decode().rstrip("\r\n")
+            content = file.read(most_bytes + 1)
     except OSError as error:
         raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{key}: {path!r} is no text; give a file with a secret") from None
-    if not secret or len(content) > _MAX_SECRET_BYTES:
-        raise ConfigError(f"{key}: {path!r} is empty or too long; give a file with a secret")
-    return secret
+    if not content or len(content) > most_bytes:
+        raise ConfigError(
+            f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
+        )
+    return content
 
 
 def check_installed(library: str, extra: str) -> None:

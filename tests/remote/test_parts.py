@@ -18,6 +18,7 @@ from kvoffload_async.tiers.remote.limits import Limits
 from kvoffload_async.tiers.remote.memory import AnswerMemory
 from kvoffload_async.tiers.remote.prefixes import longest_present_heads
 from kvoffload_async.tiers.remote.secrecy import Redactor
+from kvoffload_async.tiers.remote.together import run_together
 
 K = [key_of(number) for number in range(200)]
 
@@ -197,6 +198,28 @@ def test_who_is_cancelled_as_its_turn_comes_gives_it_back():
 
     runner.run(all_calls(), 10.0)
     assert limits.bytes_in_flight == 0
+    runner.close()
+
+
+# -- together -----------------------------------------------------------------------------------
+
+
+def test_the_first_error_ends_the_others_and_is_raised():
+    runner, ended = VirtualRunner(), []
+
+    async def fail():
+        await asyncio.sleep(1.0)
+        raise ValueError("first")
+
+    async def wait():
+        try:
+            await asyncio.sleep(9.0)
+        finally:
+            ended.append(runner.loop.time())
+
+    with pytest.raises(ValueError, match="first"):
+        runner.run(run_together([wait(), fail(), wait()], "test"), 10.0)
+    assert ended == [1.0, 1.0]
     runner.close()
 
 

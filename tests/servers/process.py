@@ -1,5 +1,6 @@
 """A server process of a test: on a port of its own, ended for certain."""
 
+import os
 import select
 import shutil
 import socket
@@ -7,7 +8,14 @@ import subprocess
 import time
 from contextlib import ExitStack
 
+import pytest
+
 READY_S = 30.0
+
+at_length = pytest.mark.skipif(
+    os.environ.get("KVOFFLOAD_SERVERS") != "all",
+    reason="it takes a server long: nox -s servers, or KVOFFLOAD_SERVERS=all",
+)
 
 
 def free_ports(count):

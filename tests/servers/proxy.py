@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, replace
 
 CHUNK_BYTES = 1 << 16
+SLOW_CHUNK_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,8 @@ class Network:
     Attributes:
         refuses: New connections are closed at once, and old ones, too.
         stalls: Nothing moves, in either direction, and nobody hears of it.
+        drops_open: So it is for ever with the connections that are open now; new ones are in order.
+        reader_pause_s: The server takes requests in small pieces, with such a pause before each.
         latency_s: Each chunk of a reply waits as long.
         reset_at: The connection is reset within a reply.
         close_at: It is closed there in order.
@@ -23,6 +26,8 @@ class Network:
 
     refuses: bool = False
     stalls: bool = False
+    drops_open: bool = False
+    reader_pause_s: float = 0.0
     latency_s: float = 0.0
     reset_at: int | None = None
     close_at: int | None = None
@@ -30,14 +35,19 @@ class Network:
 
 
 class Proxy:
-    """Listens on a port of its own, in a thread of its own; a context manager."""
+    """Listens on a port of its own, in a thread of its own; a context manager.
 
-    def __init__(self, upstream_port):
+    With an SSL context it speaks TLS with its clients, and without TLS with the server.
+    """
+
+    def __init__(self, upstream_port, tls=None):
         self._upstream_port = upstream_port
+        self._tls = tls
         self._network = Network()
         self._replied = 0
         self._tasks = set()
         self._writers = set()
+        self._dropped = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self.connections = 0
@@ -62,13 +72,15 @@ class Proxy:
 
     async def _listen(self):
         self._changed = asyncio.Event()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
         return self._server.sockets[0].getsockname()[1]
 
     async def _set(self, network):
         self._network, self._replied = network, 0
         self._changed.set()
         self._changed = asyncio.Event()
+        if network.drops_open:
+            self._dropped |= self._writers
         if network.refuses:
             for writer in list(self._writers):
                 writer.transport.abort()
@@ -95,13 +107,14 @@ class Proxy:
         finally:
             self._tasks.discard(task)
             self._writers.discard(writer)
+            self._dropped.discard(writer)
             writer.transport.abort()
 
     async def _connect(self, reader, writer):
         upstream, requests = await asyncio.open_connection("127.0.0.1", self._upstream_port)
         pumps = [
-            asyncio.create_task(self._pump(reader, requests, is_reply=False)),
-            asyncio.create_task(self._pump(upstream, writer, is_reply=True)),
+            asyncio.create_task(self._pump(reader, requests, client=writer)),
+            asyncio.create_task(self._pump(upstream, writer, client=writer)),
         ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -112,17 +125,24 @@ class Proxy:
                 await asyncio.wait(pumps)
             requests.transport.abort()
 
-    async def _pump(self, reader, writer, *, is_reply):
+    async def _pump(self, reader, writer, *, client):
+        is_reply = writer is client
         with contextlib.suppress(OSError):
-            while data := await reader.read(CHUNK_BYTES):
-                while self._network.stalls:
+            while data := await reader.read(self._chunk_bytes(is_reply)):
+                while self._network.stalls or client in self._dropped:
                     await self._changed.wait()
                 if is_reply:
                     data = await self._broken(data, writer)
+                elif self._network.reader_pause_s:
+                    await asyncio.sleep(self._network.reader_pause_s)
                 if data is None:
                     return
                 writer.write(data)
                 await writer.drain()
+
+    def _chunk_bytes(self, is_reply):
+        is_slow = self._network.reader_pause_s and not is_reply
+        return SLOW_CHUNK_BYTES if is_slow else CHUNK_BYTES
 
     async def _broken(self, data, writer):
         """Return what arrives of a reply, or None if the connection has ended."""

@@ -28,20 +28,21 @@ def binary():
 
 
 class SeaweedServer(ServerProcess):
-    """Master, volume server, filer and S3 in one process; survives SIGTERM, so it is killed."""
+    """Master, volume server, filer and S3 in one process; survives SIGTERM, so it is killed.
 
-    def __init__(self, folder):
+    Attributes:
+        folder: Whatever it writes.
+        secret: The secret access key that it knows when it is started.
+        arguments: Of its command, when it is started, besides those that it needs.
+    """
+
+    def __init__(self, folder, *arguments):
         names = ("master", "volume", "filer", "s3")
         free = free_ports(2 * len(names))
         ports = dict(zip(names, free[: len(names)], strict=True))
         grpc_ports = dict(zip(names, free[len(names) :], strict=True))
-        config = folder / "s3.json"
-        credentials = [{"accessKey": ACCESS_KEY_ID, "secretKey": SECRET_ACCESS_KEY}]
-        actions = ["Admin", "Read", "Write", "List", "Tagging"]
-        identity = {"name": "tests", "credentials": credentials, "actions": actions}
-        config.write_text(json.dumps({"identities": [identity]}))
-        data = folder / "data"
-        data.mkdir()
+        self.folder, self.arguments, self.secret = folder, arguments, SECRET_ACCESS_KEY
+        config, data = folder / "s3.json", folder / "data"
         command = [binary(), "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
         command += ["-filer", "-s3", f"-s3.config={config}"]
         command += [f"-{name}.port={port}" for name, port in ports.items()]
@@ -50,6 +51,7 @@ class SeaweedServer(ServerProcess):
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += ["-master.volumeSizeLimitMB=64", "-volume.max=30"]
         super().__init__(command, ports["s3"], folder / "seaweedfs.log")
+        self._plain_command = self.command
 
     def connection(self, prefix="", *, port=None, bucket=BUCKET, timeout_s=5.0, **options):
         given = {
@@ -62,15 +64,26 @@ class SeaweedServer(ServerProcess):
             f"s3://{bucket}/{prefix}", given | options, allow_http=True, call_timeout_s=timeout_s
         )
 
-    def start(self):
-        """Wait until a bucket can be written, which takes seconds longer than the port."""
+    def empty(self):
+        """Lose everything; while it does not run."""
+        shutil.rmtree(self.folder / "data")
+
+    def start(self, *, can_write=True):
+        """Wait until a bucket can be used, which takes seconds longer than the port."""
+        credentials = [{"accessKey": ACCESS_KEY_ID, "secretKey": self.secret}]
+        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        identity = {"name": "tests", "credentials": credentials, "actions": actions}
+        (self.folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        (self.folder / "data").mkdir(exist_ok=True)
+        self.command = [*self._plain_command, *self.arguments]
         super().start()
-        store = self.connection("ready").open()
+        store = self.connection("ready", secret_access_key=self.secret).open()
         deadline_s = time.monotonic() + READY_S
         while True:
             try:
                 for _ in range(3):
-                    obstore.put(store, "ready", b"ready")
+                    if can_write:
+                        obstore.put(store, "ready", b"ready")
                     obstore.get(store, "ready").bytes()
                     next(iter(obstore.list(store)))
             except (BaseError, FileNotFoundError):

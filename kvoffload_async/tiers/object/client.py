@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import obstore
 from obstore import exceptions
@@ -23,11 +23,17 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.object.names import description_name_of, name_of, renewal_name_of
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
 from kvoffload_async.tiers.remote.envelope import Bytes
+from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
 
 _MAX_TEXT_CHARS: Final = 400
 _RENEWALS_AT_ONCE: Final = 8
 _REFUSALS: Final = ("403 Forbidden", "401 Unauthorized", "NoSuchBucket", "NoSuchContainer")
+_NOT_TRUSTED: Final = "InvalidCertificate"
+"""Only what the library says for debugging has it."""
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")
 _TOO_SLOW: Final = ("timed out", "timeout")
 
@@ -40,6 +46,7 @@ class ObjectConnection:
         url: Bucket and prefix; has no secret.
         options: Options of the store by the library's names; their values may be secrets.
         allow_http: Whether the connection may be without encryption.
+        ca_certificates: Certificates to verify the server with besides the system's, as PEM.
         call_timeout_s: Seconds for one request.
         makes_directory: Whether the directory of a file URL is made.
     """
@@ -47,6 +54,7 @@ class ObjectConnection:
     url: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     allow_http: bool = False
+    ca_certificates: bytes | None = None
     call_timeout_s: float = 5.0
     makes_directory: bool = True
 
@@ -76,14 +84,17 @@ class ObjectConnection:
         if self.url.startswith("file:"):
             return LocalStore.from_url(self.url, mkdir=self.makes_directory, **self.options)
         timeout = timedelta(seconds=self.call_timeout_s)
+        client_options: ClientConfig = {
+            "allow_http": self.allow_http,
+            "timeout": timeout,
+            "connect_timeout": timeout,
+        }
+        if self.ca_certificates is not None:
+            client_options["root_certificate"] = self.ca_certificates
         return from_url(
             self.url,
             config=dict(self.options),  # type: ignore[call-overload] # of three stores
-            client_options={
-                "allow_http": self.allow_http,
-                "timeout": timeout,
-                "connect_timeout": timeout,
-            },
+            client_options=client_options,
             # Repeats are counted where they are made.
             retry_config={"max_retries": 0},
         )
@@ -167,20 +178,13 @@ class ObjectClient(RemoteClient):
                     return  # it has gone meanwhile
                 await obstore.delete_async(self._store, copy)
 
-        tasks = [
-            asyncio.get_running_loop().create_task(renew(key), name="object:renew") for key in keys
-        ]
-        try:
-            for task in tasks:
-                await task
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+        await run_together(map(renew, keys), "object:renew")
 
     def mapped(self, error: Exception) -> TierError:
-        text = " ".join(str(error).partition("Debug source:")[0].split())[:_MAX_TEXT_CHARS]
+        said, _, debugging = str(error).partition("Debug source:")
+        text = " ".join(said.split())[:_MAX_TEXT_CHARS]
+        if _NOT_TRUSTED in debugging:
+            return RefusedError(f"the server's certificate is not trusted: {text}")
         if isinstance(
             error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
         ) or any(sign in text for sign in _REFUSALS):

@@ -112,6 +112,14 @@ class Removed:
         return [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
 
 
+@dataclass(slots=True)
+class _Place:
+    """How far a pass over the objects has come, and where it was stopped."""
+
+    after: str = ""
+    stopped_after: str = ""
+
+
 class ObjectMaintenance(StoreMaintenance):
     """Looks after a namespace below a URL, while tiers are open on it too.
 
@@ -123,12 +131,14 @@ class ObjectMaintenance(StoreMaintenance):
     appearance: ClassVar[str] = "names that begin with 32 hexadecimal digits"
     takes_urls: ClassVar[bool] = True
     bounds_blocks: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
 
     def __init__(self, store: ObjectStore, url: str, namespace: str) -> None:
         """Look after the namespace of this name."""
         self.folder = f"{url.rstrip('/')}/{namespace}"
         self._store = store
         self._namespace = namespace
+        self._is_directory = url.startswith("file:")
         self._key: IntegrityKey | None = None
 
     def use_integrity_key_file(self, path: str) -> None:
@@ -150,17 +160,17 @@ class ObjectMaintenance(StoreMaintenance):
         return [cls(store, directory, name) for name in names if NAMESPACE.fullmatch(name)]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
-        found = Inspection()
-        async with aclosing(self._pages(control)) as pages:
+        found, place = Inspection(), _Place()
+        async with aclosing(self._pages(control, place)) as pages:
             async for page in pages:
                 for item in page:
                     found.take_in(item)
         yield Summary("Store", found.rows, asdict(found))
 
     async def verify(self, control: MaintenanceControl) -> Findings:
-        inspected = Inspection()
+        inspected, place = Inspection(), self._begin(control)
         verified = Verification[BadObject](max_listed=control.max_listed)
-        async with aclosing(self._pages(control)) as pages:
+        async with aclosing(self._pages(control, place)) as pages:
             async for page in pages:
                 for item in page:
                     inspected.take_in(item)
@@ -171,19 +181,19 @@ class ObjectMaintenance(StoreMaintenance):
                     if problem is not None:
                         yield problem
         figures = asdict(inspected) | {"verification": asdict(verified)}
-        yield Summary("Blocks", verified.rows, figures)
+        yield Summary("Blocks", verified.rows, figures, place.stopped_after)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
-        """Remove what is too old, too much, corrupt or unknown; may be repeated after a stop."""
-        removed = Removed()
+        """Remove what is too old, too much, corrupt or unknown."""
+        removed, place = Removed(), self._begin(control)
         surplus_age_s = None
         if options.keep_bytes is not None:
             surplus_age_s = await self._surplus_age_s(options.keep_bytes, control)
-        async with aclosing(self._pages(control)) as pages:
+        async with aclosing(self._pages(control, place)) as pages:
             async for page in pages:
                 async for finding in self._clean_up(page, options, surplus_age_s, removed):
                     yield finding
-        yield Summary("Removed", removed.rows, asdict(removed))
+        yield Summary("Removed", removed.rows, asdict(removed), place.stopped_after)
 
     def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
         """Remove corrupt blocks, as `gc` does when it is asked to: there is nothing to rebuild."""
@@ -192,18 +202,33 @@ class ObjectMaintenance(StoreMaintenance):
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _begin(self, control: MaintenanceControl) -> _Place:
+        if control.resume_after and self._is_directory:
+            raise InputError(
+                f"{self.folder}: a directory is not listed in order, so nothing can be resumed "
+                "there; leave --after out"
+            )
+        return _Place(control.resume_after)
+
     async def _pages(
-        self, control: MaintenanceControl
+        self, control: MaintenanceControl, place: _Place
     ) -> AsyncGenerator[Sequence[FoundObject], None]:
-        """List the namespace, in portions, until stopped."""
+        """List the namespace, in portions, until stopped; notes the place behind each of them."""
         control.expect(_PREFIXES)
         done = 0
         now = datetime.now(UTC)
+        prefix = f"{self._namespace}/"
+        if place.after >= f"{self._namespace}0":  # behind this namespace
+            control.advance(_PREFIXES)
+            return
+        place.after = max(prefix, place.after)
         try:
             async for page in obstore.list(
-                self._store, f"{self._namespace}/", chunk_size=_PAGE_OBJECTS
+                self._store, prefix, offset=place.after, chunk_size=_PAGE_OBJECTS
             ):
                 if control.should_stop():
+                    if not self._is_directory:
+                        place.stopped_after = place.after
                     return
                 found = [
                     FoundObject(
@@ -215,9 +240,11 @@ class ObjectMaintenance(StoreMaintenance):
                     for meta in page
                 ]
                 yield found
-                place = _place_of(found[-1].name) if found else done
-                control.advance(max(0, place - done))
-                done = max(done, place)
+                if found:
+                    place.after = found[-1].name
+                    reached = _prefix_of(place.after)
+                    control.advance(max(0, reached - done))
+                    done = max(done, reached)
         except (exceptions.BaseError, OSError) as error:
             raise _unreadable(self.folder, error) from None
         control.advance(_PREFIXES - done)
@@ -225,7 +252,7 @@ class ObjectMaintenance(StoreMaintenance):
     async def _surplus_age_s(self, keep_bytes: int, control: MaintenanceControl) -> float:
         """Return from which age on blocks are more than may be kept, to the second."""
         bytes_by_age: dict[int, int] = {}
-        async with aclosing(self._pages(control)) as pages:
+        async with aclosing(self._pages(control, _Place())) as pages:
             async for page in pages:
                 for item in page:
                     if item.key is not None:
@@ -320,7 +347,7 @@ def _judge(
     return Verdict.VERIFIED, ""
 
 
-def _place_of(name: str) -> int:
+def _prefix_of(name: str) -> int:
     """Return where a name stands among all prefixes."""
     digits = name.partition("/")[2].partition("/")[0]
     try:

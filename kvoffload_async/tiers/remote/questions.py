@@ -12,6 +12,7 @@ from kvoffload_async.tiers.remote.calls import Calls
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.memory import AnswerMemory
 from kvoffload_async.tiers.remote.settings import RemoteCounters
+from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import OffloadKey
 
 _KEYS_A_CALL: Final = 1024
@@ -82,9 +83,7 @@ class Questions:
         if len(portions) == 1:
             await ask(portions[0])
         else:
-            async with asyncio.TaskGroup() as group:
-                for portion in portions:
-                    group.create_task(ask(portion), name="remote:question")
+            await run_together(map(ask, portions), "remote:question")
         if errors:
             raise errors[0]
         return present

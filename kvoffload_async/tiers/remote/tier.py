@@ -36,6 +36,7 @@ from kvoffload_async.tiers.remote.prefixes import longest_present_heads
 from kvoffload_async.tiers.remote.questions import Questions
 from kvoffload_async.tiers.remote.renewal import Renewal
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -221,9 +222,7 @@ class RemoteTier(AsyncTier):
         if len(portions) == 1:
             await run(portions[0])
             return failures
-        async with asyncio.TaskGroup() as group:
-            for portion in portions:
-                group.create_task(run(portion), name=f"remote:{job.job_id}:{portion.start}")
+        await run_together(map(run, portions), f"remote:{job.job_id}")
         return failures
 
     async def _store_portion(

@@ -170,7 +170,7 @@ class ValkeyClient(RemoteClient):
         if isinstance(error, exceptions.OutOfMemoryError):
             return TierFullError("the server is at its maxmemory")
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, _REFUSALS):
+        if isinstance(error, _REFUSALS) or "CERTIFICATE_VERIFY_FAILED" in text:
             return RefusedError(text)
         if isinstance(error, exceptions.TimeoutError):
             return TierTimeoutError(text)

@@ -1,8 +1,11 @@
 """A real S3 server behind a network that breaks, and one that refuses."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import obstore
 import pytest
 from remote.object.tiers import QUICK, names_in, tier_on
+from servers.process import at_length
 from servers.seaweedfs import SeaweedServer
 
 from kvoffload_async.errors import (
@@ -96,6 +99,7 @@ def test_a_server_that_refuses_connections_is_unavailable_and_then_there_again(h
     assert recovers(harness, K[:4])
 
 
+@at_length
 def test_a_server_that_was_killed_serves_again_once_it_is_back(tmp_path):
     with SeaweedServer(tmp_path) as server, open_on(server.connection("a")) as harness:
         harness.store(K[:4])
@@ -128,14 +132,49 @@ def test_wrong_credentials_and_a_missing_bucket_are_errors_of_the_configuration(
     assert "s3cret/key" not in said
 
 
-def test_two_hosts_that_write_one_key_at_once_both_succeed(server, prefix):
+def test_connections_that_have_died_unheard_cost_a_deadline_and_are_replaced(server, proxy, prefix):
+    with open_on(
+        server.connection(prefix, port=proxy.port, timeout_s=0.5),
+        call_timeout_s=0.5,
+        job_timeout_s=8.0,
+    ) as harness:
+        harness.store(K[:4])
+        proxy.set(drops_open=True)
+        assert recovers(harness, K[:4])
+        assert harness.tier.gauges()["timeouts"] > 0
+
+
+def test_a_server_that_reads_slowly_costs_the_deadline_and_holds_nothing(server, proxy, prefix):
+    with open_on(
+        server.connection(prefix, port=proxy.port, timeout_s=0.5),
+        call_timeout_s=0.5,
+        job_timeout_s=1.0,
+    ) as harness:
+        harness.store(K[:2])
+        proxy.set(reader_pause_s=0.1)
+        assert kinds(harness.store(K[8:24])) <= {TierTimeoutError, TierUnavailableError}
+        assert harness.tier.gauges()["bytes_in_flight"] == 0
+        proxy.set()
+        assert recovers(harness, K[:2])
+        assert harness.store(K[8:24]) == {}
+        assert recovers(harness, K[8:24])
+
+
+def test_two_hosts_that_write_the_same_keys_at_once_both_succeed(server, prefix):
     connection = server.connection(prefix)
     with open_on(connection) as one, open_on(connection) as other:
+        jobs = []
         for harness in (one, other):
-            assert harness.store(K[:4]) == {}
-        values = [one.tier._envelopes.wrap(key, other.rows[i]) for i, key in enumerate(K[:4])]
-        assert other.run(other.tier._client.put(K[:4], values)) == [None] * 4
-        assert recovers(one, K[:4])
+            harness.fill(K, range(len(K)))
+            jobs.append(harness.job(K, range(len(K)), is_promotion=False))
+        with ThreadPoolExecutor() as pool:
+            stores = [
+                pool.submit(harness.run, harness.tier.store(job))
+                for harness, job in zip((one, other), jobs, strict=True)
+            ]
+        assert [store.result() for store in stores] == [{}, {}]
+        assert recovers(one, K)
+        assert recovers(other, K)
 
 
 def test_a_prefix_of_64_blocks_costs_at_most_8_requests(server, prefix):

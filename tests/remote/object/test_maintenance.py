@@ -128,6 +128,14 @@ def test_gc_keeps_the_newest_of_what_is_too_much(store):
     assert store.run("gc", "--keep", "1GiB")[1]["surplus_blocks"] == 0
 
 
+def test_blocks_of_a_server_whose_clock_is_ahead_count_as_new(store):
+    for key in K[:4]:
+        store.age(name_of(store.namespace, key), -7200.0)
+    assert store.run("inspect")[1]["oldest_s"] < 100
+    assert store.run("gc", "--max-age", "3600")[1]["expired_blocks"] == 0
+    assert len(store.names()) == len(K)
+
+
 def test_gc_removes_corrupt_and_unknown_objects_on_demand(store):
     damage(store.connection, K[2])
     store.add(f"{store.namespace}/notes.txt", age_s=9000.0)
@@ -152,6 +160,17 @@ def test_bounds_are_for_object_stores_alone(tmp_path, option):
     done = CliRunner().invoke(app, ["store", "gc", str(tmp_path), option])
     assert done.exit_code == 2
     assert "a fs tier bounds its store itself" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "gc"])
+def test_what_is_not_listed_in_order_is_not_resumed(store, tmp_path, command):
+    status, _, said = store.run(command, "--after", "x")
+    assert status == 2
+    assert "leave --after out" in said
+    (tmp_path / "m_0123456789ab_r0").mkdir()
+    done = CliRunner().invoke(app, ["store", command, str(tmp_path), "--after", "x"])
+    assert done.exit_code == 2
+    assert "--after is for object stores" in done.stderr
 
 
 @pytest.mark.parametrize("url", ["file:///not/there/x", "s3://bucket", "ftp://host/x"])

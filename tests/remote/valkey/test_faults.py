@@ -1,6 +1,7 @@
 """A real server behind a network that breaks: no wrong byte, no hang, and then hits again."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from remote.valkey.tiers import QUICK, tier_at
@@ -128,6 +129,19 @@ def test_a_server_that_was_killed_and_restarted_empty_is_noticed(own_server, cap
         assert harness.tier.gauges()["emptied"] == 1
 
 
+def test_a_server_that_was_killed_and_restarted_with_its_blocks_has_lost_nothing(tmp_path):
+    arguments = ("--appendonly", "yes", "--appendfsync", "always")
+    with ValkeyServer(tmp_path, *arguments) as server, open_at(server.url()) as harness:
+        harness.store(K[:4])
+        server.kill()
+        with pytest.raises(TierUnavailableError):
+            harness.contains(K[:4])
+        server.start()
+        assert recovers(harness, K[:4])
+        assert harness.contains(K[:8]) == set(K[:4])
+        assert harness.tier.gauges()["emptied"] == 0
+
+
 def test_a_server_that_has_no_memory_left_is_full_and_serves_what_it_has(own_server):
     with own_server.client() as client:
         client.config_set("maxmemory", "3mb")
@@ -170,15 +184,40 @@ def test_credentials_that_expire_fail_jobs_and_no_secret_is_said(own_server, cap
         assert "s3cret" not in said + harness.tier.describe()
 
 
-def test_two_hosts_that_write_one_key_at_once_both_succeed(server):
+def test_connections_that_have_died_unheard_cost_a_deadline_and_are_replaced(server, proxy):
+    with open_at(server.url(proxy.port), call_timeout_s=0.5, job_timeout_s=8.0) as harness:
+        harness.store(K[:4])
+        proxy.set(drops_open=True)
+        assert recovers(harness, K[:4])
+        assert harness.tier.gauges()["timeouts"] > 0
+
+
+def test_a_server_that_reads_slowly_costs_the_deadline_and_holds_nothing(server, proxy):
+    with open_at(server.url(proxy.port), call_timeout_s=0.5, job_timeout_s=1.0) as harness:
+        harness.store(K[:2])
+        proxy.set(reader_pause_s=0.1)
+        assert kinds(harness.store(K[8:24])) <= {TierTimeoutError, TierUnavailableError}
+        assert harness.tier.gauges()["bytes_in_flight"] == 0
+        proxy.set()
+        assert recovers(harness, K[:2])
+        assert harness.store(K[8:24]) == {}
+        assert recovers(harness, K[8:24])
+
+
+def test_two_hosts_that_write_the_same_keys_at_once_both_succeed(server):
     with open_at(server.url()) as one, open_at(server.url()) as other:
         jobs = []
         for harness in (one, other):
-            harness.fill(K[:8], range(8))
-            jobs.append(harness.job(K[:8], range(8), is_promotion=False))
-        assert one.run(one.tier.store(jobs[0])) == other.run(other.tier.store(jobs[1])) == {}
-        assert recovers(one, K[:8])
-        assert recovers(other, K[:8])
+            harness.fill(K, range(len(K)))
+            jobs.append(harness.job(K, range(len(K)), is_promotion=False))
+        with ThreadPoolExecutor() as pool:
+            stores = [
+                pool.submit(harness.run, harness.tier.store(job))
+                for harness, job in zip((one, other), jobs, strict=True)
+            ]
+        assert [store.result() for store in stores] == [{}, {}]
+        assert recovers(one, K)
+        assert recovers(other, K)
 
 
 def test_blocks_expire_unless_they_are_used(server):

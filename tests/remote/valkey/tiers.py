@@ -7,9 +7,15 @@ from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
 QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 
+TLS_FILES = ("ca_file", "cert_file", "key_file")
+
+
 def tier_at(url, *, is_cluster=False, **options):
+    files = {name: options.pop(name, None) for name in TLS_FILES}
     remote = RemoteSettings(**{"remember_present_s": 0.0, "remember_absent_s": 0.0} | options)
-    settings = ValkeySettings(address=Address.parse(url), is_cluster=is_cluster, remote=remote)
+    settings = ValkeySettings(
+        address=Address.parse(url), is_cluster=is_cluster, remote=remote, **files
+    )
     return ValkeyTier(settings)
 
 
