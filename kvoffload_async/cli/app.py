@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from kvoffload_async.cli.ending import (
     complain,
     errors_as_one_line,
 )
+from kvoffload_async.cli.fleet import publish_fleet, replay_on_fleet
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
@@ -41,6 +43,8 @@ from kvoffload_async.cli.timelines import TimelineOutput
 from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.fleet import FleetOptions, FleetReport
+from kvoffload_async.replay.fleet.plan import RANDOM, SPREADS
 from kvoffload_async.replay.passes import PassReports, replay_passes
 from kvoffload_async.replay.run import DEVICES, ENGINES, ReplayOptions
 from kvoffload_async.replay.trace import TraceFile
@@ -167,6 +171,30 @@ def replay(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not compare the loaded bytes.")
     ] = False,
+    fleet: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="N processes, each with a primary and a slab of its own, share the other tiers: "
+            "three passes, alone, in lockstep, and free-running.",
+        ),
+    ] = None,
+    spread: Annotated[
+        str,
+        typer.Option(
+            metavar="random|affinity",
+            help="Which process of a fleet gets a request: any, or the one that knows its prefix.",
+        ),
+    ] = RANDOM,
+    fleet_kill: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="K",
+            help="Kill the process that gets the K-th request while it works, and replace it.",
+        ),
+    ] = None,
     json: Annotated[
         str | None,
         typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
@@ -223,6 +251,7 @@ def replay(
             raise InputError("- is both TRACE and --config; standard input can be read once")
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} is no file that can be read again")
+        _check_choice("--spread", spread, SPREADS)
         options = ReplayOptions(
             concurrency=concurrency,
             verify=not no_verify,
@@ -232,16 +261,31 @@ def replay(
             layers=layers,
             should_stop=lambda: interrupt.is_requested,
         )
-        reports = replay_passes(
-            spec,
-            lambda: TraceFile(trace, limit) if trace else ChatWorkload(limit),
-            options,
-            num_passes,
-            follow=bar_per_pass(console, num_passes),
-            watch=timelines.watch if timelines.is_wanted else None,
-        )
-        _publish(reports, json)
-        timelines.publish(Console(stderr=json == STDOUT))
+        open_source = partial(TraceFile, trace, limit) if trace else partial(ChatWorkload, limit)
+        reports: PassReports | FleetReport
+        if fleet is not None:
+            of_fleet = FleetOptions(size=fleet, spread=spread, kill_at=fleet_kill)
+            reports = replay_on_fleet(
+                spec,
+                open_source,
+                of_fleet,
+                options,
+                passes=passes,
+                scratch=scratch,
+                console=console,
+            )
+            publish_fleet(reports, json)
+        else:
+            reports = replay_passes(
+                spec,
+                open_source,
+                options,
+                num_passes,
+                follow=bar_per_pass(console, num_passes),
+                watch=timelines.watch if timelines.is_wanted else None,
+            )
+            _publish(reports, json)
+            timelines.publish(Console(stderr=json == STDOUT))
     for complaint in reports.complaints:
         complain(complaint)
     if reports.interrupted:

@@ -67,6 +67,11 @@ class KeyIndex(ABC):
         """A request ended."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether all of the tier's contents are known here."""
+        return False
+
+    @property
     def is_waiting(self) -> bool:
         """Whether an answer is outstanding."""
         return False
@@ -108,6 +113,11 @@ class ExactIndex(KeyIndex):
         """Return those that are not there."""
         found = self._present.find(keys)
         return [key for key, number in zip(keys, found, strict=True) if number is None]
+
+    @property
+    def is_exact(self) -> bool:
+        """True."""
+        return True
 
     def __len__(self) -> int:
         return len(self._present)

@@ -8,11 +8,14 @@ from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.tier_state import TierLookup, TierState
-from kvoffload_async.types import LookupResult, OffloadKey
+from kvoffload_async.types import Locality, LookupResult, OffloadKey
 
 
 class TierSearch:
     """Asks the tiers in order; the first that has the block promotes it.
+
+    A remote tier, whose answer costs a request of its own, is asked only for what all tiers before
+    it are known to lack: while one of them does not know yet, it has to wait.
 
     Thread: owner.
 
@@ -55,6 +58,8 @@ class TierSearch:
     def _ask(self, key: OffloadKey, request: RequestState, now_s: float) -> LookupResult:
         unknown = skipped = False
         for index, tier in enumerate(self._tiers):
+            if unknown and tier.locality is Locality.REMOTE:
+                continue
             counters = tier.counters
             reason = tier.skips_load(request.ctx, now_s)
             if reason is None and (index, key) in request.failed:

@@ -20,7 +20,7 @@ from kvoffload_async.core.counters import TierCounters, TierObservations
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import TierHealth
-from kvoffload_async.core.index import ExactIndex, KeyIndex
+from kvoffload_async.core.index import KeyIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -144,7 +144,7 @@ class TierState:
     @property
     def is_exact(self) -> bool:
         """Whether all of the tier's contents are known here."""
-        return isinstance(self.index, ExactIndex)
+        return self.index.is_exact
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those of the keys that the tier is known not to have."""

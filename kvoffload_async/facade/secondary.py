@@ -11,12 +11,12 @@ from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.representation import counted
 from kvoffload_async.facade.storage import config_of, identity_of
+from kvoffload_async.facade.tier_index import create_index
 from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
@@ -88,6 +88,7 @@ class SecondaryTierManager:
         n_read_threads: int | None = None,
         n_write_threads: int = 1,
         enable_kv_events: bool = False,
+        min_blocks: int = 1,
         backpressure_detector: Backpressure | None = None,
         model: str | None = None,
         fingerprint: str | None = None,
@@ -113,6 +114,9 @@ class SecondaryTierManager:
             n_read_threads: I/O threads that prefer loads; None: one less than usable CPUs, 1 to 3.
             n_write_threads: I/O threads that prefer stores.
             enable_kv_events: Record events for `take_events`.
+            min_blocks: Blocks that a request must miss in the primary and the tiers before this
+                one, at least, for this one to be asked: where loading fewer takes longer than
+                computing them.
             backpressure_detector: See the class.
             model: Name of the model whose blocks these are; by default the spec's.
             fingerprint: Content of the model's weights and whatever else KV bytes depend on; by
@@ -144,6 +148,7 @@ class SecondaryTierManager:
                 "n_read_threads": n_read_threads,
                 "n_write_threads": n_write_threads,
                 "enable_kv_events": enable_kv_events,
+                "min_blocks": min_blocks,
                 **labels,
             }
         )
@@ -166,13 +171,6 @@ class SecondaryTierManager:
         self._view = memoryview(primary_kv_view)
         self._row_bytes = shape[1]
         self._gauges_failed = False
-        index: KeyIndex = (
-            ExactIndex()
-            if tier.capabilities.exclusive
-            else ProbedIndex(
-                tier.bounds.concurrent_probes, keeps_order=tier.capabilities.probes_prefixes
-            )
-        )
         capabilities = tier.capabilities
         self._events = EventLog(
             self.medium,
@@ -185,7 +183,7 @@ class SecondaryTierManager:
         )
         self.tier_state = TierState(
             tier_type,
-            index,
+            create_index(tier, min_blocks),
             shape[1],
             self._events,
             medium=self.medium,

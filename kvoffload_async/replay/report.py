@@ -42,7 +42,7 @@ class Report:
         evictions: Blocks that left the primary to make room.
         stores_refused: Requests that the primary had no room for at all.
         row_bytes: A block's bytes in the primary, over all workers and padded to whole pages.
-        tiers: The engine's counters of each tier.
+        tiers: The engine's counters of each tier, and the `requests` that it has made to a server.
     """
 
     interrupted: bool
@@ -149,7 +149,8 @@ def build_report(
         layers=layers,
         tiers={
             name: {figure: getattr(tier.counters, figure) for figure in _TIER_FIGURES}
-            for name, tier in zip(tier_names, core.tiers, strict=True)
+            | {"requests": int(read.gauges.get("requests", 0))}
+            for name, tier, read in zip(tier_names, core.tiers, manager.stats().tiers, strict=True)
         },
     )
 

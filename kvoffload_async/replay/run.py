@@ -48,6 +48,8 @@ class ReplayOptions:
         device: `"cpu"` or `"cuda"`: where the device's memory lies.
         device_blocks: What the device has room for, and keeps; None: enough, and it keeps nothing.
         on_timeline: Takes the timelines of requests; needs a configuration with `explain_requests`.
+        on_ready: With the engine `"sync"`, called before the first request, with what returns the
+            figures so far, from then on whenever everything is at rest.
     """
 
     engine: str = SYNC
@@ -59,6 +61,7 @@ class ReplayOptions:
     should_stop: Callable[[], bool] = lambda: False
     on_step: Callable[[], None] = lambda: None
     on_timeline: Callable[[RequestTimeline], None] | None = None
+    on_ready: Callable[[Callable[[], Report]], None] = lambda _report: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,12 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
     else:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             outcome = runner.run(_replay_awaited(spec, source, options, pool))
+    return _report(spec, options, pool, outcome)
+
+
+def _report(
+    spec: TieringOffloadingSpec, options: ReplayOptions, pool: FramePool, outcome: _Outcome
+) -> Report:
     return build_report(
         spec,
         outcome.manager,
@@ -101,7 +110,7 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
         concurrency=options.concurrency,
         interrupted=outcome.interrupted,
         engine=options.engine,
-        device_blocks=num_frames,
+        device_blocks=pool.num_frames,
         layers=options.layers,
     )
 
@@ -162,6 +171,13 @@ def _replay_stepwise(
             on_step=options.on_step,
         )
         start_s = time.perf_counter()
+
+        def report_so_far() -> Report:
+            wall_s = time.perf_counter() - start_s
+            so_far = _Outcome(manager, tier_names, tally, wall_s, interrupted=False)
+            return _report(spec, options, pool, so_far)
+
+        options.on_ready(report_so_far)
         driver.run(source)
         interrupted = options.should_stop()
         driver.drain(_bounded(spec, options))

@@ -273,3 +273,12 @@ def test_a_block_that_was_bad_on_its_way_alone_is_read_again_and_served():
         assert all(world.holds(K[i], i) for i in range(3))
         assert world.client.values == good
         assert world.gauge("read_again") == 1
+
+
+def test_a_tier_that_was_closed_still_says_what_it_has_done():
+    with World() as world:
+        assert world.tier.gauges()["requests"] > 0
+        world.store(K[:3])
+        before = world.tier.gauges()
+        world.run(world.tier.close())
+        assert world.tier.gauges() == before

@@ -35,7 +35,11 @@ from kvoffload_async.integrations.vllm.identity import (
     identify,
 )
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
-from kvoffload_async.integrations.vllm.others import identified, takes_identity
+from kvoffload_async.integrations.vllm.others import (
+    identified,
+    of_this_process,
+    takes_identity,
+)
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
@@ -64,7 +68,12 @@ _DECIDED: Final = {
 _DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
 """Keys of a tier's configuration that follow from vLLM's own."""
 
-_UNDER_VLLM: Final = {"FsTier": "fs", "SlabTier": "slab"}
+_UNDER_VLLM: Final = {
+    "FsTier": "fs",
+    "ObjectTier": "object",
+    "SlabTier": "slab",
+    "ValkeyTier": "valkey",
+}
 """What a tier is called under vLLM's own spec, and what under this one."""
 
 _VLLMS_OWN: Final = {
@@ -187,6 +196,12 @@ class KVOffloadSpec(base.OffloadingSpec):
                 yield identified(tier, self, layout, self._content)
                 continue
             identity = identify(self, options, layout, self._content)
+            if "root_dir" not in tier:
+                if identity.unknown:
+                    self._content.warn_of_unknown(tier["type"], "names of their own")
+                run_config = of_this_process(identity)
+                yield {**tier, "run_config": run_config, "rank": identity.rank}
+                continue
             is_slab = tier["type"] == "slab"
             rank = self.config.parallel.data_parallel_index if is_slab else identity.rank
             directory = self._own_directory(tier, identity)
@@ -260,7 +275,7 @@ class KVOffloadSpec(base.OffloadingSpec):
                 raise ConfigError(
                     f"{key}: {tier[key]!r} is not for vLLM, which knows it itself; leave it out"
                 )
-        if "root_dir" not in accepted_options(SecondaryTierFactory.get_tier_class(name)):
+        if not {"root_dir", "url"} & accepted_options(SecondaryTierFactory.get_tier_class(name)):
             return tier  # it does not outlive the process
         options = dict(tier)
         self._identity_options[-1] = identity = IdentityOptions.take_from(options)

@@ -76,6 +76,8 @@ class VllmTier(tiering.SecondaryTierManager):
     decided: ClassVar[frozenset[str]] = frozenset()
     """Options of the tier that a user does not give, as `layout` does."""
     medium: ClassVar[base.Medium] = base.Medium.STORAGE
+    fixed_locality: ClassVar[base.Locality | None] = None
+    """How far away the tier's blocks always are; None: a user says."""
 
     def __init__(
         self,
@@ -115,8 +117,13 @@ class VllmTier(tiering.SecondaryTierManager):
         self._process_folder: ProcessFolder | None = None
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         check_tier_options(own)
-        self.locality = convert.locality_of(locality)
-        if self.locality is not None:
+        self.locality = self.fixed_locality or convert.locality_of(locality)
+        if self.fixed_locality is not None and locality is not None:
+            raise ConfigError(
+                f"locality: {locality!r} is not for {self.kind!r}, whose blocks always are "
+                f"{self.fixed_locality.value}; leave it out"
+            )
+        if self.fixed_locality is None and self.locality is not None:
             options["locality"] = self.locality.value
         if enable_kv_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
             logger.warning(

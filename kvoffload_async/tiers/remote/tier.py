@@ -27,7 +27,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import Calls
+from kvoffload_async.tiers.remote.calls import CallCounters, Calls
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
 from kvoffload_async.tiers.remote.envelope import Bytes, Envelopes, namespace_of
 from kvoffload_async.tiers.remote.limits import Limits
@@ -84,6 +84,7 @@ class RemoteTier(AsyncTier):
         self._client: RemoteClient | None = None
         self._rows: Bytes | None = None
         self._calls: Calls
+        self._call_counters: CallCounters | None = None
         self._memory: AnswerMemory
         self._questions: Questions
         self._renewal: Renewal | None = None
@@ -109,6 +110,7 @@ class RemoteTier(AsyncTier):
             call_timeout_s=settings.call_timeout_s,
             max_retries=settings.max_retries,
         )
+        self._call_counters = self._calls.counters
         loop = asyncio.get_running_loop()
         self._memory = AnswerMemory(
             settings.remember_present_s, settings.remember_absent_s, loop.time
@@ -184,8 +186,8 @@ class RemoteTier(AsyncTier):
     def gauges(self) -> Mapping[str, float]:
         """Return what calls and probes have come to."""
         figures = asdict(self._counters)
-        if self._env is not None:
-            figures |= asdict(self._calls.counters)
+        if self._call_counters is not None:
+            figures |= asdict(self._call_counters)
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
         return figures | {
