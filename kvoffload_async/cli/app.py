@@ -25,6 +25,8 @@ from kvoffload_async.cli.ending import (
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
+from kvoffload_async.cli.pictures import check_page, check_picture
+from kvoffload_async.cli.replay_pictures import PLOT, Headline, draw_picture, write_page
 from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import (
@@ -168,6 +170,17 @@ def replay(
         str | None,
         typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Draw how it went; needs kvoffload-async[plot]."),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HTML",
+            help="Write figures and pictures as one page; needs kvoffload-async[plot].",
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Replay a serving trace through the whole engine, with real bytes.
@@ -191,6 +204,8 @@ def replay(
         ScratchFolder() as scratch,
     ):
         check_writable("--json", json)
+        check_picture("--plot", plot, PLOT)
+        check_page("--report", report, PLOT)
         _check_choice("--engine", engine, ENGINES)
         _check_choice("--device", device, DEVICES)
         spec = resolve(flags, scratch)
@@ -206,6 +221,7 @@ def replay(
             device=device,
             device_blocks=device_blocks,
             layers=layers,
+            has_samples=bool(plot or report),
             should_stop=lambda: interrupt.is_requested,
         )
         reports = replay_passes(
@@ -216,6 +232,11 @@ def replay(
             follow=bar_per_pass(console, num_passes),
         )
         _publish(reports, json)
+        headline = Headline.of(trace, reports)
+        if plot is not None:
+            draw_picture(reports, headline, plot)
+        if report is not None:
+            write_page(reports, headline, report)
     for complaint in reports.complaints:
         complain(complaint)
     if reports.interrupted:

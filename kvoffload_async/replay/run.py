@@ -20,6 +20,7 @@ from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Report, build_report
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.replay.tally import DEVICE, PRIMARY, Tally
+from kvoffload_async.replay.timeline import Sample, Timeline
 from kvoffload_async.runtime.loop import new_event_loop
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before
@@ -46,6 +47,7 @@ class ReplayOptions:
     Attributes:
         device: `"cpu"` or `"cuda"`: where the device's memory lies.
         device_blocks: What the device has room for, and keeps; None: enough, and it keeps nothing.
+        has_samples: Whether the report has samples of the statistics, for pictures.
     """
 
     engine: str = SYNC
@@ -54,6 +56,7 @@ class ReplayOptions:
     layers: int = 2
     concurrency: int = 1
     verify: bool = True
+    has_samples: bool = False
     should_stop: Callable[[], bool] = lambda: False
     on_step: Callable[[], None] = lambda: None
 
@@ -67,6 +70,7 @@ class _Outcome:
     tally: Tally
     wall_s: float
     interrupted: bool
+    samples: tuple[Sample, ...]
 
 
 def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
@@ -100,6 +104,7 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
         engine=options.engine,
         device_blocks=num_frames,
         layers=options.layers,
+        samples=outcome.samples,
     )
 
 
@@ -142,6 +147,7 @@ def _replay_stepwise(
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
         workers = Workers(spec, memories, tally)
+        timeline = Timeline(manager.stats, tally) if options.has_samples else None
         driver = StepwiseDriver(
             manager,
             workers,
@@ -155,18 +161,19 @@ def _replay_stepwise(
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=options.on_step,
+            on_step=_each_step(timeline, options),
         )
         start_s = time.perf_counter()
         driver.run(source)
         interrupted = options.should_stop()
         driver.drain(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
+        samples = () if timeline is None else timeline.finish()
     finally:
         if workers is not None:
             workers.shutdown(_bounded(spec, options))
         spec.shutdown(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
 
 
 async def _replay_awaited(
@@ -183,6 +190,7 @@ async def _replay_awaited(
         manager = engine.manager
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
+        timeline = Timeline(manager.stats, tally) if options.has_samples else None
         driver = AsyncDriver(
             engine,
             memory,
@@ -193,16 +201,28 @@ async def _replay_awaited(
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=options.on_step,
+            on_step=_each_step(timeline, options),
         )
         start_s = time.perf_counter()
         await driver.run(iter(source))
         interrupted = options.should_stop()
         await driver.rest(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
+        samples = () if timeline is None else timeline.finish()
     finally:
         await engine.close(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
+
+
+def _each_step(timeline: Timeline | None, options: ReplayOptions) -> Callable[[], None]:
+    if timeline is None:
+        return options.on_step
+
+    def on_step() -> None:
+        timeline.note_step()
+        options.on_step()
+
+    return on_step
 
 
 def _open_memory(
