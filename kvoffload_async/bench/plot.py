@@ -1,8 +1,9 @@
-"""The figures of a bench as a picture; the only module that imports matplotlib."""
+"""The figures of a bench as a picture; needs matplotlib."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANELS: Final = (
-    ("store", "gib_per_s", "Store, GiB/s"),
-    ("load", "gib_per_s", "Load, GiB/s"),
-    ("store", "submit_us_per_key", "Submitting a store, us of the owner's thread a key"),
-    ("load", "submit_us_per_key", "Submitting a load, us of the owner's thread a key"),
+    ("store", "gib_per_s", "Store", "GiB/s"),
+    ("load", "gib_per_s", "Load", "GiB/s"),
+    ("store", "submit_us_per_key", "Submitting a store", "us of the owner's thread per key"),
+    ("load", "submit_us_per_key", "Submitting a load", "us of the owner's thread per key"),
 )
 _MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
 _FLOOR_STYLE: Final = {"color": "black", "fmt": "--"}
@@ -34,13 +35,24 @@ def check_suffix(path: Path) -> str | None:
 def draw(report: Report, path: Path) -> None:
     """Write the picture; raises OSError where that is not possible."""
     canvas = Canvas(figsize=(11, 8), layout="constrained")
-    for axes, (what, name, title) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
-        _draw_panel(axes, report, what, name)
+    for axes, (what, name, title, unit) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
+        _draw_panel(axes, report, what, name, unit)
         axes.set_title(title)
+    canvas.suptitle(f"kvoffload bench, {report.settings['rounds']} rounds: medians and extremes")
+    canvas.supxlabel(_origin(report.machine), fontsize="small", color="0.35")
     canvas.savefig(path, dpi=120)
 
 
-def _draw_panel(axes: Axes, report: Report, what: str, name: str) -> None:
+def _origin(machine: dict[str, Any]) -> str:
+    """Return when this is drawn, and on which machine."""
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, {machine['processors']} processors, "
+        f"{machine['memory_bytes'] / (1 << 30):.0f} GiB of memory, {machine['system']}, "
+        f"Python {machine['python']}, kvoffload-async {machine['kvoffload_async']}"
+    )
+
+
+def _draw_panel(axes: Axes, report: Report, what: str, name: str, unit: str) -> None:
     for label, style, figures in _lines(report, what, name):
         known = [(x, figure) for x, figure in enumerate(figures) if figure is not None]
         middle = [figure.median for _, figure in known]
@@ -54,8 +66,9 @@ def _draw_panel(axes: Axes, report: Report, what: str, name: str) -> None:
             )
     labels = [size_text(size.block_bytes) for size in report.sizes]
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_xlabel("block")
+    axes.set_xlabel("bytes of a block")
     axes.set_yscale("log")
+    axes.set_ylabel(unit)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(_minor_label)
     axes.grid(visible=True, alpha=0.3)

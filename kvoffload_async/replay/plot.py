@@ -9,10 +9,12 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
@@ -68,7 +70,7 @@ def draw(passes: Sequence[Report], path: Path, title: str, note: str) -> None:
 def svgs(passes: Sequence[Report]) -> Iterator[str]:
     """Yield each of `PANELS` as an element that may stand in a page beside the others."""
     for number, panel in enumerate(PANELS):
-        canvas = Canvas(figsize=(6.4, 4.2), layout="constrained")
+        canvas = Canvas(figsize=(5.2, 3.9), layout="constrained")
         _fill(canvas.subplots(), panel, passes)
         text = io.StringIO()
         # Letters as outlines: the same everywhere, whatever fonts a reader has.
@@ -124,7 +126,8 @@ def _bytes(axes: Axes, courses: Sequence[_Course]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_ylabel(unit_name)
     blocks = unit / max(1, courses[0].samples[0].stats.primary.row_bytes)
-    right = axes.secondary_yaxis("right", functions=(lambda y: y * blocks, lambda y: y / blocks))
+    there, back = partial(np.multiply, blocks), partial(np.multiply, 1 / blocks)
+    right = axes.secondary_yaxis("right", functions=(there, back))
     right.set_ylabel("blocks")
 
 
@@ -273,10 +276,13 @@ def _fill(axes: Axes, panel: tuple[str, str, _Draw], passes: Sequence[Report]) -
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.grid(visible=True, alpha=0.3)
     labelled, _ = axes.get_legend_handles_labels()
+    if not labelled:
+        axes.text(0.5, 0.5, "no secondary tier", transform=axes.transAxes, ha="center")
+        return
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.22 if draw_panel is _latency else -0.17),
-        ncols=1 if draw_panel is _latency else min(4, len(labelled)),
+        ncols=1 if draw_panel is _latency else min(3, len(labelled)),
         frameon=False,
         fontsize="small",
     )
@@ -326,6 +332,10 @@ def _bound_text(bucket: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that is drawn as it is: no formula, and no letter that the font lacks."""
+    """Return a text that is drawn as it is: no formula, and no letter that the font lacks.
+
+    A label that begins with an underscore would be left out.
+    """
     known = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
-    return known.encode("latin-1", "backslashreplace").decode("latin-1").replace("$", r"\$")
+    known = known.encode("latin-1", "backslashreplace").decode("latin-1").replace("$", r"\$")
+    return f" {known}" if known.startswith("_") else known
