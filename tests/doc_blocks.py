@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
@@ -116,6 +118,7 @@ class PageRunner:
             "python": self._run_python,
             "json": self._check_json,
             "toml": tomllib.loads,
+            "yaml": yaml.safe_load,
         }
 
     def run(self, block: Block) -> None:

@@ -26,7 +26,7 @@ from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
 from kvoffload_async.cli.pictures import check_page, check_picture
-from kvoffload_async.cli.replay_pictures import PLOT, Headline, draw_picture, write_page
+from kvoffload_async.cli.replay_pictures import PLOT, publish_pictures
 from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import (
@@ -232,11 +232,8 @@ def replay(
             follow=bar_per_pass(console, num_passes),
         )
         _publish(reports, json)
-        headline = Headline.of(trace, reports)
-        if plot is not None:
-            draw_picture(reports, headline, plot)
-        if report is not None:
-            write_page(reports, headline, report)
+        if plot or report:
+            publish_pictures(reports, trace, plot, report)
     for complaint in reports.complaints:
         complain(complaint)
     if reports.interrupted:

@@ -38,7 +38,7 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; }
 h2 { font-size: 1.15rem; margin: 1.75rem 0 .5rem; }
 .note, figcaption { color: #555; font-size: .875rem; }
 .complaint { background: #fde8e8; border-left: 4px solid #b00; padding: .5rem .75rem; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr));
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
   gap: 1.5rem; }
 figure { margin: 0; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; }
@@ -78,8 +78,22 @@ class Headline:
         return cls(name, _sizes(reports), f"{now:%Y-%m-%d %H:%M} UTC, {_machine()}")
 
 
-def draw_picture(reports: PassReports, headline: Headline, path: Path) -> None:
-    """Draw everything as one picture; raises InputError where it cannot be written."""
+def publish_pictures(
+    reports: PassReports, trace: Path | None, plot: Path | None, page: Path | None
+) -> None:
+    """Write a picture, and a page, of a replay that has just ended and that has samples.
+
+    Raises:
+        InputError: One of them cannot be written.
+    """
+    headline = Headline.of(trace, reports)
+    if plot is not None:
+        _draw_picture(reports, headline, plot)
+    if page is not None:
+        _write_page(reports, headline, page)
+
+
+def _draw_picture(reports: PassReports, headline: Headline, path: Path) -> None:
     name = headline.trace
     if len(name) > _MAX_NAME:
         name = f"{name[: _MAX_NAME // 2]}...{name[-_MAX_NAME // 2 :]}"
@@ -88,8 +102,7 @@ def draw_picture(reports: PassReports, headline: Headline, path: Path) -> None:
         drawing_module("--plot", PLOT).draw(reports.passes, path, title, headline.origin)
 
 
-def write_page(reports: PassReports, headline: Headline, path: Path) -> None:
-    """Write figures and pictures as one page; raises InputError where it cannot be written."""
+def _write_page(reports: PassReports, headline: Headline, path: Path) -> None:
     text = "\n".join(_page(reports, headline))
     with as_unwritable("--report", str(path)):
         path.write_text(text + "\n", encoding="utf-8")
@@ -99,9 +112,9 @@ def _sizes(reports: PassReports) -> str:
     report = reports.passes[0]
     primary = f"{report.primary_blocks:,} blocks of {size_text(report.row_bytes)}"
     parts = [f"policy {report.policy}, primary of {primary}"]
-    for tier in report.samples[-1].stats.tiers if report.samples else ():
+    for name, tier in zip(report.tiers, report.samples[-1].stats.tiers, strict=True):
         capacity = "" if not tier.capacity_bytes else f" of {size_text(int(tier.capacity_bytes))}"
-        parts.append(f"{tier.name}{capacity}")
+        parts.append(f"{name}{capacity}")
     return " + ".join(parts)
 
 

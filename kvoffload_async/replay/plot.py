@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_NUMBER: Final = "{x:,.9g}"
 _RECENT: Final = 20
 """Over which part of a pass the hit ratio of the moment is taken: one in so many samples."""
 _SLOTS: Final = {"pinned": "C3", "writing": "C1", "held": "0.4", "idle": "C2"}
@@ -129,6 +130,7 @@ def _bytes(axes: Axes, courses: Sequence[_Course]) -> None:
     there, back = partial(np.multiply, blocks), partial(np.multiply, 1 / blocks)
     right = axes.secondary_yaxis("right", functions=(there, back))
     right.set_ylabel("blocks")
+    right.yaxis.set_major_formatter(_NUMBER)
 
 
 def _latency(axes: Axes, courses: Sequence[_Course]) -> None:
@@ -273,7 +275,7 @@ def _fill(axes: Axes, panel: tuple[str, str, _Draw], passes: Sequence[Report]) -
                 fontsize="small",
             )
     axes.set_title(title, fontweight="bold")
-    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_major_formatter(_NUMBER)
     axes.grid(visible=True, alpha=0.3)
     labelled, _ = axes.get_legend_handles_labels()
     if not labelled:
@@ -282,7 +284,9 @@ def _fill(axes: Axes, panel: tuple[str, str, _Draw], passes: Sequence[Report]) -
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.22 if draw_panel is _latency else -0.17),
-        ncols=1 if draw_panel is _latency else min(3, len(labelled)),
+        ncols=1 if draw_panel is _latency else min(4, len(labelled)),
+        columnspacing=1.2,
+        handlelength=1.5,
         frameon=False,
         fontsize="small",
     )
