@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from servers.process import free_ports
 
 ROOT = Path(__file__).parents[1]
@@ -132,6 +133,7 @@ class PageRunner:
             "python": self._run_python,
             "json": self._check_json,
             "toml": tomllib.loads,
+            "yaml": yaml.safe_load,
         }
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a bench as a picture; the only module that imports matplotlib."""
+"""The figures of a bench as a picture; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANELS: Final = (
-    ("store", "gib_per_s", "Store, GiB/s"),
-    ("load", "gib_per_s", "Load, GiB/s"),
-    ("store", "submit_us_per_key", "Submitting a store, us of the owner's thread a key"),
-    ("load", "submit_us_per_key", "Submitting a load, us of the owner's thread a key"),
+    ("store", "gib_per_s", "Store", "GiB/s"),
+    ("load", "gib_per_s", "Load", "GiB/s"),
+    ("store", "submit_us_per_key", "Submitting a store", "us of the owner's thread per key"),
+    ("load", "submit_us_per_key", "Submitting a load", "us of the owner's thread per key"),
 )
 _MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
 _FLOOR_STYLES: Final = {
@@ -38,8 +38,8 @@ def check_suffix(path: Path) -> str | None:
 def draw(report: Report, path: Path) -> None:
     """Write the picture; raises OSError where that is not possible."""
     canvas = Canvas(figsize=(11, 8), layout="constrained")
-    for axes, (what, name, title) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
-        _draw_panel(axes, report, what, name)
+    for axes, (what, name, title, unit) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
+        _draw_panel(axes, report, what, name, unit)
         axes.set_title(title)
     machine, rounds = report.machine, report.sizes[0].rounds
     canvas.suptitle(
@@ -52,7 +52,7 @@ def draw(report: Report, path: Path) -> None:
     canvas.savefig(path, dpi=120)
 
 
-def _draw_panel(axes: Axes, report: Report, what: str, name: str) -> None:
+def _draw_panel(axes: Axes, report: Report, what: str, name: str, unit: str) -> None:
     for label, style, figures in _lines(report, what, name):
         known = [(x, figure) for x, figure in enumerate(figures) if figure is not None]
         middle = [figure.median for _, figure in known]
@@ -66,8 +66,9 @@ def _draw_panel(axes: Axes, report: Report, what: str, name: str) -> None:
             )
     labels = [size_text(size.block_bytes) for size in report.sizes]
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_xlabel("block")
+    axes.set_xlabel("bytes of a block")
     axes.set_yscale("log")
+    axes.set_ylabel(unit)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(_minor_label)
     axes.grid(visible=True, alpha=0.3)

@@ -27,6 +27,8 @@ from kvoffload_async.cli.fleet import publish_fleet, replay_on_fleet
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
+from kvoffload_async.cli.pictures import check_page, check_picture
+from kvoffload_async.cli.replay_pictures import PLOT, publish_pictures
 from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import (
@@ -218,6 +220,17 @@ def replay(
         Path | None,
         typer.Option(metavar="PATH", help="Serve the engine's status there, for `kvoffload top`."),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Draw how it went; needs kvoffload-async[plot]."),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HTML",
+            help="Write figures and pictures as one page; needs kvoffload-async[plot].",
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Replay a serving trace through the whole engine, with real bytes.
@@ -243,6 +256,8 @@ def replay(
         TimelineOutput(explain, trace_out) as timelines,
     ):
         check_writable("--json", json)
+        check_picture("--plot", plot, PLOT)
+        check_page("--report", report, PLOT)
         _check_choice("--engine", engine, ENGINES)
         _check_choice("--device", device, DEVICES)
         spec = timelines.recording(resolve(flags, scratch), concurrency)
@@ -259,6 +274,7 @@ def replay(
             device=device,
             device_blocks=device_blocks,
             layers=layers,
+            has_samples=bool(plot or report),
             should_stop=lambda: interrupt.is_requested,
         )
         open_source = partial(TraceFile, trace, limit) if trace else partial(ChatWorkload, limit)
@@ -285,6 +301,8 @@ def replay(
                 watch=timelines.watch if timelines.is_wanted else None,
             )
             _publish(reports, json)
+            if plot or report:
+                publish_pictures(reports, trace, plot, report)
             timelines.publish(Console(stderr=json == STDOUT))
     for complaint in reports.complaints:
         complain(complaint)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -24,9 +23,9 @@ from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, write_figures
+from kvoffload_async.cli.pictures import check_picture, drawing_module
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.tierspec import parse_tier
-from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.io_pool import suitable_threads
 
 DEFAULT_TIERS: Final = ("slab", "fs")
@@ -133,7 +132,7 @@ def bench(
         Interrupt() as interrupt,
     ):
         check_writable("--json", json)
-        _check_plot(plot)
+        check_picture("--plot", plot, _PLOT)
         plan = Plan.parse(
             block_bytes,
             total_bytes,
@@ -170,27 +169,6 @@ def bench(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _check_plot(path: Path | None) -> None:
-    """Find out before the measuring whether the picture can be drawn."""
-    if path is None:
-        return
-    check_writable("--plot", str(path))
-    known = _plotter().check_suffix(path)
-    if known is not None:
-        raise InputError(
-            f"--plot {path}: {path.suffix!r} is no kind of picture; use one of {known}"
-        )
-
-
-def _plotter() -> Any:  # noqa: ANN401 - a module
-    try:
-        return importlib.import_module(_PLOT)
-    except ImportError as error:
-        raise InputError(
-            f"--plot needs matplotlib ({error}); pip install 'kvoffload-async[plot]'"
-        ) from error
-
-
 def _publish(report: Report, json: str | None, plot: Path | None) -> None:
     if json != STDOUT:
         print_tables(report, Console())
@@ -198,4 +176,4 @@ def _publish(report: Report, json: str | None, plot: Path | None) -> None:
         write_figures("--json", json, report.to_json())
     if plot is not None:
         with as_unwritable("--plot", str(plot)):
-            _plotter().draw(report, plot)
+            drawing_module("--plot", _PLOT).draw(report, plot)

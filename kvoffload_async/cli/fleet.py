@@ -49,6 +49,9 @@ def replay_on_fleet(
         ("--device", given.device == "cpu"),
         ("--device-blocks", given.device_blocks is None),
         ("--concurrency", given.concurrency == 1),
+        ("--plot or --report", not given.has_samples),
+        ("--explain or --trace-out", not spec.config.explain_requests),
+        ("--status-socket", spec.config.status_socket is None),
     ):
         if not is_plain:
             raise InputError(f"{option} does not go with --fleet; leave it out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvoffload_async.facade.spec import TieringOffloadingSpec
@@ -47,7 +47,7 @@ class PassReports:
 
         The second pass is under `warm`, those behind it are a list under `later_passes`.
         """
-        figures, *others = map(asdict, self.passes)
+        figures, *others = (report.to_dict() for report in self.passes)
         if others:
             figures["warm"] = others[0]
         if others[1:]:

@@ -20,6 +20,7 @@ from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Report, build_report
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.replay.tally import DEVICE, PRIMARY, Tally
+from kvoffload_async.replay.timeline import Sample, Timeline
 from kvoffload_async.runtime.loop import new_event_loop
 from kvoffload_async.timeline import RequestTimeline
 
@@ -50,6 +51,7 @@ class ReplayOptions:
         on_timeline: Takes the timelines of requests; needs a configuration with `explain_requests`.
         on_ready: With the engine `"sync"`, called before the first request, with what returns the
             figures so far, from then on whenever everything is at rest.
+        has_samples: Whether the report has samples of the statistics, for pictures.
     """
 
     engine: str = SYNC
@@ -58,6 +60,7 @@ class ReplayOptions:
     layers: int = 2
     concurrency: int = 1
     verify: bool = True
+    has_samples: bool = False
     should_stop: Callable[[], bool] = lambda: False
     on_step: Callable[[], None] = lambda: None
     on_timeline: Callable[[RequestTimeline], None] | None = None
@@ -73,6 +76,7 @@ class _Outcome:
     tally: Tally
     wall_s: float
     interrupted: bool
+    samples: tuple[Sample, ...]
 
 
 def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
@@ -112,6 +116,7 @@ def _report(
         engine=options.engine,
         device_blocks=pool.num_frames,
         layers=options.layers,
+        samples=outcome.samples,
     )
 
 
@@ -155,6 +160,7 @@ def _replay_stepwise(
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
         workers = Workers(spec, memories, tally)
+        timeline = Timeline(manager.stats, tally) if options.has_samples else None
         driver = StepwiseDriver(
             manager,
             workers,
@@ -168,13 +174,13 @@ def _replay_stepwise(
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=options.on_step,
+            on_step=_each_step(timeline, options),
         )
         start_s = time.perf_counter()
 
         def report_so_far() -> Report:
             wall_s = time.perf_counter() - start_s
-            so_far = _Outcome(manager, tier_names, tally, wall_s, interrupted=False)
+            so_far = _Outcome(manager, tier_names, tally, wall_s, interrupted=False, samples=())
             return _report(spec, options, pool, so_far)
 
         options.on_ready(report_so_far)
@@ -182,11 +188,12 @@ def _replay_stepwise(
         interrupted = options.should_stop()
         driver.drain(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
+        samples = () if timeline is None else timeline.finish()
     finally:
         if workers is not None:
             workers.shutdown(_bounded(spec, options))
         spec.shutdown(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
 
 
 async def _replay_awaited(
@@ -204,6 +211,7 @@ async def _replay_awaited(
         _watch(manager, options)
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
+        timeline = Timeline(manager.stats, tally) if options.has_samples else None
         driver = AsyncDriver(
             engine,
             memory,
@@ -214,16 +222,28 @@ async def _replay_awaited(
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=options.on_step,
+            on_step=_each_step(timeline, options),
         )
         start_s = time.perf_counter()
         await driver.run(iter(source))
         interrupted = options.should_stop()
         await driver.rest(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
+        samples = () if timeline is None else timeline.finish()
     finally:
         await engine.close(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
+
+
+def _each_step(timeline: Timeline | None, options: ReplayOptions) -> Callable[[], None]:
+    if timeline is None:
+        return options.on_step
+
+    def on_step() -> None:
+        timeline.note_step()
+        options.on_step()
+
+    return on_step
 
 
 def _watch(manager: TieringOffloadingManager, options: ReplayOptions) -> None:

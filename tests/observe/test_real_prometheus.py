@@ -19,6 +19,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import doc_blocks
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
@@ -179,3 +180,16 @@ def test_promtool_accepts_the_rules():
     command = [found("promtool"), "check", "rules", str(DOCS / "alerts.yml")]
     checked = subprocess.run(command, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout
+
+
+def test_promtool_accepts_the_configuration_of_the_page_about_metrics(tmp_path):
+    (config,) = (
+        block.text
+        for block in doc_blocks.blocks_of(DOCS.parent / "howto" / "metrics.md")
+        if block.title == "prometheus.yml"
+    )
+    (tmp_path / "prometheus.yml").write_text(config)
+    shutil.copy(DOCS / "alerts.yml", tmp_path)
+    command = [found("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]
+    checked = subprocess.run(command, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
