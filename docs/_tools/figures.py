@@ -1,8 +1,7 @@
-r"""Writes the figures of a bench into the page of benchmarks, and the README's two lines of speed.
+"""Writes the figures of a bench into the page of benchmarks, and the README's lines of speed.
 
-    kvoffload bench --tier slab --tier fs --peer vllm-fs --peer lmcache-fs --steady \
-        --plot docs/bench.png --json bench.json
-    python docs/_tools/figures.py bench.json
+`python docs/_tools/figures.py bench.json`, with what `kvoffload bench --json bench.json` has
+written; the page of benchmarks has the whole command.
 """
 
 import json
@@ -22,6 +21,7 @@ PASSES = {
     "load_one_job": "load, one job of {keys} blocks",
 }
 NAMES = {"vllm-fs": "vLLM's `fs`", "lmcache-fs": "LMCache's files"}
+_WHOLE = 100
 NOT_MEASURED = "not measured"
 _FIGURES = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
 _SPEED = re.compile(r"^\| (store|load), .*$", re.MULTILINE)
@@ -40,7 +40,6 @@ def readme(text: str, report: Report) -> str:
 
     def line(found: re.Match[str]) -> str:
         what = found[1]
-        sizes = f"{_size(first)} and {_size(last)}"
         suffixes = {"slab": ", verified", "vllm-fs": ", unverified", "lmcache-fs": ", unverified"}
         cells = [
             _speeds(first, last, name, what, suffix if what == "load" else "")
@@ -64,17 +63,17 @@ def _figures(report: Report) -> Iterator[str]:
     yield (
         f"{machine['date'][:10]}: {machine['processors']} x {machine['processor']}, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}, load "
-        f"{machine['load_average']:.1f}; kvoffload-async {machine['kvoffload_async']}, blocks moved "
-        f"by {machine['block_io']}. {settings['in_flight']} jobs of {settings['keys_per_job']} "
-        f"blocks under way, medians of {settings['rounds']} rounds."
+        f"{machine['load_average']:.1f}; kvoffload-async {machine['kvoffload_async']}, blocks "
+        f"moved by {machine['block_io']}. {settings['in_flight']} jobs of "
+        f"{settings['keys_per_job']} blocks under way, medians of {settings['rounds']} rounds."
     )
     (first, *_) = [floor for floor in floors.values() if floor]
     kinds = list(report["sizes"][0]["floors"][first["directory"]])
     names = list(report["contenders"])
-    for what, title in PASSES.items():
+    for what, template in PASSES.items():
         if what not in report["sizes"][0]["contenders"][names[0]]["passes"]:
             continue
-        title = title.format(keys=settings["one_job"])
+        title = template.format(keys=settings["one_job"])
         yield ""
         yield from _head([f"GiB/s, {title}", *(f"{kind} floor" for kind in kinds), *names])
         for size in report["sizes"]:
@@ -129,7 +128,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+    return f"{value:.0f}" if value >= _WHOLE else f"{value:.2g}"
 
 
 def _size(size: Report) -> str:
