@@ -10,13 +10,15 @@ import os
 import select
 import struct
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import xxhash
-from typing_extensions import Buffer
 
 from kvoffload_async.block_io._native import Engine as _Threads
 from kvoffload_async.block_io.file_calls import adapter
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 PIECE_BYTES: Final = 256 << 10
 """What one system call moves at most, where blocks are no smaller; measured."""
