@@ -4,7 +4,7 @@ They refuse whatever could make a thread touch memory wrongly, and what leads ou
 one at a time.
 """
 
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from typing_extensions import Buffer
 
@@ -78,8 +78,8 @@ class Engine:
             other: Files; or the buffer that is copied from.
         """
 
-    def take(self) -> list[tuple[int, int, bytes, bytes, bytes]]:
-        """Return ticket, kind, statuses, digests and sizes on disk of what has ended."""
+    def take(self) -> list[tuple[int, Any]]:
+        """Return (ticket, outcome) of what has ended, in no order, and clear `fd`."""
 
     def withdraw(self, ticket: int, /) -> None: ...
     def tend(self, hung_after_ns: int, /) -> int: ...

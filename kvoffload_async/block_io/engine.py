@@ -6,19 +6,19 @@ outcome. What it was given may not change in between.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import xxhash
-from typing_extensions import Buffer
 
 from kvoffload_async.block_io._native import Engine as _Threads
-from kvoffload_async.block_io.contract import ENDED_EARLY
 from kvoffload_async.block_io.file_calls import adapter
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 PIECE_BYTES: Final = 256 << 10
 """What one system call moves at most, where blocks are no smaller; measured."""
@@ -40,7 +40,6 @@ _MAX_THREADS: Final = 64
 _MAX_PAD_BYTES: Final = 65536
 _MAX_MODE: Final = 0o777
 _MAX_INT: Final = 2**31 - 1
-_STATUS_ENDED_EARLY: Final = 255
 _NO_MEMORY: Final = (None, 1, 1)
 _TRIPLE: Final = struct.Struct("3q")
 
@@ -86,6 +85,7 @@ class Engine:
 
     Attributes:
         fd: An eventfd, readable when a batch has ended since the last `take`.
+        take: Returns (ticket, outcome) of what has ended, in no order, and clears `fd`.
     """
 
     def __init__(  # noqa: PLR0917 - settings of threads
@@ -133,6 +133,7 @@ class Engine:
             *(call, callable_, name),
         )
         self._submit = self._threads.submit
+        self.take = self._threads.take
         self.fd = self._threads.fd
 
     def map(self, buffer: Buffer, row_bytes: int, slot_bytes: int) -> Memory:
@@ -261,13 +262,6 @@ class Engine:
             *(_COPIES, False, count, (to[0], 1, 1), (), None, b"", packed, begin[0]),
         )
 
-    def take(self) -> list[tuple[int, Any]]:
-        """Return (ticket, outcome) of what has ended, and clear `fd`."""
-        return [
-            (ticket, _OUTCOMES[kind](statuses, digests, disk_bytes))
-            for ticket, kind, statuses, digests, disk_bytes in self._threads.take()
-        ]
-
     def withdraw(self, ticket: int) -> None:
         """Take back what of a batch nobody has begun, with ECANCELED; the rest ends as usual."""
         if ticket == 0:
@@ -349,34 +343,3 @@ def _checked(root: tuple[int, str]) -> tuple[int, bytes]:
 
 def _joined(names: Sequence[str]) -> bytes:
     return os.fsencode("\0".join(names))
-
-
-def _moved(statuses: bytes, digests: bytes, _: bytes) -> tuple[dict[int, int], bytes]:
-    if statuses.count(0) == len(statuses):
-        return {}, digests
-    return {
-        index: ENDED_EARLY if status == _STATUS_ENDED_EARLY else status
-        for index, status in enumerate(statuses)
-        if status
-    }, digests
-
-
-def _loaded(statuses: bytes, digests: bytes, _: bytes) -> tuple[bytes, bytes]:
-    return statuses, digests
-
-
-def _stored(statuses: bytes, digests: bytes, disk_bytes: bytes) -> tuple[bytes, bytes, list[int]]:
-    return statuses, digests, memoryview(disk_bytes).cast("q").tolist()
-
-
-def _found(statuses: bytes, _: bytes, __: bytes) -> bytes:
-    return statuses
-
-
-def _copied(statuses: bytes, _: bytes, __: bytes) -> int | None:
-    return errno.ECANCELED if any(statuses) else None
-
-
-_OUTCOMES: Final[Sequence[Callable[[bytes, bytes, bytes], Any]]] = (
-    *(_moved, _loaded, _stored, _found, _copied),
-)

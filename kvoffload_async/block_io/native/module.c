@@ -362,13 +362,47 @@ static PyObject *engine_submit_batch(Engine *self, PyObject *args)
     return NULL;
 }
 
+static PyObject *errors_of(const struct batch *batch)
+{
+    PyObject *errors = PyDict_New();
+    for (size_t i = 0; i < batch->count && errors != NULL; i++) {
+        if (batch->statuses[i] == 0)
+            continue;
+        long code = batch->statuses[i] == STATUS_ENDED_EARLY ? -1 : batch->statuses[i];
+        PyObject *item = Py_BuildValue("(nl)", (Py_ssize_t)i, code);
+        if (item == NULL || PyDict_SetItem(errors, PyTuple_GetItem(item, 0),
+                                           PyTuple_GetItem(item, 1)) != 0)
+            Py_CLEAR(errors);
+        Py_XDECREF(item);
+    }
+    return errors;
+}
+
 static PyObject *outcome_of(const struct batch *batch)
 {
     Py_ssize_t num = (Py_ssize_t)batch->count;
-    return Py_BuildValue("(Kiy#y#y#)", (unsigned long long)batch->ticket, (int)batch->kind,
-                         batch->statuses, num, batch->digests,
-                         batch->seeds == NULL ? 0 : num * DIGEST_BYTES, batch->disk_bytes,
-                         batch->is_store ? num * (Py_ssize_t)sizeof(int64_t) : 0);
+    Py_ssize_t digest_bytes = batch->seeds == NULL ? 0 : num * DIGEST_BYTES;
+    PyObject *numbers;
+    switch (batch->kind) {
+    case BATCH_EXTENTS:
+        return Py_BuildValue("(Ny#)", errors_of(batch), batch->digests, digest_bytes);
+    case BATCH_LOAD_FILES:
+        return Py_BuildValue("(y#y#)", batch->statuses, num, batch->digests, digest_bytes);
+    case BATCH_STORE_FILES:
+        numbers = PyList_New(num);
+        for (Py_ssize_t i = 0; i < num && numbers != NULL; i++) {
+            if (PyList_SetItem(numbers, i, PyLong_FromLongLong(batch->disk_bytes[i])) != 0)
+                Py_CLEAR(numbers);
+        }
+        return Py_BuildValue("(y#y#N)", batch->statuses, num, batch->digests, digest_bytes,
+                             numbers);
+    case BATCH_HAS_FILES:
+        return Py_BuildValue("y#", batch->statuses, num);
+    default:
+        return memchr(batch->statuses, ECANCELED, batch->count) == NULL
+                   ? Py_NewRef(Py_None)
+                   : PyLong_FromLong(ECANCELED);
+    }
 }
 
 /* Returns outcomes, and frees what has ended. */
@@ -377,7 +411,9 @@ static PyObject *take_ended(Engine *self)
     PyObject *ended = PyList_New(0);
     for (struct batch *batch = engine_take(self->engine), *next; batch != NULL; batch = next) {
         next = batch->next;
-        PyObject *outcome = ended == NULL ? NULL : outcome_of(batch);
+        PyObject *outcome = NULL;
+        if (ended != NULL)
+            outcome = Py_BuildValue("(KN)", (unsigned long long)batch->ticket, outcome_of(batch));
         if (outcome == NULL || PyList_Append(ended, outcome) != 0)
             Py_CLEAR(ended); /* short of memory, the outcomes are lost, and nothing else */
         Py_XDECREF(outcome);
