@@ -26,6 +26,8 @@ def geometry_table(spec: TieringOffloadingSpec) -> Table:
     table.add_row("memory", f"{used_bytes:,} of {config.cpu_bytes_to_use:,} bytes")
     table.add_row("tokens a block", f"{config.block_size * config.blocks_per_chunk:,}")
     table.add_row("eviction policy", config.eviction_policy)
+    if config.status_socket is not None:
+        table.add_row("status socket", Text(config.status_socket))
     for number, tier in enumerate(config.secondary_tiers, 1):
         shown = {key: without_secrets(value, key) for key, value in tier.items() if key != "type"}
         options = ", ".join(f"{key}={json.dumps(value)}" for key, value in shown.items())

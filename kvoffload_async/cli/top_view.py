@@ -25,6 +25,7 @@ MAX_TIERS: Final = 8
 MAX_SLOWEST: Final = 5
 _BAR_CHARS: Final = 24
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_LETTERS: Final = ("", "K", "M", "G", "T", "P")
 _NARROW_NAME, _WIDE_NAME = 12, 24
 _LEAST_LATENCIES: Final = 4
 
@@ -152,19 +153,19 @@ def _tier(
         return readings.grown(lambda stats: count(stats.tiers[index]))
 
     def per_second(name: str) -> str:
-        return _size(readings.tier_rate(index, attrgetter(name)))
+        return _short(readings.tier_rate(index, attrgetter(name)), 1024)
 
     asked = of(lambda tier: tier.hits + tier.misses)
     yield tier.name
     yield _fullness(tier)
-    yield _percent(of(attrgetter("hits")) / asked if asked else None)
+    yield f"{of(attrgetter('hits')) / asked:.0%}" if asked else "-"
     yield per_second("loaded_bytes")
     yield per_second("stored_bytes")
-    yield f"{tier.queued_jobs:,}"
-    yield f"{tier.jobs_in_flight:,}"
+    yield _short(tier.queued_jobs)
+    yield _short(tier.jobs_in_flight)
     if is_wide:
         yield _alarming(tier.overdue_jobs)
-        yield f"{tier.owed_blocks:,}"
+        yield _short(tier.owed_blocks)
         yield _alarming(of(attrgetter("corrupt_blocks")))
     yield _alarming(of(attrgetter("failed_jobs")))
     yield _alarming(of(attrgetter("dropped_blocks")), "yellow")
@@ -211,19 +212,19 @@ def _fullness(tier: TierStatistics) -> str:
     if tier.used_bytes is None:
         return "-"
     if not tier.capacity_bytes:
-        return _size(tier.used_bytes)
-    return f"{_size(tier.used_bytes)} {tier.used_bytes / tier.capacity_bytes:.0%}"
+        return _short(tier.used_bytes, 1024)
+    return f"{_short(tier.used_bytes, 1024)} {tier.used_bytes / tier.capacity_bytes:.0%}"
 
 
 def _breakers(tier: TierStatistics) -> Text:
     stopped = [direction for direction, state in tier.breakers.items() if state != "closed"]
     if not stopped:
         return Text("ok", style="green")
-    return Text(f"no {'/'.join(stopped)}", style="bold red")
+    return Text(f"no {stopped[0]}" if len(stopped) == 1 else "stopped", style="bold red")
 
 
 def _alarming(count: float, style: str = "red") -> Text:
-    return Text(f"{count:,.0f}", style=style if count else "")
+    return Text(_short(count), style=style if count else "")
 
 
 def _percent(share: float | None) -> str:
@@ -232,6 +233,16 @@ def _percent(share: float | None) -> str:
 
 def _count(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 or not number else f"{number:.1f}"  # noqa: PLR2004 - two digits
+
+
+def _short(number: float, factor: int = 1000) -> str:
+    """Return a number in at most four characters; with a factor of 1024, of bytes."""
+    unit = 0
+    while number >= 999.5 and unit < len(_LETTERS) - 1:  # noqa: PLR2004 - else it is 1000
+        number /= factor
+        unit += 1
+    digits = 1 if unit and number < 9.95 else 0  # noqa: PLR2004 - else it is 10
+    return f"{number:.{digits}f}{_LETTERS[unit]}"
 
 
 def _size(num_bytes: float) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager, TieringOffloadingSpec
 from kvoffload_async.cli import top as top_module
-from kvoffload_async.cli.top_view import _count, _percent, _seconds, _size, picture
+from kvoffload_async.cli.top_view import _count, _percent, _seconds, _short, _size, picture
 from kvoffload_async.observe.changes import Readings
 from kvoffload_async.observe.status import EngineReport, SlowRequest
 from kvoffload_async.statistics import EngineStatistics, HistogramStatistics
@@ -84,6 +84,7 @@ def test_it_fits_on_the_screen(stats, width, height, num_tiers):
     assert max(map(len, lines)) <= width
     assert len(lines) <= height
     assert any("slowest phases" in line for line in lines)
+    assert "…" not in "".join(lines).replace("a-tier-with…", "")
 
 
 def test_tiers_beyond_eight_are_counted(stats):
@@ -115,7 +116,7 @@ def test_a_tier_has_its_figures(stats):
             dropped_blocks=8,
         )
     )
-    row = "tier0 512 MiB 50% 75.0% 1.0 MiB 2.0 KiB 5 6 7 8 ok"
+    row = "tier0 512M 50% 75% 1.0M 2.0K 5 6 7 8 ok"
     assert row_of(lines, "tier0") == row.split()
 
 
@@ -124,7 +125,7 @@ def test_a_tier_has_its_figures(stats):
     [
         ({"load": "closed", "store": "closed"}, "ok"),
         ({"load": "open", "store": "closed"}, "no load"),
-        ({"load": "half_open", "store": "open"}, "no load/store"),
+        ({"load": "half_open", "store": "open"}, "stopped"),
     ],
 )
 def test_an_open_breaker_is_named_by_direction(stats, states, shown):
@@ -135,7 +136,7 @@ def test_an_open_breaker_is_named_by_direction(stats, states, shown):
 def test_a_tier_that_says_nothing_of_its_size_or_has_no_bound(stats):
     assert row_of(screen(tier_of(stats, used_bytes=None)), "tier0")[1] == "-"
     lines = screen(tier_of(stats, used_bytes=2.0**20, capacity_bytes=None))
-    assert row_of(lines, "tier0")[1:3] == ["1.0", "MiB"]
+    assert row_of(lines, "tier0")[1:3] == ["1.0M", "-"]
 
 
 def test_the_slowest_requests_are_shown_where_the_engine_records_them(stats):
@@ -183,6 +184,10 @@ def test_figures_have_three_digits_or_so():
     assert [_size(n) for n in (0, 1, 999, 1000, 1 << 20, 150 << 20)] == [
         *("0", "1 B", "999 B", "1.0 KiB", "1.0 MiB", "150 MiB")
     ]
+    assert [_short(n) for n in (0, 999, 1000, 9950, 123456, 10**7)] == [
+        *("0", "999", "1.0K", "10K", "123K", "10M")
+    ]
+    assert [_short(n, 1024) for n in (0.4, 1023, 3 << 20)] == ["0", "1.0K", "3.0M"]
     assert _size(2.0**70) == "1048576 PiB"
     assert [_seconds(s) for s in (0, 25e-6, 0.00099, 0.1, 0.9999, 30)] == [
         *("0.0 us", "25.0 us", "990 us", "100 ms", "1.0 s", "30.0 s")
