@@ -131,7 +131,7 @@ def _as_json(summary: str) -> str:
     summary = summary.replace("][", "]&#91;")  # else a reference of Markdown
     for word, said in {"None": "`null`", "True": "`true`", "False": "`false`"}.items():
         summary = re.sub(rf"\b{word}\b", said, summary)
-    return re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", summary)
+    return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", summary)
 
 
 def _list(numbers: Sequence[float]) -> str:

@@ -59,8 +59,8 @@ class ValkeyTierManager(SecondaryTierManager):
             offloading_spec: See `SecondaryTierManager`.
             primary_kv_view: See `SecondaryTierManager`.
             tier_type: See `SecondaryTierManager`.
-            url: valkey://[user[:password]@]host[:port][/database], valkeys:// for TLS; redis://
-                and rediss:// mean the same.
+            url: `valkey://[user[:password]@]host[:port][/database]`, `valkeys://` for TLS;
+                `redis://` and `rediss://` mean the same.
             cluster: Whether the server is a node of a cluster.
             username: Whom to log in as, in place of the URL's.
             password_file: Absolute path of a file with the password, in place of the URL's.
