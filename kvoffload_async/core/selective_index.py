@@ -43,8 +43,8 @@ class SelectiveIndex(KeyIndex):
         return self._index.decided
 
     @decided.setter
-    def decided(self, told: KeysDecided | None) -> None:
-        self._index.decided = told
+    def decided(self, decided: KeysDecided | None) -> None:
+        self._index.decided = decided
 
     def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
         """Return what the other index says; RETRY, then MISS, where too few blocks are missed."""
