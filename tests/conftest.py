@@ -1,6 +1,7 @@
 """What every test gets: a hypothesis profile and a check for leaked threads."""
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -101,7 +102,10 @@ def no_leaked_threads() -> Iterator[None]:
     for thread in started:
         thread.join(max(0.0, deadline - time.monotonic()))
     leaked = sorted(t.name for t in started if t.is_alive())
-    # Joined by whoever closes their engine: the kernel may list them for a moment still.
+    # An engine that nobody could close, as its tier hung, ends its threads when it is collected;
+    # and the kernel may list those that were joined for a moment still.
+    if _native_threads() - native_before:
+        gc.collect()
     while (native := _native_threads() - native_before) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     leaked += sorted(name for _, name in native)

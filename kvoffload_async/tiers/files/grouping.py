@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
-from kvoffload_async.errors import TierError, TierUnavailableError
+from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
 
 T = TypeVar("T")
 
@@ -188,6 +188,7 @@ class SharedThread:
     def __init__(self, name: str, run: Runner) -> None:
         """Begin with none, on the loop that awaits them; see `GroupedCall`."""
         self._calls = GroupedCall[_Boxed[Any]](name, _make_all, run)
+        self._loop = asyncio.get_running_loop()
 
     async def run(self, call: Callable[[], T], /) -> T:
         """Return what a call returns; cancelled, as `GroupedCall.add`.
@@ -195,6 +196,8 @@ class SharedThread:
         Raises:
             TierError: No thread can be had.
         """
+        if self._loop.is_closed():  # whoever was left on it is being collected
+            raise TierClosedError("the loop has gone")
         boxed = _Boxed(call)
         if (error := await self._calls.add(boxed)) is not None:
             kind = type(error) if isinstance(error, TierError) else TierUnavailableError
