@@ -1,6 +1,7 @@
 """What a job of the tiers on disk costs the process, by native code and by Python: printed.
 
-Several jobs of 16 blocks at once, again and again, in alternation. Printed for one job: voluntary
+Jobs of 16 blocks, one after the other, 16 at once, and these while the thread that waits for them
+computes, again and again, in alternation. Printed for one job: voluntary
 context switches of Python's threads (from /proc/self/task: the loop, the I/O threads, and the one
 that waits for them), calls that are handed to I/O threads, system calls for files; and the
 processor's seconds for a GiB. What is counted in Python is counted in a round of its own, as
@@ -101,15 +102,17 @@ class Side:
         self.round_bytes = num_jobs * BLOCKS * block_bytes
         self.keys = (key_of(number) for number in itertools.count())
         self.stored: list = []
+        self.is_busy = False
 
     def run(self, num_at_once: int, *, is_store: bool) -> None:
         """Run the jobs of one round, some at once."""
         if is_store:
             self.stored = list(itertools.islice(self.keys, self.num_jobs * BLOCKS))
         for first in range(0, self.num_jobs, num_at_once):
-            self._run_at_once(range(first, first + num_at_once), is_store=is_store)
+            self.run_at_once(range(first, first + num_at_once), is_store=is_store)
 
-    def _run_at_once(self, numbers: range, *, is_store: bool) -> None:
+    def run_at_once(self, numbers: range, *, is_store: bool) -> None:
+        """Run some jobs, and wait for them."""
         harness = self.harness
         operation = harness.tier.store if is_store else harness.tier.load
 
@@ -126,7 +129,11 @@ class Side:
                 tasks = [group.create_task(operation(job)) for job in jobs]
             assert all(task.result() == {} for task in tasks)
 
-        harness.run(round_of_jobs())
+        tasks: list = []
+        harness.on_loop(lambda: tasks.append(asyncio.create_task(round_of_jobs())))
+        while self.is_busy and not tasks[0].done():
+            sum(range(10_000))
+        harness.run(ended(tasks.pop()))
 
     def native_calls(self) -> int:
         """Return how many system calls native threads have made."""
@@ -136,6 +143,10 @@ class Side:
         else:
             engine = tier._native and tier._native._file_io._engine
         return engine.counters()["system_calls"] if engine else 0
+
+
+async def ended(task: asyncio.Task) -> None:
+    await task
 
 
 def switches() -> int:
@@ -166,9 +177,9 @@ def sides(request, tmp_path, monkeypatch, benchmark) -> Iterator[list[Side]]:
         side.harness.close()
 
 
-@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "at once"])
+@pytest.mark.parametrize("how", ["alone", "at once", "beside a busy owner"])
 @pytest.mark.parametrize("sides", TIERS, indirect=True)
-def test_costs_of_a_job(sides, is_alone, monkeypatch, benchmark, request, capsys):  # noqa: PLR0917 - fixtures
+def test_costs_of_a_job(sides, how, monkeypatch, benchmark, request):
     if implementation().name != "native":
         pytest.skip("the native module is not built")
     benchmark(lambda: None)
@@ -176,8 +187,9 @@ def test_costs_of_a_job(sides, is_alone, monkeypatch, benchmark, request, capsys
     lines = [f"\n{request.node.callspec.id}, per job of {BLOCKS} blocks:"]
     for is_store in (True, False):
         total = {side.name: [0.0, 0.0] for side in sides}
-        num_at_once = 1 if is_alone else sides[0].num_jobs
+        num_at_once = 1 if how == "alone" else sides[0].num_jobs
         for side in sides:
+            side.is_busy = how == "beside a busy owner"
             side.run(num_at_once, is_store=is_store)
         for _ in range(rounds):
             for side in sides:
@@ -185,6 +197,11 @@ def test_costs_of_a_job(sides, is_alone, monkeypatch, benchmark, request, capsys
                 side.run(num_at_once, is_store=is_store)
                 total[side.name][0] += switches() - before[0]
                 total[side.name][1] += cpu_s() - before[1]
+        for side in sides:  # what the test's own thread costs is no part of a job
+            before = switches()
+            for _ in range(rounds * side.num_jobs // num_at_once):
+                side.run_at_once(range(0), is_store=is_store)
+            total[side.name][0] -= switches() - before
         for side in sides:
             with monkeypatch.context() as patch:
                 counted = Counted(patch)
@@ -203,5 +220,4 @@ def test_costs_of_a_job(sides, is_alone, monkeypatch, benchmark, request, capsys
             )
             assert counted.python_calls + native > 0
             assert (native > 0) == (side.name == "native")
-    with capsys.disabled():
-        sys.stdout.write("\n".join(lines))
+    sys.stdout.write("\n".join(lines))

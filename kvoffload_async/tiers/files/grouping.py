@@ -11,7 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
 
 T = TypeVar("T")
 
@@ -61,7 +63,7 @@ class GroupedCall(Generic[T]):
         return self._enqueue(item).future
 
     def _enqueue(self, item: T) -> _Waiter[T]:
-        waiter = _Waiter[T](item, self._loop.create_future())
+        waiter: _Waiter[T] = _Waiter(item, self._loop.create_future())
         self._waiting.append(waiter)
         if self._current is None:
             self._start()
@@ -147,6 +149,69 @@ class GroupedCall(Generic[T]):
             [waiter.item for waiter in group],
             lambda: any(waiter.is_waiting for waiter in group),
         )
+
+
+class _Boxed(Generic[T]):
+    """A call, and then what it has returned or raised."""
+
+    __slots__ = ("_call", "_error", "_results")
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """Make the call. Thread: an I/O thread."""
+        try:
+            self._results.append(self._call())
+        except Exception as error:  # noqa: BLE001 - whoever waits for it is told
+            self._error = error
+
+    def result(self) -> T:
+        """Return what the call has returned, or raise what it has raised; once."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame, and the job's memory with that
+        return self._results.pop()
+
+
+class SharedThread:
+    """Runs calls that block, each on its own account: all that wait are one hand-over to a thread.
+
+    Thread: loop; the calls are made by an I/O thread.
+    """
+
+    def __init__(self, name: str, run: Runner) -> None:
+        """Begin with none, on the loop that awaits them; see `GroupedCall`."""
+        self._calls = GroupedCall[_Boxed[Any]](name, _make_all, run)
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, call: Callable[[], T], /) -> T:
+        """Return what a call returns; cancelled, as `GroupedCall.add`.
+
+        Raises:
+            TierError: No thread can be had.
+        """
+        if self._loop.is_closed():  # whoever was left on it is being collected
+            raise TierClosedError("the loop has gone")
+        boxed = _Boxed(call)
+        if (error := await self._calls.add(boxed)) is not None:
+            kind = type(error) if isinstance(error, TierError) else TierUnavailableError
+            raise kind(str(error)) from error
+        return boxed.result()
+
+    async def close(self) -> None:
+        """Wait until no call is made any more."""
+        await self._calls.close()
+
+
+def _make_all(calls: Sequence[_Boxed[Any]], _is_awaited: Callable[[], bool]) -> None:
+    for call in calls:
+        call.make()
 
 
 def _end(group: Sequence[_Waiter[T]], error: BaseException | None) -> None:

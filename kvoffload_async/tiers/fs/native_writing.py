@@ -1,9 +1,8 @@
 """Storing blocks by native code, in the plain good case; `BlockWriter` judges what is not that.
 
-What a block's file needs is seen to by an I/O thread, one call for all jobs that wait for it: the
-root is looked after, leaf folders are made, victims renamed. Then one batch writes the files and
-gives them their names. Another call follows only where something has to be counted, waited for or
-removed.
+What a block's file needs is seen to by an I/O thread: the root is looked after, leaf folders are
+made, victims renamed. Then one batch writes the files and gives them their names. Another call
+follows only where something has to be counted, waited for or removed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io import (
     FILE_NOT_BEGUN,
     FILE_PRESENT,
@@ -25,14 +23,14 @@ from kvoffload_async.block_io import (
     FileStores,
     StoredFiles,
 )
-from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
+from kvoffload_async.errors import TierClosedError, TierError
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.files.grouping import GroupedCall
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import StoreOutcome, StoreStatus
+from kvoffload_async.tiers.fs.space import RunIo
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +70,11 @@ class _Job:
     Attributes:
         check: Looks after the root, unless that was done for this job.
         leaves: Leaf folder -> its size before, and who is told by how much it has grown.
-        lost: What the check says; as text, as errors hold frames, and these the primary's memory.
     """
 
     drafts: Sequence[_Draft]
     check: Callable[[], None]
     leaves: dict[str, tuple[int, StoreOutcome]] = field(default_factory=dict)
-    lost: str = ""
 
 
 class NativeWriter:
@@ -92,9 +88,9 @@ class NativeWriter:
         files: BlockFiles,
         *,
         settings: NativeWriterSettings,
-        io: IoRunner,
+        run: RunIo,
     ) -> None:
-        """Begin with no job."""
+        """Begin with no job; `run` runs a call on an I/O thread, with those of other jobs."""
         self._file_io = file_io
         self._ops = ops
         self._namespace = namespace
@@ -103,8 +99,7 @@ class NativeWriter:
         self._digest_cache = files.digest_cache
         self._settings = settings
         self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
-        self._io = io
-        self._preparations = GroupedCall("fs:prepare", self._prepare, self._run)
+        self._run = run
 
     @property
     def is_usable(self) -> bool:
@@ -122,14 +117,10 @@ class NativeWriter:
             outcomes: They.
             check: Raises TierUnavailableError if the root is another directory now.
         """
-        path_of = self._namespace.get_file_name
-        job = _Job([_Draft(outcome, path_of(outcome.item.key)) for outcome in outcomes], check)
+        paths = self._namespace.names_of([outcome.item.key for outcome in outcomes], 0)
+        job = _Job(list(map(_Draft, outcomes, paths)), check)
         try:
-            if (error := await self._preparations.add(job)) is not None:
-                kind = type(error) if isinstance(error, TierError) else TierUnavailableError
-                raise kind(str(error)) from error
-            if job.lost:
-                raise TierUnavailableError(job.lost)
+            await self._run(partial(self._prepare, job))
             await self._look([draft for draft in job.drafts if not draft.outcome.item.may_write])
             await self._write([draft for draft in job.drafts if draft.is_ready])
         finally:
@@ -137,14 +128,7 @@ class NativeWriter:
                 await self._end_on_thread(job)
         return [draft.outcome for draft in job.drafts if draft.is_open]
 
-    async def close(self) -> None:
-        """Wait until nothing is at work."""
-        await self._preparations.close()
-
     # -- on the loop ----------------------------------------------------------------------------
-
-    async def _run(self, call: Callable[[], None], /) -> None:
-        await self._io.run(Direction.STORE, call)
 
     async def _end_on_thread(self, job: _Job) -> None:
         """End a job; if no thread can be had, its temporary files go later, and none is durable.
@@ -230,19 +214,14 @@ class NativeWriter:
 
     # -- on an I/O thread -----------------------------------------------------------------------
 
-    def _prepare(self, jobs: Sequence[_Job], _is_awaited: Callable[[], bool]) -> None:
-        """See to what the files of jobs need. Thread: an I/O thread."""
-        for job in jobs:
-            try:
-                job.check()
-            except TierError as error:
-                job.lost = str(error)
-                continue
-            for draft in job.drafts:
-                if draft.outcome.item.may_write:
-                    # An error is told when the block is judged, from the start.
-                    with contextlib.suppress(OSError), self._ops.batch():
-                        self._prepare_one(job, draft)
+    def _prepare(self, job: _Job) -> None:
+        """See to what the files of a job need. Thread: an I/O thread."""
+        job.check()
+        for draft in job.drafts:
+            if draft.outcome.item.may_write:
+                # An error is told when the block is judged, from the start.
+                with contextlib.suppress(OSError), self._ops.batch():
+                    self._prepare_one(job, draft)
 
     def _prepare_one(self, job: _Job, draft: _Draft) -> None:
         outcome, writer = draft.outcome, self._writer

@@ -21,6 +21,7 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.native_writing import NativeWriter, NativeWriterSettings
 from kvoffload_async.tiers.fs.outcome import StoreOutcome, Verify
+from kvoffload_async.tiers.fs.space import RunIo
 from kvoffload_async.types import OffloadKey
 
 
@@ -92,15 +93,13 @@ class NativeFiles:
     async def close(self) -> None:
         """Wait until nothing is at work."""
         await self._checks.close()
-        await self._writer.close()
         await self._file_io.close()
 
     def _located(self, keys: Sequence[OffloadKey]) -> tuple[Root, list[str]]:
         """Return the root, to be kept meanwhile, and the files' names beneath it."""
         root, folder = self._ops.locate(self._namespace.folder)
         start = len(self._namespace.folder) - len(folder)
-        path_of = self._namespace.get_file_name
-        return root, [path_of(key)[start:] for key in keys]
+        return root, self._namespace.names_of(keys, start)
 
 
 def create_native_files(
@@ -112,6 +111,7 @@ def create_native_files(
     *,
     threads: int,
     check: Callable[[], None],
+    run_store: RunIo,
     fsync: bool,
     counts_bytes: bool,
 ) -> NativeFiles | None:
@@ -125,7 +125,8 @@ def create_native_files(
         verify: See `Verify`.
         threads: How many move bytes.
         check: Raises OSError if the root is another directory now; made on an I/O thread, for all
-            jobs that wait for it at once.
+            loads that wait for it at once.
+        run_store: Runs what a store needs.
         fsync: See `BlockFiles`.
         counts_bytes: See `BlockFiles`.
 
@@ -141,5 +142,5 @@ def create_native_files(
         verifies=verify is not Verify.OFF, fsync=fsync, counts_bytes=counts_bytes
     )
     common = file_io, ops, namespace, files
-    writer = NativeWriter(*common, settings=settings, io=env.io)
+    writer = NativeWriter(*common, settings=settings, run=run_store)
     return NativeFiles(*common, writer, verify=verify, check=check, io=env.io)

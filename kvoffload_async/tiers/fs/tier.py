@@ -21,10 +21,10 @@ from kvoffload_async.errors import (
     TierError,
     TierFullError,
     TierTimeoutError,
-    TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.failure import mapped, unusable
+from kvoffload_async.tiers.files.grouping import SharedThread
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
@@ -110,6 +110,7 @@ class FsTier(AsyncTier):
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
         self._native: NativeFiles | None = None
+        self._calls: SharedThread | None = None
         self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
@@ -154,11 +155,13 @@ class FsTier(AsyncTier):
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
+        self._calls = SharedThread("fs:store", self._run)
         if not settings.direct_io:
             self._native = create_native_files(
                 *(env, self._ops, namespace, self._files, settings.verify),
                 threads=settings.io_threads,
                 check=self._root.check,
+                run_store=self._run_store,
                 fsync=settings.fsync,
                 counts_bytes=settings.space is not None,
             )
@@ -176,7 +179,7 @@ class FsTier(AsyncTier):
         Raises:
             TierUnavailableError: The root is not the directory that was opened.
         """
-        keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
+        keys, slots, check = job.keys, job.block_ids.tolist(), self._root.once()
         items = [
             StoreItem(index, key, self._row(slot), slot=slot)
             for index, (key, slot) in enumerate(zip(keys, slots, strict=True))
@@ -201,7 +204,7 @@ class FsTier(AsyncTier):
         Raises:
             TierUnavailableError: The root is not the directory that was opened.
         """
-        keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
+        keys, slots, check = job.keys, job.block_ids.tolist(), self._root.once()
         failures: list[LoadFailure] = []
 
         async def read_all() -> None:
@@ -236,10 +239,13 @@ class FsTier(AsyncTier):
         """Stop housekeeping, give back what was reserved, unregister; idempotent."""
         housekeeping, self._housekeeping = self._housekeeping, None
         native, self._native = self._native, None
+        calls, self._calls = self._calls, None
         try:
             try:
                 if native is not None:
                     await native.close()
+                if calls is not None:
+                    await calls.close()
             finally:
                 if housekeeping is not None:
                     await housekeeping.leave()
@@ -332,7 +338,13 @@ class FsTier(AsyncTier):
             await space.settle(0, change, self._run_store)
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
-        return await self._opened().io.run(Direction.STORE, call)
+        """Run a call that a store needs, and moves no payload, with those of other jobs."""
+        if self._calls is None:
+            raise TierClosedError("the fs tier is not open")
+        return await self._calls.run(call)
+
+    async def _run(self, call: Callable[[], None], /) -> None:
+        await self._opened().io.run(Direction.STORE, call)
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -353,24 +365,6 @@ class FsTier(AsyncTier):
 
         if left:
             await self._spread(Direction.STORE, check, store, len(left))
-
-    def _check_once(self) -> Callable[[], None]:
-        """Return a check of the root for one job: made once, before its first block.
-
-        Raises:
-            TierUnavailableError: The root is not the directory that was opened.
-        """
-        unchecked = [self._root]
-
-        def check() -> None:
-            if unchecked:
-                try:
-                    self._root.check()
-                except OSError as error:  # of whatever number: a fault, and no want of room
-                    raise TierUnavailableError(str(error)) from error
-                unchecked.clear()
-
-        return check
 
     async def _spread(
         self,

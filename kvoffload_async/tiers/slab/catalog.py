@@ -245,7 +245,7 @@ class Catalog:
                 up again.
         """
         if found is not None and found.num_dropped == self._num_dropped:
-            self._ranking.access_slots(slot for slot in found.slots if slot is not None)
+            self._ranking.access_slots([slot for slot in found.slots if slot is not None])
         else:
             self._ranking.access(keys)
 
