@@ -139,8 +139,8 @@ def _remarks(report: Report) -> Iterator[str]:
         f"multiple of {_floor_text(report)}, and x plain: of plain writes or reads, by "
         f"{settings['threads']} threads; for the owner's time, of the time that these take. "
         "switches: voluntary ones a job, of Python threads but the owner's, as when they wait for "
-        "the interpreter's lock. Every loaded block was compared with what was stored, after the clock "
-        "had stopped."
+        "the interpreter's lock. Every loaded block was compared with what was stored, after the "
+        "clock had stopped."
     )
     machine = report.machine
     yield (
