@@ -19,14 +19,14 @@ _TITLES: Final = {
     "store_one_job": "Store, one large job",
     "load_one_job": "Load, one large job",
 }
-_FILE_WIDTH: Final = 160
+_FILE_WIDTH: Final = 176
 _WHOLE: Final = 100
 _COLUMNS: Final = (
     *("GiB/s", "from-to", "x floor", "x plain"),
     *("p50 ms", "p90", "p99"),
     *("us/job", "us/key", "x floor"),
     *("CPU s/GiB", "x floor"),
-    "switches/job",
+    "switches",
 )
 _ALL: Final = tuple(range(len(_COLUMNS)))
 _NARROW: Final = (0, 2, 3, 4, 6, 8)
@@ -138,9 +138,9 @@ def _remarks(report: Report) -> Iterator[str]:
         "job, until its result is seen. us: of the owner's thread, in all calls. x floor: as a "
         f"multiple of {_floor_text(report)}, and x plain: of plain writes or reads, by "
         f"{settings['threads']} threads; for the owner's time, of the time that these take. "
-        "switches: voluntary ones of Python threads but the owner's, as when they wait for the "
-        "interpreter's lock. Every loaded block was compared with what was stored, after the clock "
-        "had stopped."
+        "switches: voluntary ones a job, of Python threads but the owner's, as when they wait for "
+        "the interpreter's lock. Every loaded block was compared with what was stored, after the "
+        "clock had stopped."
     )
     machine = report.machine
     yield (

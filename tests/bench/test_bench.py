@@ -325,7 +325,7 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
         "Load, one large job",
         "memcpy",
         *(f"floor, {kind}" for kind in KINDS),
-        "switches/job",
+        "switches",
         "CPU, load",
         "fs / fake",
         "16 KiB",
