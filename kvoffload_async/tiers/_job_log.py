@@ -1,17 +1,22 @@
-"""What the log says of a tier's jobs: one line each, with tier, request, blocks and duration."""
+"""What the log says of a tier's jobs: a line each, with tier, request, blocks, time and remedy."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Final
 
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
+    CorruptBlockError,
+    RepeatedKeyError,
     TierClosedError,
     TierError,
     TierFullError,
     TierTimeoutError,
+    TierUnavailableError,
+    UnknownSlotError,
     drop_tracebacks,
 )
 from kvoffload_async.tiers._ending import log_trace
@@ -22,6 +27,16 @@ logger = logging.getLogger(__name__)
 
 _EXPECTED = (BlockMissingError, BusyError, TierClosedError)
 """What is no fault of the tier's: another process, back-pressure, the shutdown."""
+
+_REMEDIES: Final[Mapping[type[TierError], str]] = {
+    CorruptBlockError: "was not served; if it comes again, check the disk: kvoffload store verify",
+    TierFullError: "nothing more is stored until there is room: raise its capacity, or make some",
+    TierTimeoutError: "check the device or the network; raise io_timeout_s if it is only slow",
+    RepeatedKeyError: "a defect of whoever submitted it: name each key once",
+    UnknownSlotError: "a defect of whoever submitted it: name slots of the primary",
+    TierUnavailableError: "the engine does without these blocks; mend what the error names",
+}
+"""What to do about an error; a subclass stands before its base."""
 
 
 class JobLog:
@@ -42,7 +57,9 @@ class JobLog:
         """Log that the deadline of a running job has passed; return the error."""
         self._overdue.add(job.job_id)
         error = self.timeout(job, timeout_s)
-        logger.error("%s; its copy goes on, and keeps its slots until it has ended", error)
+        logger.error(
+            "%s; its copy goes on, and keeps its slots until it has ended%s", error, _remedy(error)
+        )
         return error
 
     def timeout(self, job: JobMetadata, timeout_s: float) -> TierTimeoutError:
@@ -75,13 +92,21 @@ class JobLog:
             drop_tracebacks(raised)
         logger.log(
             logging.ERROR if is_error else logging.DEBUG,
-            "tier %s: %s failed after %.4f s: %s%s",
+            "tier %s: %s failed after %.4f s: %s%s%s",
             self._name,
             described(job),
             seconds,
             first,
             more or "",
+            _remedy(first) if is_error else "",
         )
+
+
+def _remedy(error: TierError) -> str:
+    for kind, remedy in _REMEDIES.items():
+        if isinstance(error, kind):
+            return f" ({remedy})"
+    return ""
 
 
 def described(job: JobMetadata) -> str:
