@@ -116,6 +116,7 @@ def _as_json(summary: str) -> str:
     """Return a docstring's text for people who write JSON; a page that it names becomes a link."""
     for word, said in {"None": "`null`", "True": "`true`", "False": "`false`"}.items():
         summary = re.sub(rf"\b{word}\b", said, summary)
+    summary = summary.replace("[", r"\[")  # an optional part is no link
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", summary)
 
 
