@@ -25,7 +25,7 @@ CHAIN = [key_of(number) for number in range(64)]
 PROBES = 10_000
 PROBES_OF_A_TIER = int(os.environ.get("KVOFFLOAD_PROBES", "500"))
 REAL_HEADS = (0, 1, 2, 7, 20, 33, 50, 63, 64)
-PROBES_OF_REAL_SERVERS = max(18, int(os.environ.get("KVOFFLOAD_PROBES", "0")) // 10)
+PROBES_OF_REAL_SERVERS = max(18, int(os.environ.get("KVOFFLOAD_PROBES", "0")) // 50)
 MOST_HEADS = 8
 """Requests of a probe where each asks about one key: 2 + log2(64)."""
 
@@ -103,6 +103,7 @@ def counted(harness, capsys):
 
 @at_length
 @pytest.mark.servers
+@pytest.mark.timeout(600)  # 1,600 requests, one after the other
 def test_probes_of_a_real_object_store(tmp_path, capsys):
     with (
         SeaweedServer(tmp_path) as server,
