@@ -55,6 +55,7 @@ def test_what_concerns_a_request_that_is_not_kept_is_ignored():
     recorder = RequestRecorder(1)
     gone, _here = begun(recorder, "gone", "here")
     recorder.begin_round(gone)
+    recorder.scheduled(gone)
     recorder.note(gone, "stored", 1)
     recorder.job_started(gone, 1, "fs", "load", (1, 8))
     recorder.job_ended(gone, 1, "fs", landed_blocks=1, num_bytes=8)
@@ -115,11 +116,12 @@ def test_events_beyond_the_bound_are_counted_and_the_ends_of_jobs_keep_their_pla
     recorder.job_started(ctx, 2, "fs", "load", (2, 16))
     recorder.note(ctx, "waits", reason="two")
     recorder.note(ctx, "waits", reason="three")
+    recorder.begin_round(ctx)
     recorder.job_ended(ctx, 2, "fs", landed_blocks=2, num_bytes=16)
     recorder.job_ended(ctx, 1, "fs", landed_blocks=2, num_bytes=16)
     timeline = recorder.explain("a")
     assert [type(event) for event in timeline.events] == [JobStarted, Note, Note, JobEnded]
-    assert timeline.dropped_events == 3
+    assert timeline.dropped_events == 4
     assert timeline.unfinished_jobs == ()
 
 
