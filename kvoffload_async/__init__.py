@@ -94,6 +94,7 @@ from kvoffload_async.timeline import (
     LookupEvent,
     Note,
     RequestTimeline,
+    SlowRequest,
 )
 from kvoffload_async.types import (
     ALL_TIERS,
@@ -197,6 +198,7 @@ __all__ = [
     "SecondaryTierManager",
     "SlabTierManager",
     "SlotStatistics",
+    "SlowRequest",
     "StateError",
     "StepOutput",
     "StoreMaintenance",

@@ -181,6 +181,22 @@ class RequestTimeline:
         return self.last_s - self.began_s
 
     @property
+    def waited_s(self) -> float:
+        """How long it waited for what it had looked up, until it was scheduled."""
+        notes = (event for event in self.events if isinstance(event, Note))
+        return sum(n.times * (n.seconds or 0.0) for n in notes if n.kind == "scheduled")
+
+    @property
+    def longest_phase(self) -> str:
+        """What took the longest of that: one tier's load, or its lookups."""
+        ended = (event for event in self.events if isinstance(event, JobEnded))
+        loads = {e.job.tier: e.seconds or 0.0 for e in ended if e.job.direction == "load"}
+        tier = max(loads, key=loads.__getitem__, default=None)
+        if tier is None or loads[tier] < self.waited_s / 2:
+            return "lookups"
+        return f"{tier}: load"
+
+    @property
     def unfinished_jobs(self) -> tuple[JobStarted, ...]:
         """The copies that have no result yet."""
         open_jobs: dict[tuple[str, int], JobStarted] = {}
@@ -217,6 +233,21 @@ class RequestTimeline:
             yield self.ended_s, "ends: no copy works for it any more"
         for job in self.unfinished_jobs:
             yield self.last_s, f"still open: {described(job)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRequest:
+    """One of the slowest recent requests.
+
+    Attributes:
+        req_id: Its id.
+        seconds: How long it waited for what it had looked up, until it was scheduled.
+        longest_phase: What took the longest of that.
+    """
+
+    req_id: str
+    seconds: float
+    longest_phase: str
 
 
 def described(event: TimelineEvent) -> str:

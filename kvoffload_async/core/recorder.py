@@ -7,6 +7,7 @@ It is told what happens, and when; it decides nothing, and knows no clock.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -18,6 +19,7 @@ from kvoffload_async.timeline import (
     Note,
     NoteKind,
     RequestTimeline,
+    SlowRequest,
     TimelineEvent,
     TransferDirection,
 )
@@ -25,6 +27,9 @@ from kvoffload_async.types import ReqContext
 
 MAX_EVENTS: Final = 128
 """How many events are kept of one request; what comes later is counted."""
+
+RECENT: Final = 256
+"""Among how many requests the slowest are looked for, on a thread that is not the owner's."""
 
 Figures = Callable[[], Sequence[int]]
 """Reads the counters of lookups. They grow by what a round of lookups was answered, and by nothing
@@ -258,6 +263,16 @@ class RequestRecorder:
         """Return every timeline that is kept, in the order in which the requests began."""
         self._end_round()
         return tuple(record.timeline() for record in self._records.values())
+
+    def slowest(self, count: int) -> tuple[SlowRequest, ...]:
+        """Return which of the latest `RECENT` requests waited longest, those first. Thread: any."""
+        recent = [record.timeline() for record in list(self._records.values())[-RECENT:]]
+        slow = heapq.nlargest(count, recent, key=lambda timeline: timeline.waited_s)
+        return tuple(
+            SlowRequest(req_id=t.req_id, seconds=t.waited_s, longest_phase=t.longest_phase)
+            for t in slow
+            if t.waited_s > 0
+        )
 
     def take_complete(self) -> list[RequestTimeline]:
         """Detach the timelines that became complete since the last call; see `keep_complete`."""

@@ -12,7 +12,7 @@ from kvoffload_async.core.recording_planner import RecordingPlanner
 from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
-from kvoffload_async.timeline import RequestTimeline
+from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import ReqContext
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,13 @@ class Explaining:
             StateError: Nothing is recorded, as `explain_requests` is 0.
         """
         return self._require_recorder().timelines()
+
+    def slowest_requests(self, count: int = 5) -> tuple[SlowRequest, ...] | None:
+        """Return which of the recent requests have waited longest; None: nothing is recorded.
+
+        Thread: any.
+        """
+        return None if self.recorder is None else self.recorder.slowest(count)
 
     def watch_timelines(
         self, listener: TimelineListener, find_parent: FindParent | None = None

@@ -291,7 +291,7 @@ class TieringOffloadingSpec(_Spec):
             self._status.listen(self._status_path())
             try:
                 self._manager = self._create_manager()
-                self._status.serve(self._manager.stats)
+                self._status.serve(self._manager.stats, self._manager.slowest_requests)
             except BaseException:
                 self._status.close()
                 raise

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 from weakref import WeakMethod
@@ -16,6 +16,7 @@ from kvoffload_async.config import parse_socket_path
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.runtime.status_socket import StatusSocket
 from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.timeline import SlowRequest
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ STATUS_VERSION: Final = 1
 """Of the line's form; a field that is added does not change it."""
 
 ReadStatistics = Callable[[], OffloadingStatistics]
+ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
 
 
 def path_from_environment() -> str | None:
@@ -65,12 +67,12 @@ class EngineStatus:
         """
         self._socket = None if path is None else StatusSocket(path)
 
-    def serve(self, read: ReadStatistics) -> None:
-        """Show what a method returns, as long as its object lives."""
+    def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
+        """Show what methods return, as long as their object lives."""
         if self._socket is not None:
-            method = self._method or WeakMethod(read)
+            method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
             counters = self._socket.counters
-            self._socket.serve(lambda request: self._answer(request, method, counters.read))
+            self._socket.serve(lambda asked: self._answer(asked, method, slowest, counters.read))
 
     def close(self) -> None:
         """Remove the socket; idempotent."""
@@ -82,16 +84,17 @@ class EngineStatus:
         self,
         request: bytes,
         method: WeakMethod[ReadStatistics],
+        slowest: WeakMethod[ReadSlowest],
         read_counters: Callable[[], Mapping[str, int]],
     ) -> bytes:
         """Thread: the socket's."""
         if request.strip() != STATUS_REQUEST:
             return _error(f'the request must be "{STATUS_REQUEST.decode()}" and a line end')
-        read = method()
-        if read is None:
+        read, read_slowest = method(), slowest()
+        if read is None or read_slowest is None:
             return _error("the engine is gone, and was never closed")
         try:
-            return self._status_line(read(), read_counters())
+            return self._status_line(read(), read_slowest(), read_counters())
         except OffloadError as error:
             return _error(str(error))
         except Exception as error:  # noqa: BLE001 - a third party's tier: the socket must go on
@@ -100,7 +103,12 @@ class EngineStatus:
                 logger.warning("status socket: the statistics cannot be read: %r", error)
             return _error(f"the statistics cannot be read: {error!r}")
 
-    def _status_line(self, stats: OffloadingStatistics, socket: Mapping[str, int]) -> bytes:
+    def _status_line(
+        self,
+        stats: OffloadingStatistics,
+        slowest: Sequence[SlowRequest] | None,
+        socket: Mapping[str, int],
+    ) -> bytes:
         statistics = asdict(stats)
         for tier in statistics["tiers"]:
             _drop_what_is_no_number(tier)
@@ -112,7 +120,7 @@ class EngineStatus:
             "uptime_s": time.monotonic() - self._began_s,
             "kind": type(stats).__name__,
             "statistics": statistics,
-            "slowest": None,
+            "slowest": None if slowest is None else [asdict(request) for request in slowest],
             "socket": dict(socket),
         }
         return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()

@@ -17,6 +17,7 @@ from kvoffload_async.statistics import (
     HistogramStatistics,
     OffloadingStatistics,
 )
+from kvoffload_async.timeline import SlowRequest
 
 MAX_STATUS_BYTES: Final = 4 << 20
 _KINDS: Final = {kind.__name__: kind for kind in (OffloadingStatistics, EngineStatistics)}
@@ -24,21 +25,6 @@ _KINDS: Final = {kind.__name__: kind for kind in (OffloadingStatistics, EngineSt
 
 class NoAnswerError(OffloadError):
     """Nobody answers on a status socket."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowRequest:
-    """One of the slowest recent requests.
-
-    Attributes:
-        req_id: Its id.
-        seconds: How long it took until it proceeded.
-        longest_phase: What took the longest of that.
-    """
-
-    req_id: str
-    seconds: float
-    longest_phase: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,6 +125,14 @@ def test_a_large_copy_is_cut_into_parts(tmp_path):
         block.close()
 
 
+def test_what_has_ended_counts_no_more_among_what_may_wait(tmp_path):
+    with opened_engine(queued=2) as engine:
+        block = Block(engine, tmp_path, BLOCKS, ROW_BYTES)
+        for _ in range(10):
+            assert outcomes(engine, block.extents(is_store=True))[0] == {}
+        block.close()
+
+
 def test_an_empty_batch_ends(engine, block):
     assert outcomes(engine, engine.has_files(block.root, [])) == b""
     empty = {"rows": [], "runs": [], "keys": []}

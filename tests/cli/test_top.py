@@ -16,8 +16,9 @@ from kvoffload_async import CPUPrimaryTierOffloadingManager, TieringOffloadingSp
 from kvoffload_async.cli import top as top_module
 from kvoffload_async.cli.top_view import _count, _percent, _seconds, _short, _size, picture
 from kvoffload_async.observe.changes import Readings
-from kvoffload_async.observe.status import EngineReport, SlowRequest
+from kvoffload_async.observe.status import EngineReport
 from kvoffload_async.statistics import EngineStatistics, HistogramStatistics
+from kvoffload_async.timeline import SlowRequest
 
 DEADLINE_S = 60.0
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "org/model"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.recorder import RequestRecorder
+from kvoffload_async.core.recorder import RECENT, RequestRecorder
 from kvoffload_async.timeline import JobEnded, JobStarted, LookupEvent, Note
 from kvoffload_async.types import ReqContext
 
@@ -261,3 +261,36 @@ def check_timeline(timeline, max_events):
     started = [event for event in timeline.events if isinstance(event, JobStarted)]
     finished = [event.job for event in timeline.events if isinstance(event, JobEnded)]
     assert sorted(map(id, (*finished, *timeline.unfinished_jobs))) == sorted(map(id, started))
+
+
+def waited(recorder, req_id, seconds, load_s=None):
+    (ctx,) = begun(recorder, req_id)
+    recorder.begin_round(ctx)
+    if load_s is not None:
+        recorder.job_started(ctx, 1, "fs", "load", (1, 1))
+        recorder.job_ended(ctx, 1, "fs", landed_blocks=1, num_bytes=1, seconds=load_s)
+        recorder.job_started(ctx, 2, "fs", "store", (1, 1))
+        recorder.job_ended(ctx, 2, "fs", landed_blocks=1, num_bytes=1, seconds=100.0)
+    recorder.advance(recorder.now_s + seconds)
+    recorder.scheduled(ctx)
+    return ctx
+
+
+def test_the_slowest_requests_are_those_that_waited_longest_and_say_for_what():
+    recorder = RequestRecorder(1000)
+    begun(recorder, "never asked")
+    waited(recorder, "at once", 0.0)
+    waited(recorder, "loaded", 2.0, load_s=1.5)
+    waited(recorder, "asked", 3.0, load_s=1.0)
+    waited(recorder, "asked alone", 1.0)
+    found = [(slow.req_id, slow.seconds, slow.longest_phase) for slow in recorder.slowest(2)]
+    assert found == [("asked", 3.0, "lookups"), ("loaded", 2.0, "fs: load")]
+    assert [slow.req_id for slow in recorder.slowest(9)] == ["asked", "loaded", "asked alone"]
+
+
+def test_the_slowest_are_looked_for_among_the_latest_alone():
+    recorder = RequestRecorder(1000)
+    waited(recorder, "long ago", 9.0)
+    for number in range(RECENT):
+        waited(recorder, f"r{number}", 1.0)
+    assert "long ago" not in [slow.req_id for slow in recorder.slowest(RECENT)]

@@ -16,6 +16,7 @@ from kvoffload_async import (
     EngineStatistics,
     OffloadConfig,
     OffloadEngine,
+    ReqContext,
     SecondaryTierFactory,
     TieringOffloadingSpec,
 )
@@ -65,6 +66,20 @@ def test_it_says_what_stats_says(path):
         assert report.slowest is None
         assert report.socket["answered"] == 0
         assert report_of(path).socket["answered"] == 1
+
+
+def test_it_says_which_requests_were_slow_where_requests_are_recorded(path):
+    config = {**WITH_TIER, "status_socket": str(path), "explain_requests": 4}
+    with TieringOffloadingSpec(config) as spec:
+        manager = spec.get_manager()
+        assert report_of(path).slowest == manager.slowest_requests() == ()
+        manager.recorder.begin(ctx := ReqContext("slow"))
+        manager.recorder.begin_round(ctx)
+        manager.recorder.advance(manager.recorder.now_s + 3.0)
+        manager.recorder.scheduled(ctx)
+        (slow,) = report_of(path).slowest
+        assert (slow.req_id, slow.longest_phase) == ("slow", "lookups")
+        assert slow.seconds == pytest.approx(3.0)
 
 
 def test_whatever_else_is_asked_is_an_error(path):

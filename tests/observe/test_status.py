@@ -11,8 +11,9 @@ import pytest
 from kvoffload_async import CPUPrimaryTierOffloadingManager
 from kvoffload_async.errors import InputError
 from kvoffload_async.observe import status
-from kvoffload_async.observe.status import NoAnswerError, SlowRequest, ask, parse_report
+from kvoffload_async.observe.status import NoAnswerError, ask, parse_report
 from kvoffload_async.statistics import EngineStatistics, HistogramStatistics
+from kvoffload_async.timeline import SlowRequest
 
 DEADLINE_S = 10.0
 
