@@ -113,7 +113,7 @@ def _connection(options: Mapping[str, Any], identity: KVIdentity) -> MooncakeCon
     is_none = isinstance(segment, int) and not isinstance(segment, bool) and segment == 0
     return MooncakeConnection(
         master,
-        parse_url(options["metadata_url"]),
+        parse_url(options["metadata_url"], "metadata_url"),
         parse_name(options["host"], "host"),
         0 if is_none else parse_size_bytes(segment, "segment_bytes"),
         options["protocol"],
