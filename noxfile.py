@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTHONS = ["3.11", "3.12", "3.13"]
 MANYLINUX = "manylinux_2_17_x86_64"
+RDMA_LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 
 
@@ -99,11 +100,26 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def servers(session: nox.Session) -> None:
-    """All tests of tiers behind a network, on real servers, with those that CI has no time for."""
-    install(session, "-e", ".[test]")
+    """All tests of tiers behind a network, on Valkey, an S3 server and Mooncake.
+
+    Mooncake's library needs those of RDMA: Debian's, which are unpacked and not installed.
+    """
+    install(session, "-e", ".[test,mooncake]")
+    folder = Path(session.create_tmp()).resolve()
+    for old in folder.glob("*.deb"):
+        old.unlink()
+    with session.chdir(folder):
+        session.run("apt-get", "download", *RDMA_LIBRARIES, external=True)
+    for package in folder.glob("*.deb"):
+        session.run("dpkg", "-x", str(package), str(folder / "unpacked"), external=True)
+    libraries = {str(path.parent) for path in (folder / "unpacked").rglob("*.so.*")}
     session.run(
         *("python", "-m", "pytest", "tests/remote", *session.posargs),
-        env={"KVOFFLOAD_SERVERS": "all", "KVOFFLOAD_PROBES": "10000"},
+        env={
+            "KVOFFLOAD_PROBES": "10000",
+            "KVOFFLOAD_SERVERS": "all",
+            "LD_LIBRARY_PATH": os.pathsep.join(sorted(libraries)),
+        },
     )
 
 

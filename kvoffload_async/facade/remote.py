@@ -42,10 +42,10 @@ def _span(value: object, key: str) -> float:
     return float(value)
 
 
-def parse_url(value: object) -> str:
+def parse_url(value: object, key: str = "url") -> str:
     """Return a URL; raises ConfigError, whose message does not show it."""
     if not isinstance(value, str) or not value.isprintable() or "://" not in value:
-        raise ConfigError("url: it is not valid; it must be a URL, such as scheme://host/path")
+        raise ConfigError(f"{key}: it is not valid; it must be a URL, such as scheme://host/path")
     return value
 
 

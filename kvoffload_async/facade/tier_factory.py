@@ -215,6 +215,10 @@ SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.slab", "SlabT
 
 SecondaryTierFactory.register_tier("valkey", "kvoffload_async.facade.valkey", "ValkeyTierManager")
 
+SecondaryTierFactory.register_tier(
+    "mooncake", "kvoffload_async.facade.mooncake", "MooncakeTierManager"
+)
+
 SecondaryTierFactory.register_tier("object", "kvoffload_async.facade.object", "ObjectTierManager")
 
 _GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})

@@ -108,7 +108,7 @@ def test_a_far_tier_is_asked_only_for_enough_blocks(pair, remote):
     assert second.final(keys_of(0, 1, 2, 3)) == ["HIT"] * 4
 
 
-@pytest.mark.parametrize("name", ["ValkeyTier", "ObjectTier"])
+@pytest.mark.parametrize("name", ["ValkeyTier", "ObjectTier", "MooncakeTier"])
 def test_a_name_of_vllms_own_spec_is_refused_with_the_right_one(pair, name):
-    with pytest.raises(ConfigError, match=r'\[0\]: .*use "(valkey|object)" here'):
+    with pytest.raises(ConfigError, match=r'\[0\]: .*use "(valkey|object|mooncake)" here'):
         pair([{"type": name, "url": "x://y"}])

@@ -70,6 +70,7 @@ _DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
 
 _UNDER_VLLM: Final = {
     "FsTier": "fs",
+    "MooncakeTier": "mooncake",
     "ObjectTier": "object",
     "SlabTier": "slab",
     "ValkeyTier": "valkey",
@@ -275,7 +276,8 @@ class KVOffloadSpec(base.OffloadingSpec):
                 raise ConfigError(
                     f"{key}: {tier[key]!r} is not for vLLM, which knows it itself; leave it out"
                 )
-        if not {"root_dir", "url"} & accepted_options(SecondaryTierFactory.get_tier_class(name)):
+        places = {"root_dir", "url", "master"}
+        if not places & accepted_options(SecondaryTierFactory.get_tier_class(name)):
             return tier  # it does not outlive the process
         options = dict(tier)
         self._identity_options[-1] = identity = IdentityOptions.take_from(options)

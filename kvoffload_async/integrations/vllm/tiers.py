@@ -103,6 +103,12 @@ class ObjectTier(RemoteTier):
     kind: ClassVar[str] = "object"
 
 
+class MooncakeTier(RemoteTier):
+    """Blocks in a Mooncake Store, from and into the primary's memory without a copy between."""
+
+    kind: ClassVar[str] = "mooncake"
+
+
 class ValkeyTier(RemoteTier):
     """Blocks in the memory of Valkey or Redis servers."""
 

@@ -119,6 +119,23 @@ class Envelopes:
         np.copyto(row, np.frombuffer(payload, dtype=np.uint8))
         return None
 
+    @staticmethod
+    def header_bytes(key: OffloadKey) -> int:
+        """Return how long the header before a block's payload is."""
+        return _payload_offset(len(key))
+
+    def header(self, key: OffloadKey, row: Bytes) -> Bytes:
+        """Return a block's header alone, for a value that is put together elsewhere."""
+        return np.frombuffer(
+            self._header(key, self._digester.digest(key, row.data)), dtype=np.uint8
+        )
+
+    def verify(self, key: OffloadKey, header: Bytes, row: Bytes) -> CorruptBlockError | None:
+        """Check a block that is in its row already; returns the error, as `unwrap` does."""
+        if np.array_equal(header, self.header(key, row)):
+            return None
+        return CorruptBlockError(f"block {key.hex()}: wrong header or checksum")
+
     def _header(self, key: OffloadKey, digest: bytes) -> bytes:
         offset = _payload_offset(len(key))
         fixed = _FIXED.pack(
