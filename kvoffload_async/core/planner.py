@@ -254,9 +254,8 @@ class Planner:
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
-        """The jobs without a result, each with its tier, oldest first. For inspection."""
+        """The jobs without a result, each with its tier. For inspection."""
         jobs = [(i, job) for i, tier in enumerate(self.tiers) for job in tier.jobs.unreported()]
-        jobs.sort(key=lambda at: at[1].job_id)
         return {job.job_id: (index, job) for index, job in jobs}
 
     @property
