@@ -1,11 +1,16 @@
 """A fleet whose server is killed on the way, and comes back empty, beside a process that is."""
 
+import pytest
+from servers.process import at_length
+
 from kvoffload_async import OffloadConfig
 from kvoffload_async.replay.fleet import FleetOptions, run_fleet
 
 REQUESTS = [[1, 2, 3], [1, 2, 4], [7, 8], [1, 2, 3, 5], [7, 8, 9], [1, 2, 4, 6], [7, 8, 9, 3]]
 
 
+@at_length
+@pytest.mark.timeout(300)
 def test_nothing_wrong_is_served_and_every_job_ends(own_server, tmp_path):
     config = OffloadConfig.parse(
         {
