@@ -43,6 +43,28 @@ def test_present_blocks_cost_no_call(slab_store):
         assert not ops.calls[before:]
 
 
+def test_python_threads_cut_a_large_job_into_pieces_and_share_them(slab_store, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
+    ops = FaultyFileOps()
+    with slab_store.open(ops, piece_bytes=2 * BLOCK, segment_bytes=512 * KIB) as harness:
+        harness.store(K[:20])
+        assert ops.counts()["pwritev"] == 10
+        hang = ops.hang(on="preadv", times=1)
+
+        async def load():
+            task = asyncio.create_task(
+                harness.tier.load(make_job(900, K[:20], range(20, 40), is_promotion=True))
+            )
+            await entered(hang)
+            while ops.counts()["preadv"] < 10:  # noqa: ASYNC110 - counted by other threads
+                await asyncio.sleep(0)  # the others do the rest
+            hang.release()
+            return await task
+
+        assert harness.run(load()) == {}
+        assert all(harness.holds(K[i], 20 + i) for i in range(20))
+
+
 def test_jobs_go_to_different_files_so_that_they_can_be_written_at_once(slab_store):
     ops = FaultyFileOps()
     with slab_store.open(ops, stripes=2) as harness:
