@@ -41,6 +41,7 @@ _MAX_PAD_BYTES: Final = 65536
 _MAX_MODE: Final = 0o777
 _MAX_INT: Final = 2**31 - 1
 _NO_MEMORY: Final = (None, 1, 1)
+_CHECK_MS: Final = 10_000
 _TRIPLE: Final = struct.Struct("3q")
 
 
@@ -289,7 +290,7 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
 
     Raises:
         OSError: No engine can be opened.
-        RuntimeError: They differ.
+        RuntimeError: They differ, or are not computed.
     """
     data, key, prefix = bytes(range(256)) * 16, b"key", b"prefix\0"
     seed = xxhash.xxh3_64_intdigest(prefix + key)
@@ -300,8 +301,11 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
         for size in (1, 100, 1000, len(data)):
             memory = engine.map(data[:size], size, size)
             sizes[engine.extents(memory, True, (0,), ((fd, 0, 1),), (key,), prefix)] = size
+        ends = select.poll()  # for descriptors of any number
+        ends.register(engine.fd, select.POLLIN)
         while sizes:
-            select.select([engine.fd], [], [])
+            if not ends.poll(_CHECK_MS):
+                raise RuntimeError("hashes: their check does not end")
             for ticket, (_, digest) in engine.take():
                 if digest != xxhash.xxh3_128_digest(data[: sizes.pop(ticket)], seed):
                     raise RuntimeError("hashes: they do not compute XXH3")

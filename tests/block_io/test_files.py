@@ -4,8 +4,9 @@ import asyncio
 import os
 
 import pytest
-from block_io.places import DIGESTER, ROW, is_built, key_of, run, until
+from block_io.places import DIGESTER, ROW, WAIT_S, is_built, key_of, run, until
 
+from kvoffload_async.abc.tier import Direction
 from kvoffload_async.block_io import (
     FILE_NOT_BEGUN,
     FILE_PRESENT,
@@ -132,6 +133,31 @@ def test_which_files_there_are(tmp_path):
         assert await here.io.has_files(root, []) == b""
 
     run(scenario, "native", tmp_path)
+
+
+def test_a_look_after_names_does_not_wait_until_all_is_moved(tmp_path):
+    ops = FaultyFileOps()
+
+    async def scenario(here):
+        fd = here.file()
+        await here.store(range(8), [(fd, 0, 8)])
+        hangs = []
+        for row in range(2):  # as many as there are threads
+            hangs.append(ops.hang(on="preadv", times=1))
+            here.begin(Direction.LOAD, [row], [(fd, row * ROW, 1)])
+            await until(hangs[-1].entered.is_set)
+        ops.hang(on="preadv")
+        for row in range(2, 8):
+            here.begin(Direction.LOAD, [row], [(fd, row * ROW, 1)])
+        files = Files(here)
+        names = ["file", *(f"{number}.bin" for number in range(40))]
+        looking = asyncio.create_task(here.io.has_files((files.root, str(tmp_path)), names))
+        await asyncio.sleep(0)
+        hangs[0].release()
+        assert await asyncio.wait_for(looking, WAIT_S) == bytes([1, *[0] * 40])
+        assert not any(task.done() for task in here.tasks[1:])
+
+    run(scenario, "native", tmp_path, ops=ops, threads=1)
 
 
 def test_a_load_is_cancelled_once_nothing_of_it_moves(tmp_path):

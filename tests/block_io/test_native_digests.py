@@ -1,6 +1,7 @@
 """The native engine's checksums are those of the package xxhash, however a block is cut."""
 
 import os
+import resource
 
 import pytest
 from hypothesis import given
@@ -85,3 +86,19 @@ def test_what_does_not_compute_xxh3_is_refused():
     native.check_hashes(addresses())
     with pytest.raises(RuntimeError, match="hashes: they do not compute XXH3"):
         native.check_hashes((other, *addresses()[1:]))
+
+
+def test_they_are_compared_in_a_process_with_many_open_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("no more than 1,024 files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.memfd_create("held")]
+    try:
+        while held[-1] < 1024:  # as many as `select` can look at
+            held.append(os.dup(held[0]))
+        native.check_hashes(addresses())
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,10 +1,12 @@
 """How a `slab` tier moves blocks: which calls, to which files, by which threads."""
 
+import asyncio
 from collections import Counter
 
-from slab.stores import BLOCK, KIB, K, sound
+from slab.stores import BLOCK, KIB, K, entered, sound
 
 from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.slab.places import segment_of
 
 
@@ -39,6 +41,28 @@ def test_present_blocks_cost_no_call(slab_store):
         before = len(ops.calls)
         assert harness.store(K[:5]) == {}
         assert not ops.calls[before:]
+
+
+def test_python_threads_cut_a_large_job_into_pieces_and_share_them(slab_store, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
+    ops = FaultyFileOps()
+    with slab_store.open(ops, piece_bytes=2 * BLOCK, segment_bytes=512 * KIB) as harness:
+        harness.store(K[:20])
+        assert ops.counts()["pwritev"] == 10
+        hang = ops.hang(on="preadv", times=1)
+
+        async def load():
+            task = asyncio.create_task(
+                harness.tier.load(make_job(900, K[:20], range(20, 40), is_promotion=True))
+            )
+            await entered(hang)
+            while ops.counts()["preadv"] < 10:  # noqa: ASYNC110 - counted by other threads
+                await asyncio.sleep(0)  # the others do the rest
+            hang.release()
+            return await task
+
+        assert harness.run(load()) == {}
+        assert all(harness.holds(K[i], 20 + i) for i in range(20))
 
 
 def test_jobs_go_to_different_files_so_that_they_can_be_written_at_once(slab_store):
@@ -78,3 +102,30 @@ def test_calls_that_move_less_than_asked_are_continued(slab_store):
         assert all(harness.holds(K[i], 20 + i) for i in range(6))
     with slab_store.open() as harness:
         assert harness.announced() == set(K[:6])
+
+
+def test_a_look_after_files_that_outlives_its_load_costs_no_other(slab_store):
+    """The segment that it asks for may be removed meanwhile."""
+    ops = FaultyFileOps()
+    with slab_store.open(ops, stripes=2, piece_bytes=2 * BLOCK) as harness:
+        harness.store(K[:16])
+        places = harness.tier._store.catalog.find(K[:16])
+        segments = list(map(segment_of, places))
+        gone, last = segments[0], next(i for i in range(16) if segments[i] != segments[0])
+
+        async def scenario():
+            hang = ops.hang(on="stat", when=lambda call: call.path.endswith("/."), times=1)
+            loads = [
+                asyncio.create_task(
+                    harness.tier.load(make_job(row, [K[row]], [row], is_promotion=True))
+                )
+                for row in (0, last)
+            ]
+            await entered(hang)
+            loads[0].cancel()
+            await asyncio.wait(loads[:1])
+            harness.tier._store.data_path.segments.remove(gone)
+            hang.release()
+            return await loads[1]
+
+        assert harness.run(scenario()) == {}

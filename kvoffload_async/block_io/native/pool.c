@@ -70,6 +70,20 @@ static int num_writers(const struct engine *engine, int64_t file)
     return num;
 }
 
+/* Appends the parts of a batch. A look after names moves nothing, and waits for nobody who does. */
+static void append_parts(struct queue *queue, struct batch *batch)
+{
+    struct part **link = batch->kind == BATCH_HAS_FILES ? &queue->first : queue->last;
+    struct part *behind = *link;
+    for (size_t i = 0; i < batch->num_parts; i++) {
+        *link = &batch->parts[i];
+        link = &batch->parts[i].next;
+    }
+    *link = behind;
+    if (behind == NULL)
+        queue->last = link;
+}
+
 /* Takes the part, among the first, whose file the fewest write to. The kernel lets one write at a
    time into a file: a second thread has its piece hashed by then, a third would only wait. */
 static struct part *take_part(struct engine *engine, int preferred)
@@ -265,10 +279,7 @@ int engine_submit(struct engine *engine, struct batch *batch)
         batch->ticket = ++engine->last_ticket;
         batch->num_waiting = batch->num_unfinished = batch->num_parts;
         queue->num_batches++;
-        for (size_t i = 0; i < batch->num_parts; i++) {
-            *queue->last = &batch->parts[i];
-            queue->last = &batch->parts[i].next;
-        }
+        append_parts(queue, batch);
         count_up(engine, BATCHES, 1);
         count_up(engine, PARTS, batch->num_parts);
     }

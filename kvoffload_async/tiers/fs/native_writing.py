@@ -7,6 +7,7 @@ follows only where something has to be counted, waited for or removed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
@@ -137,11 +138,18 @@ class NativeWriter:
         """
         try:
             await self._run(partial(self._end, job))
+        except asyncio.CancelledError:  # once more: it may not have begun
+            self._leave_temps(job)
+            raise
         except TierError as error:
             logger.warning("a job's temporary files stay behind for now: %s", str(error))
-            self._writer.litter += [draft.temp for draft in job.drafts if draft.temp]
+            self._leave_temps(job)
             for draft in job.drafts if self._settings.fsync else ():
                 draft.outcome.status, draft.outcome.error = StoreStatus.FAILED, error
+
+    def _leave_temps(self, job: _Job) -> None:
+        """Have temporary files removed later."""
+        self._writer.litter += [draft.temp for draft in job.drafts if draft.temp]
 
     async def _look(self, drafts: Sequence[_Draft]) -> None:
         """Look for blocks that are only looked for."""

@@ -122,8 +122,13 @@ class Segments:
     def remove(self, number: int) -> None:
         """Delete a segment that nobody reads or writes; raises OSError, and then it stays."""
         self._anchor.check()  # else it would be another store's
-        self._ops.unlink(self._path(number))
-        self._close(self._open.pop(number))
+        segment = self._open.pop(number)  # first: `check` must not take it for lost
+        try:
+            self._ops.unlink(self._path(number))
+        except OSError:
+            self._open[number] = segment
+            raise
+        self._close(segment)
 
     def close(self) -> None:
         """Close every file; idempotent."""
@@ -131,9 +136,14 @@ class Segments:
             self._close(self._open.popitem()[1])
 
     def check(self, numbers: set[int]) -> None:
-        """Raise an OSError if one of these was deleted: its open file goes on as if nothing had."""
+        """Raise an OSError if one of these was deleted: its open file goes on as if nothing had.
+
+        One that was removed here is nobody's any more: whoever asks for it was cancelled meanwhile.
+        """
         for number in numbers:
-            self._anchor.check_file(self._open[number].fd, segment_name(number))
+            segment = self._open.get(number)
+            if segment is not None:
+                self._anchor.check_file(segment.fd, segment_name(number))
 
     def sync(self, numbers: Iterable[int], failures_before: int | None = None) -> None:
         """Wait until what was written to these segments is on the device.
