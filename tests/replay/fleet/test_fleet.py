@@ -140,6 +140,13 @@ def start_of(settings):
     return Start(config=settings_of(settings), most_blocks=4, verify=True, layers=2)
 
 
+def test_no_process_is_started_for_a_configuration_that_cannot_be_sent():
+    start = Start(config={"no": object()}, most_blocks=4, verify=True, layers=2)
+    with pytest.raises(TypeError):
+        MemberProcess("process 0", start)
+    assert of_parent(os.getpid()) == set()
+
+
 @pytest.fixture
 def member():
     """A process of a fleet that waits for requests."""
