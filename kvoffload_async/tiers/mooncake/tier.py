@@ -120,7 +120,6 @@ class MooncakeTier(AsyncTier):
             ConfigError: The library cannot be loaded, or the memory not be registered.
             TierUnavailableError: The master cannot be reached.
         """
-
         joined: list[_Place] = []
 
         def join() -> None:
