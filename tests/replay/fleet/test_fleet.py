@@ -111,8 +111,10 @@ def test_a_fleet_that_is_stopped_ends_what_it_has_begun(tmp_path):
         should_stop=lambda: bool(stopped),
         before_request=lambda _pass, number: stopped.append(1) if number == 2 else None,
     )
-    shared = {"type": "fs", "root_dir": str(tmp_path)}
-    report = run_fleet(config(shared), REQUESTS, options, tmp_path)
+    shared = {"type": "fs", "root_dir": str(tmp_path / "bucket")}
+    own = {"type": "slab", "root_dir": str(tmp_path / "own"), "capacity_bytes": "4MiB"}
+    report = run_fleet(config(own, shared), REQUESTS, options, tmp_path)
+    assert list((tmp_path / "own").iterdir()) == []
     assert report.interrupted
     (one,) = report.passes
     assert 1 <= one.total.requests < len(REQUESTS)
