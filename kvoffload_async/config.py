@@ -39,7 +39,9 @@ HIDDEN: Final = "***"
 
 _USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
 """Up to the last @, as a password may have a slash in it that should have been quoted."""
-_SECRET_KEY: Final = re.compile("secret|password|token|account_key|sas_key|service_account")
+_SECRET_KEY: Final = re.compile(
+    "secret|password|token|credential|key(?!_id)|service_account", re.IGNORECASE
+)
 
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 400

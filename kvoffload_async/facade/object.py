@@ -176,7 +176,7 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ObjectSetting
     secrets = [
         value
         for key, value in store_options.items()
-        if isinstance(value, str) and any(word in key for word in _SECRET_WORDS)
+        if isinstance(value, str) and any(word in key.lower() for word in _SECRET_WORDS)
     ]
     remote = remote_settings(options, secrets)
     connection = ObjectConnection(

@@ -203,10 +203,15 @@ def test_no_secret_is_in_what_is_logged_of_an_error_and_its_causes(caplog):
     assert "s3cret" not in str(error) + repr(error) + caplog.text + repr(world.tier.gauges())
 
 
-def test_bytes_in_flight_are_bounded_and_a_larger_portion_passes_alone():
+@pytest.mark.parametrize(
+    ("bound", "blocks_a_call"), [(1, 1), (SLOT_BYTES, 1), (3 * SLOT_BYTES, 3), (1 << 20, 4)]
+)
+def test_no_more_bytes_are_in_flight_than_may_be_and_a_block_passes_however_large(
+    bound, blocks_a_call
+):
     client = FakeClient(portion=4)
     most = []
-    with World(client, bytes_in_flight=SLOT_BYTES) as world:
+    with World(client, bytes_in_flight=bound) as world:
         begin = client._begin
 
         async def watched(*arguments):
@@ -215,7 +220,8 @@ def test_bytes_in_flight_are_bounded_and_a_larger_portion_passes_alone():
 
         client._begin = watched
         assert world.store(K[:12]) == {}
-    assert max(most) == SLOT_BYTES
+    assert max(most) <= bound
+    assert max(client.sizes) == blocks_a_call
 
 
 def test_the_loss_of_the_servers_contents_is_counted_and_forgets_what_was_there(caplog):

@@ -8,10 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvoffload_async import ConfigError, OffloadConfig, SecondaryTierFactory
+from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.cli.app import app
 from kvoffload_async.cli.tierspec import parse_tier
 from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
+from kvoffload_async.facade import object as object_facade
 from kvoffload_async.tiers.valkey.address import Address
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
@@ -63,6 +65,7 @@ def test_a_value_that_cannot_be_used_is_named(base, key, value):
         ({"url": "valkey://host:port"}, "url: it is not valid"),
         ({"url": "valkey://"}, "url: "),
         ({"url": "valkey://host/zero"}, "database 'zero' is not a number"),
+        ({"url": f"valkey://u:12/{SECRET}@host"}, "database after the first / is not a number"),
         ({"url": f"http://u:{SECRET}@host"}, "url: it is not valid"),
         ({"url": "http://host"}, "scheme is not one of"),
         ({"url": f"valkey://u:{SECRET}@host?x=1"}, "url: "),
@@ -170,11 +173,20 @@ def test_a_server_that_is_not_there_is_unavailable_and_no_secret_is_said(config,
         assert secret not in said
 
 
+def test_a_secret_is_hidden_however_the_name_of_its_option_is_written():
+    options = object_facade._DEFAULTS | OBJECT
+    options["store_options"] = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": SECRET}
+    del options["type"]
+    settings = object_facade._settings(options, KVIdentity(model="org/model"))
+    assert settings.remote.redact(f"said {SECRET}") == "said ***"
+
+
 def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):
     path = tmp_path / "config.json"
     tiers = [
         VALKEY | {"url": f"valkey://u:{SECRET.replace('/', '%2F')}@host"},
         OBJECT | {"secret_access_key": SECRET, "store_options": {"a_secret": SECRET}},
+        OBJECT | {"store_options": {"AWS_SECRET_ACCESS_KEY": SECRET, "access_key": SECRET}},
     ]
     config = {"cpu_bytes_to_use": "1MiB", "block_bytes": "16KiB", "secondary_tiers": tiers[:1]}
     path.write_text(json.dumps(config))

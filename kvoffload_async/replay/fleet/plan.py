@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +15,8 @@ from typing import Any, Final
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
+
+logger = logging.getLogger(__name__)
 
 RANDOM: Final = "random"
 AFFINITY: Final = "affinity"
@@ -85,11 +89,26 @@ class Equipment:
             tiers.append(named)
         return replace(self._config, secondary_tiers=tuple(tiers))
 
+    def remove_folders(self, num_members: int, pass_name: str) -> None:
+        """Remove what the processes of a pass had of their own; to be called once they have ended.
+
+        Nobody would ever use it again: it has the name of this pass alone.
+        """
+        for tier in self._own:
+            for member in range(num_members if "root_dir" in tier else 0):
+                folder = self._folder(tier, member, pass_name)
+                # A process that cannot be killed may write into it while it goes.
+                shutil.rmtree(folder, ignore_errors=True)
+                if folder.exists():
+                    logger.warning("%s could not be removed", folder)
+
     def _parted(self, tier: Mapping[str, Any], member: int, pass_name: str) -> Mapping[str, Any]:
         if "root_dir" not in tier:
             return tier
-        folder = Path(tier["root_dir"]) / f"fleet-{self._pass}-{pass_name}-{member}"
-        return {**tier, "root_dir": str(folder)}
+        return {**tier, "root_dir": str(self._folder(tier, member, pass_name))}
+
+    def _folder(self, tier: Mapping[str, Any], member: int, pass_name: str) -> Path:
+        return Path(tier["root_dir"]) / f"fleet-{self._pass}-{pass_name}-{member}"
 
 
 def _slab(config: OffloadConfig, scratch: Path) -> Mapping[str, Any]:

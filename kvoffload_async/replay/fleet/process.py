@@ -41,6 +41,7 @@ class MemberProcess:
         self.report: Report | None = None
         self._answers: deque[str] = deque()
         self._partial = b""
+        self._unsent = encode_start(start)  # first: nothing runs yet if it cannot be written
         # In a session of its own: a Ctrl-C at the terminal is for the parent, which then ends it.
         self._process = subprocess.Popen(  # noqa: S603 - this package's own module
             [*_COMMAND, str(os.getpid())],
@@ -54,7 +55,6 @@ class MemberProcess:
         self._replies = self._process.stdout
         os.set_blocking(self._requests.fileno(), False)
         os.set_blocking(self._replies.fileno(), False)
-        self._unsent = encode_start(start)
 
     def fileno(self) -> int:
         """Return what becomes readable when there are answers."""

@@ -85,7 +85,10 @@ def run_fleet(
     for number, name in enumerate((ALONE, LOCKSTEP, FREE)):
         if options.should_stop():
             break
-        passes.append(_Pass(name, number, equipment, requests, options).run())
+        try:
+            passes.append(_Pass(name, number, equipment, requests, options).run())
+        finally:
+            equipment.remove_folders(options.size, name)
     return FleetReport(
         tuple(passes),
         UnboundedCache.over(requests).hit_ratio,

@@ -120,16 +120,20 @@ class MooncakeTier(AsyncTier):
             ConfigError: The library cannot be loaded, or the memory not be registered.
             TierUnavailableError: The master cannot be reached.
         """
+        joined: list[_Place] = []
 
-        def join() -> _Place:
+        def join() -> None:
             client = self._connection.open()
             try:
-                return _Place(client, env, self._integrity_key)
+                joined.append(_Place(client, env, self._integrity_key))
             except BaseException:
                 client.close()
                 raise
 
-        self._place = await env.io.run(Direction.NONE, join)
+        try:
+            await env.io.run(Direction.NONE, join)
+        finally:  # also if it was cancelled: `close` has to leave what was joined then
+            self._place = joined.pop() if joined else None
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Ask for all keys in one call."""

@@ -322,29 +322,28 @@ class ObjectMaintenance(StoreMaintenance):
                     return item, Verdict.GONE, ""
                 except (exceptions.BaseError, OSError) as error:
                     return item, Verdict.UNREADABLE, _text_of(error)
-                return (item, *await asyncio.to_thread(_judge, item.key, value, self._key))
+                return (item, *await asyncio.to_thread(self._judge, item.key, value))
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(judge(item)) for item in page if item.key is not None]
         return [task.result() for task in tasks]
 
-
-def _judge(
-    key: OffloadKey | None, value: memoryview, integrity_key: IntegrityKey | None
-) -> tuple[Verdict, str]:
-    if is_newer(value):
-        return Verdict.NEWER, ""
-    header = Header.parse(value)
-    if header is None or header.key != key:
-        return Verdict.CORRUPT, "its header is not that block's"
-    if len(value) != header.payload_offset + header.payload_bytes:
-        return Verdict.CORRUPT, f"{len(value)} bytes"
-    if header.is_keyed and (integrity_key is None or integrity_key.id != header.key_id):
-        return Verdict.OTHER_KEY, ""
-    digester = create_digester(header.layout, integrity_key if header.is_keyed else None)
-    if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
-        return Verdict.CORRUPT, "wrong checksum"
-    return Verdict.VERIFIED, ""
+    def _judge(self, key: OffloadKey | None, value: memoryview) -> tuple[Verdict, str]:
+        """Say of a value what a tier on this namespace would."""
+        if is_newer(value):
+            return Verdict.NEWER, ""
+        header = Header.parse(value)
+        if header is None or header.key != key or header.namespace != self._namespace:
+            return Verdict.CORRUPT, "its header is not that block's"
+        if len(value) != header.payload_offset + header.payload_bytes:
+            return Verdict.CORRUPT, f"{len(value)} bytes"
+        integrity_key = self._key if header.is_keyed else None
+        if header.is_keyed and (integrity_key is None or integrity_key.id != header.key_id):
+            return Verdict.OTHER_KEY, ""
+        digester = create_digester(header.layout, integrity_key)
+        if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
+            return Verdict.CORRUPT, "wrong checksum"
+        return Verdict.VERIFIED, ""
 
 
 def _prefix_of(name: str) -> int:

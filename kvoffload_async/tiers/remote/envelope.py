@@ -51,9 +51,19 @@ class Header:
             return None
         if offset != _payload_offset(key_bytes) or len(value) < offset:
             return None
-        key = OffloadKey(bytes(value[_FIXED.size : _FIXED.size + key_bytes]))
-        is_keyed = bool(flags & _KEYED)
+        key_end = _FIXED.size + key_bytes
+        key = OffloadKey(bytes(value[_FIXED.size : key_end]))
+        is_keyed = flags == _KEYED
+        if flags not in {0, _KEYED} or any(value[key_end:offset]):
+            return None
+        if not is_keyed and any(key_id):
+            return None
         return cls(version, is_keyed, offset, payload_bytes, layout.hex(), digest, key_id, key)
+
+    @property
+    def namespace(self) -> str:
+        """The only namespace in which a tier takes it for a block."""
+        return _namespace(self.layout, self.key_id.hex() if self.is_keyed else "")
 
 
 def is_newer(value: memoryview) -> bool:
@@ -66,7 +76,10 @@ def is_newer(value: memoryview) -> bool:
 
 def namespace_of(layout: str, integrity_key: IntegrityKey | None) -> str:
     """Return 32 hexadecimal digits, others for every other format, layout or integrity key."""
-    key_id = integrity_key.id.hex() if integrity_key else ""
+    return _namespace(layout, integrity_key.id.hex() if integrity_key else "")
+
+
+def _namespace(layout: str, key_id: str) -> str:
     text = f"kvoffload remote {VERSION} {layout} {key_id}"
     return hashlib.sha256(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
 

@@ -330,7 +330,9 @@ class RemoteTier(AsyncTier):
 
     def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[range]:
         count = len(job.keys)
-        step = client.portion_blocks(self._envelopes.block_bytes)
+        block_bytes = self._envelopes.block_bytes
+        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
+        step = min(most_blocks, client.portion_blocks(block_bytes))
         for first in range(0, count, step):
             yield range(first, min(first + step, count))
 

@@ -69,5 +69,7 @@ class Address:
 def _database(parts: SplitResult, key: str) -> int:
     text = parts.path.strip("/")
     if text and not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{key}: database {text!r} is not a number; it must be {_FORM}")
+        # The rest of a password with a slash in it that should have been quoted is not shown.
+        shown = "after the first /" if "@" in text else repr(text)
+        raise ConfigError(f"{key}: database {shown} is not a number; it must be {_FORM}")
     return int(text or 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -29,10 +31,12 @@ _SPARE_CONNECTIONS: Final = 8
 """For probes, renewals and checks, which need not wait for payload."""
 
 _REMOVE_IF: Final = (
-    "local value = redis.call('GET', KEYS[1]) "
-    "if value and redis.sha1hex(value) == ARGV[1] then return redis.call('DEL', KEYS[1]) end "
+    "local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[2]) "
+    "if type(value) == 'table' then value = '' end "  # it is no string
+    "if redis.sha1hex(value) == ARGV[1] then return redis.call('DEL', KEYS[1]) end "
     "return 0"
 )
+_WHOLE: Final = "-1"
 _REFUSALS: Final = (
     exceptions.AuthenticationError,
     exceptions.AuthorizationError,
@@ -62,6 +66,11 @@ class ValkeyConnection:
     cert_file: str | None = None
     key_file: str | None = None
 
+    @property
+    def most_connections(self) -> int:
+        """Connections to a server at once, of both directions and of what has no payload."""
+        return 2 * self.connections + _SPARE_CONNECTIONS
+
     def open(self) -> Redis | RedisCluster:
         """Return the library's client; it connects when it is used."""
         address = self.address
@@ -74,7 +83,7 @@ class ValkeyConnection:
             "socket_timeout": None,
             "socket_connect_timeout": self.connect_timeout_s,
             "retry": Retry(NoBackoff(), 0),
-            "max_connections": 2 * self.connections + _SPARE_CONNECTIONS,
+            "max_connections": self.most_connections,
             "protocol": 2,
         }
         if address.has_tls:
@@ -90,7 +99,7 @@ class ValkeyConnection:
 
 
 class ValkeyClient(RemoteClient):
-    """Blocks as strings of a server: SET NX PX, MGET, pipelined."""
+    """Blocks as strings of a server: SET NX PX, GETRANGE, pipelined."""
 
     place: ClassVar[str] = "valkey"
     answers_many: ClassVar[bool] = True
@@ -112,7 +121,8 @@ class ValkeyClient(RemoteClient):
         """
         # Of two classes without a common base: the type checker knows neither by the calls here.
         self._library: Any = connection.open()
-        self._is_cluster = connection.is_cluster
+        # The library raises where there is no connection left; here who comes then waits.
+        self._gate = asyncio.Semaphore(connection.most_connections)
         self._label_name = f"kvo:{namespace}".encode()
         self._prefix = self._label_name + b":"
         self._label: bytes | None = None
@@ -139,12 +149,21 @@ class ValkeyClient(RemoteClient):
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
     ) -> Sequence[Value | TierError | None]:
-        names = [self._prefix + key for key in keys]
-        if self._is_cluster:
-            found = await self._library.mget_nonatomic(names)
-        else:
-            found = await self._library.mget(names)
-        return [None if data is None else Value(memoryview(data)) for data in found]
+        """Read values as far as they may be blocks: one can have 512 MiB."""
+        async with self._pipeline() as pipeline:
+            for key in keys:
+                pipeline.getrange(self._prefix + key, 0, most_bytes)
+            answers = await pipeline.execute(raise_on_error=False)
+        found = [_bytes_of(answer) for answer in answers]
+        # Nothing is read where nothing is, nor of a value without bytes, or that is no string.
+        empty = [key for key, data in zip(keys, found, strict=True) if not data]
+        present = await self.exist(empty) if empty else frozenset()
+        return [
+            Value(memoryview(data), str(most_bytes) if len(data) > most_bytes else _WHOLE)
+            if data or key in present
+            else None
+            for key, data in zip(keys, found, strict=True)
+        ]
 
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
@@ -156,7 +175,11 @@ class ValkeyClient(RemoteClient):
         return [self.mapped(a) if isinstance(a, Exception) else None for a in answers]
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
-        return bool(await self._library.eval(_REMOVE_IF, 1, self._prefix + key, sha1))
+        """Remove a value that begins, or is, as it was read; its version says how far that went."""
+        name = self._prefix + key
+        extent = value.version or _WHOLE
+        async with self._gate:
+            return bool(await self._library.eval(_REMOVE_IF, 1, name, sha1, extent))
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         if self._ttl_ms is None:
@@ -182,8 +205,10 @@ class ValkeyClient(RemoteClient):
     def portion_blocks(self, value_bytes: int) -> int:
         return max(1, min(_PORTION_BLOCKS, _PORTION_BYTES // value_bytes))
 
-    def _pipeline(self) -> Any:  # noqa: ANN401 - of two classes, too
-        return self._library.pipeline(transaction=False)
+    @asynccontextmanager
+    async def _pipeline(self) -> AsyncIterator[Any]:  # of two classes, too
+        async with self._gate, self._library.pipeline(transaction=False) as pipeline:
+            yield pipeline
 
     def _compare_label(self, label: bytes | None) -> None:
         """Note the server's label; another one than before means that its contents are gone."""
@@ -201,3 +226,12 @@ class ValkeyClient(RemoteClient):
         if isinstance(label, Exception):
             raise label
         return label
+
+
+def _bytes_of(answer: bytes | Exception) -> bytes:
+    """Return what was read, nothing of what is no string; raises any other error."""
+    if not isinstance(answer, Exception):
+        return answer
+    if "WRONGTYPE" in str(answer):
+        return b""
+    raise answer

@@ -109,6 +109,28 @@ def test_blocks_with_an_integrity_key_are_verified_with_it(tmp_path):
     assert found["verification"]["verified"] == 10
 
 
+def test_a_block_that_verifies_elsewhere_is_none_of_a_namespace_with_an_integrity_key(
+    store, tmp_path
+):
+    keyed = Store(tmp_path / "keyed", integrity_key=IntegrityKey(b"k" * 32))
+    forged = store.path(name_of(store.namespace, K[0])).read_bytes()
+    keyed.path(name_of(keyed.namespace, K[0])).write_bytes(forged)
+    status, found, said = keyed.run("verify")
+    assert status == 1
+    assert found["verification"]["verified"] == 0
+    assert found["verification"]["corrupt_blocks"] == 1
+    assert name_of(keyed.namespace, K[0]) in said
+
+
+@pytest.mark.parametrize("at", [6, 7, 56, 63, 127])
+def test_a_header_of_which_any_bit_is_another_one_is_corrupt(store, at):
+    path = store.path(name_of(store.namespace, K[0]))
+    value = bytearray(path.read_bytes())
+    value[at] ^= 2
+    path.write_bytes(value)
+    assert store.run("verify")[1]["verification"]["corrupt_blocks"] == 1
+
+
 def test_gc_removes_what_is_too_old(store):
     for key in K[:4]:
         store.age(name_of(store.namespace, key), 5000.0)

@@ -1,5 +1,6 @@
 """A real server behind a network that breaks: no wrong byte, no hang, and then hits again."""
 
+import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
@@ -244,6 +245,50 @@ def test_a_bad_block_is_removed_only_if_it_is_still_the_bad_one(server):
             assert client.get(name) is None
         assert harness.store(K[:1]) == {}
         assert recovers(harness, K[:1])
+
+
+@pytest.mark.parametrize("value", [b"", b"x" * (8 << 20), ["no", "string"]])
+def test_a_value_that_cannot_be_a_block_is_not_read_further_and_is_removed(server, value):
+    with open_at(server.url()) as harness:
+        harness.store(K[:3])
+        name = harness.tier._client._prefix + K[1]
+        with server.client() as client:
+            client.delete(name)
+            client.rpush(name, *value) if isinstance(value, list) else client.set(name, value)
+        (found,) = harness.run(harness.tier._client.get([K[1]], BLOCK_BYTES))
+        assert len(found.data) <= BLOCK_BYTES + 1
+        failures = harness.load(K[:3])
+        assert {i: type(error) for i, error in failures.items()} == {1: CorruptBlockError}
+        assert harness.tier.gauges()["removed"] == 1
+        assert harness.store(K[:3]) == {}
+        assert recovers(harness, K[:3])
+
+
+def test_a_block_that_has_replaced_a_long_value_is_not_removed(server):
+    with open_at(server.url()) as harness:
+        client, name = harness.tier._client, harness.tier._client._prefix + K[0]
+        harness.store(K[:1])
+        with server.client() as plain:
+            good = plain.get(name)
+            plain.set(name, good + b"more")
+            (long,) = harness.run(client.get(K[:1], len(good)))
+            plain.set(name, good)
+        assert harness.run(client.remove_if(K[0], long, long.sha1())) is False
+        assert recovers(harness, K[:1])
+
+
+def test_calls_wait_where_every_connection_is_in_use(server):
+    with open_at(server.url(), connections=1) as harness:
+        client = harness.tier._client
+
+        async def check_at_once():
+            async with asyncio.TaskGroup() as group:
+                for _ in range(64):
+                    group.create_task(client.check())
+
+        harness.run(check_at_once())
+        with server.client() as plain:
+            assert len(plain.client_list()) <= 11
 
 
 def test_a_whole_probe_is_one_call(server):

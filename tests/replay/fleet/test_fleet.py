@@ -111,8 +111,10 @@ def test_a_fleet_that_is_stopped_ends_what_it_has_begun(tmp_path):
         should_stop=lambda: bool(stopped),
         before_request=lambda _pass, number: stopped.append(1) if number == 2 else None,
     )
-    shared = {"type": "fs", "root_dir": str(tmp_path)}
-    report = run_fleet(config(shared), REQUESTS, options, tmp_path)
+    shared = {"type": "fs", "root_dir": str(tmp_path / "bucket")}
+    own = {"type": "slab", "root_dir": str(tmp_path / "own"), "capacity_bytes": "4MiB"}
+    report = run_fleet(config(own, shared), REQUESTS, options, tmp_path)
+    assert list((tmp_path / "own").iterdir()) == []
     assert report.interrupted
     (one,) = report.passes
     assert 1 <= one.total.requests < len(REQUESTS)
@@ -138,6 +140,13 @@ def start_of(settings):
     from kvoffload_async.replay.fleet.protocol import settings_of
 
     return Start(config=settings_of(settings), most_blocks=4, verify=True, layers=2)
+
+
+def test_no_process_is_started_for_a_configuration_that_cannot_be_sent():
+    start = Start(config={"no": object()}, most_blocks=4, verify=True, layers=2)
+    with pytest.raises(TypeError):
+        MemberProcess("process 0", start)
+    assert of_parent(os.getpid()) == set()
 
 
 @pytest.fixture

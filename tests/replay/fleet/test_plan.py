@@ -51,6 +51,24 @@ def test_a_slab_is_divided_and_the_other_tiers_are_shared(bucket, tmp_path):
     assert equipment.shared_names == ["fs"]
 
 
+def test_what_processes_had_of_their_own_goes_and_what_is_not_the_fleets_stays(
+    bucket, tmp_path, caplog
+):
+    slab = {"type": "slab", "root_dir": str(tmp_path / "own"), "capacity_bytes": "4MiB"}
+    equipment = Equipment(config({"type": "example"}, bucket, slab), tmp_path)
+    (folder,) = [tier["root_dir"] for tier in tiers_of(equipment, 1) if tier["type"] == "slab"]
+    for path in (Path(folder) / "segments", tmp_path / "own" / "other", tmp_path / "bucket"):
+        path.mkdir(parents=True)
+    equipment.remove_folders(2, "alone")
+    assert Path(folder).exists()
+    equipment.remove_folders(2, "lockstep")
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["other"]
+    assert (tmp_path / "bucket").exists()
+    Path(folder).write_text("no folder")
+    equipment.remove_folders(2, "lockstep")
+    assert "could not be removed" in caplog.text
+
+
 def test_a_tier_in_memory_is_each_process_own(bucket, tmp_path):
     equipment = Equipment(config({"type": "example"}, bucket), tmp_path)
     assert [tier["type"] for tier in tiers_of(equipment, 0)] == ["example", "fs"]
