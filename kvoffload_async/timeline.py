@@ -193,9 +193,9 @@ class RequestTimeline:
         for event in self.events:
             # It waits for loads to the primary; those to the device come when it was scheduled.
             if isinstance(event, JobEnded) and event.job.direction == "load":
-                tier = event.job.tier
-                if tier != DEVICE:
-                    loads[tier] = max(loads.get(tier, 0.0), event.seconds or 0.0)
+                name = event.job.tier
+                if name != DEVICE:
+                    loads[name] = max(loads.get(name, 0.0), event.seconds or 0.0)
         tier = max(loads, key=loads.__getitem__, default=None)
         if tier is None or loads[tier] < self.waited_s / 2:
             return "lookups"
