@@ -298,7 +298,7 @@ class RuntimeStatistics:
     Attributes:
         version: Of this package.
         python: Of the interpreter.
-        block_io: What moves payload: "python", as there is no native module.
+        block_io: What moves payload in tiers that keep files: "native" or "python".
         loop_lag_seconds: From handing something over to the event loop until it gets to it.
         step_seconds: What the end of a step and taking in results took of the owner's thread.
         longest_step_s: The longest of these, in seconds.

@@ -189,8 +189,13 @@ class RequestTimeline:
     @property
     def longest_phase(self) -> str:
         """What took the longest of that: one tier's load, or its lookups."""
-        ended = (event for event in self.events if isinstance(event, JobEnded))
-        loads = {e.job.tier: e.seconds or 0.0 for e in ended if e.job.direction == "load"}
+        loads: dict[str, float] = {}
+        for event in self.events:
+            # It waits for loads to the primary; those to the device come when it was scheduled.
+            if isinstance(event, JobEnded) and event.job.direction == "load":
+                name = event.job.tier
+                if name != DEVICE:
+                    loads[name] = max(loads.get(name, 0.0), event.seconds or 0.0)
         tier = max(loads, key=loads.__getitem__, default=None)
         if tier is None or loads[tier] < self.waited_s / 2:
             return "lookups"

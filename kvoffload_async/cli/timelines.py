@@ -10,6 +10,7 @@ from typing import Final, Self
 from rich.console import Console
 
 from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable
+from kvoffload_async.cli.store_tables import shown
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.observe.trace_events import TraceEventFile
@@ -84,8 +85,9 @@ class TimelineOutput:
         Raises:
             InputError: There was no such request, or the file could not be written.
         """
-        for text in self._texts:
-            console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
+        for text in self._texts:  # with errors of tiers, whatever letters these have
+            lines = "\n".join(map(shown, text.split("\n")))
+            console.print(f"\n{lines}", markup=False, highlight=False, soft_wrap=True)
         if self._explained is not None and not self._texts:
             raise InputError(f"--explain {self._explained}: the replay had no such request")
         if self._error is not None:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvoffload_async.cli.store_tables import shown
 from kvoffload_async.observe.changes import Readings, TierCount
 from kvoffload_async.statistics import (
     EngineStatistics,
@@ -45,7 +46,7 @@ def picture(
     stats = readings.last.statistics
     top: list[RenderableType] = [
         _title(readings, path, width),
-        Text(complaint, style="bold red", no_wrap=True, overflow="ellipsis")
+        Text(shown(complaint), style="bold red", no_wrap=True, overflow="ellipsis")
         if complaint
         else Text(),
         *_primary(stats.primary),
@@ -75,7 +76,7 @@ def _title(readings: Readings, path: str, width: int) -> Text:
         runtime = report.statistics.runtime
         if width >= WIDE:
             parts.append(f"kvoffload {runtime.version}, Python {runtime.python}")
-    line = Text.assemble((name, "bold"), ("  " + "  ".join(parts), "dim"))
+    line = Text.assemble((shown(name), "bold"), (shown("  " + "  ".join(parts)), "dim"))
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -83,7 +84,7 @@ def _title(readings: Readings, path: str, width: int) -> Text:
 def _primary(primary: PrimaryStatistics) -> Iterator[Text]:
     slots = primary.slots
     taken = primary.num_slots - slots.free
-    full = taken / primary.num_slots if primary.num_slots else 0.0
+    full = min(1.0, max(0.0, taken / primary.num_slots)) if primary.num_slots else 0.0
     filled = round(full * _BAR_CHARS)
     size = f" of {_size(primary.capacity_bytes)}" if primary.row_bytes else ""
     yield Text.assemble(
@@ -156,7 +157,7 @@ def _tier(
         return _short(readings.tier_rate(index, attrgetter(name)), 1024)
 
     asked = of(lambda tier: tier.hits + tier.misses)
-    yield tier.name
+    yield Text(shown(tier.name))
     yield _fullness(tier)
     yield f"{of(attrgetter('hits')) / asked:.0%}" if asked else "-"
     yield per_second("loaded_bytes")
@@ -181,7 +182,8 @@ def _slowest(readings: Readings) -> Table | None:
     table.add_column("took", justify="right", no_wrap=True)
     table.add_column("longest phase", no_wrap=True, overflow="ellipsis")
     for request in readings.last.slowest[:MAX_SLOWEST]:
-        table.add_row(Text(request.req_id), _seconds(request.seconds), Text(request.longest_phase))
+        phase = Text(shown(request.longest_phase))
+        table.add_row(Text(shown(request.req_id)), _seconds(request.seconds), phase)
     return table
 
 
@@ -192,7 +194,7 @@ def _latencies(readings: Readings, room: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True, min_width=9)
     for latency in readings.latencies()[: room - 1]:
         times = (_seconds(latency.p50_s), _seconds(latency.p99_s))
-        table.add_row(Text(latency.phase), f"{latency.count:,}", *times)
+        table.add_row(Text(shown(latency.phase)), f"{latency.count:,}", *times)
     return table
 
 
@@ -220,7 +222,7 @@ def _breakers(tier: TierStatistics) -> Text:
     stopped = [direction for direction, state in tier.breakers.items() if state != "closed"]
     if not stopped:
         return Text("ok", style="green")
-    return Text(f"no {stopped[0]}" if len(stopped) == 1 else "stopped", style="bold red")
+    return Text(f"no {shown(stopped[0])}" if len(stopped) == 1 else "stopped", style="bold red")
 
 
 def _alarming(count: float, style: str = "red") -> Text:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 from kvoffload_async.timeline import (
@@ -56,6 +57,7 @@ class _Record:
         "max_events",
         "open_jobs",
         "parent",
+        "waited_s",
     )
 
     def __init__(
@@ -66,6 +68,8 @@ class _Record:
         self.began_s = began_s
         self.asks_since_s: float | None = None
         """When it looked something up first, since it was scheduled."""
+        self.waited_s = 0.0
+        """The same as `RequestTimeline.waited_s`, also of notes that had no room."""
         self.finished_s: float | None = None
         self.ended_s: float | None = None
         self.is_done = False
@@ -175,6 +179,7 @@ class RequestRecorder:
         record = self._records.get(ctx)
         if record is not None and record.asks_since_s is not None:
             since_s, record.asks_since_s = record.asks_since_s, None
+            record.waited_s += self.now_s - since_s
             self.note(ctx, "scheduled", seconds=self.now_s - since_s)
 
     def note(
@@ -266,12 +271,17 @@ class RequestRecorder:
 
     def slowest(self, count: int) -> tuple[SlowRequest, ...]:
         """Return which of the latest `RECENT` requests waited longest, those first. Thread: any."""
-        recent = [record.timeline() for record in list(self._records.values())[-RECENT:]]
-        slow = heapq.nlargest(count, recent, key=lambda timeline: timeline.waited_s)
+        # Making timelines holds the interpreter up: only those that are returned are made.
+        recent = [(one.waited_s, one) for one in list(self._records.values())[-RECENT:]]
+        slow = heapq.nlargest(count, recent, key=itemgetter(0))
         return tuple(
-            SlowRequest(req_id=t.req_id, seconds=t.waited_s, longest_phase=t.longest_phase)
-            for t in slow
-            if t.waited_s > 0
+            SlowRequest(
+                req_id=record.ctx.req_id,
+                seconds=waited_s,
+                longest_phase=record.timeline().longest_phase,
+            )
+            for waited_s, record in slow
+            if waited_s > 0
         )
 
     def take_complete(self) -> list[RequestTimeline]:

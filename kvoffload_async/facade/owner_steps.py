@@ -7,7 +7,9 @@ import importlib.metadata
 import platform
 from collections.abc import Callable
 
+from kvoffload_async.block_io import implementation
 from kvoffload_async.core.histogram import Histogram
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.statistics import HistogramStatistics, RuntimeStatistics
 
@@ -22,6 +24,7 @@ class OwnerSteps:
         self._clock = clock
         self._durations = Histogram()
         self._longest_s = self._step_s = 0.0
+        self._block_io = _block_io()
 
     def spent(self, since_s: float) -> None:
         """Note that the step has kept the thread since then."""
@@ -39,11 +42,20 @@ class OwnerSteps:
         return RuntimeStatistics(
             version=version,
             python=python,
+            block_io=self._block_io,
             loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
             step_seconds=self._durations.read(),
             longest_step_s=self._longest_s,
             wake_ups=0 if bridge is None else bridge.wake_ups,
         )
+
+
+def _block_io() -> str:
+    """Return what moves payload; tiers refuse to begin where the environment is unclear."""
+    try:
+        return implementation().name
+    except ConfigError:
+        return "python"
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from kvoffload_async.statistics import (
 from kvoffload_async.timeline import SlowRequest
 
 MAX_STATUS_BYTES: Final = 4 << 20
+_MAX_NUMBER: Final = 1 << 63
+_MAX_UPTIME_S: Final = 1e10
 _KINDS: Final = {kind.__name__: kind for kind in (OffloadingStatistics, EngineStatistics)}
 
 
@@ -132,6 +134,8 @@ def _read(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any type of the tree
         _require(value, dict)
         return {str(key): _read(arguments[1], one) for key, one in value.items()}
     _require(value, *((int, float) if kind is float else (kind,)))
+    if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # nor what is no number
+        raise ValueError("a number that is too large")
     return value
 
 
@@ -142,6 +146,8 @@ def _read_fields(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any dataclass 
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.name in value]
     made = kind(**{name: _read(hints[name], value[name]) for name in names})
+    if isinstance(made, EngineReport) and not 0 <= made.uptime_s <= _MAX_UPTIME_S:
+        raise ValueError(f"uptime_s is {made.uptime_s!r}")
     if isinstance(made, HistogramStatistics) and len(made.counts) != len(BUCKET_BOUNDS_S) + 1:
         raise ValueError(f"a histogram of {len(made.counts)} buckets")
     return made

@@ -122,14 +122,15 @@ class StatusSocket:
             return
         self._closed = True
         self._remove()
+        with contextlib.suppress(OSError):  # the thread has failed, and closed them
+            self._wake.send(b"\0")
         self._stop.set()
         if self._thread is not None:
-            self._wake.send(b"\0")
             self._thread.join(_STOP_S)
-            if self._thread.is_alive():  # it is in the middle of an answer, and will find them
+            if self._thread.is_alive():  # it is in the middle of an answer, and closes them then
                 logger.warning("%s did not stop within %s s", self._thread.name, _STOP_S)
-                return
-        self._close_descriptors()
+        else:
+            self._close_descriptors()
 
     def run_round(self, timeout_s: float | None) -> None:
         """Wait for clients, at most `timeout_s` or until a deadline, and serve each once."""
@@ -148,9 +149,13 @@ class StatusSocket:
     # -- inside ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            self.run_round(None)
-            self._stop.wait(_ROUND_S)  # clients that keep it busy wait for each other, nobody else
+        try:
+            while not self._stop.is_set():
+                self.run_round(None)
+                # Clients that keep it busy wait for each other, nobody else does.
+                self._stop.wait(_ROUND_S)
+        finally:
+            self._close_descriptors()
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
         if not self._connections:
@@ -340,6 +345,6 @@ def _usable(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"status_socket: no socket can be made at {path!r}: {error.strerror}; name a path in a "
-            "directory that is there and that this user can write to"
+            f"status_socket: no socket can be made at {path!r}: {error.strerror or error}; name "
+            "a path in a directory that is there and that this user can write to"
         ) from error

@@ -1,9 +1,15 @@
 """`kvoffload replay --explain` and `--trace-out`."""
 
+import io
 import json
 
 import pytest
 from observe.test_trace_events import valid
+from rich.console import Console
+
+from kvoffload_async.cli.ending import complain
+from kvoffload_async.cli.timelines import TimelineOutput
+from kvoffload_async.timeline import Note, RequestTimeline
 
 TRACE = [[1, 2, 3], [1, 2, 4], [5, 6]]
 
@@ -58,3 +64,19 @@ def test_what_turns_out_later_is_said_behind_the_figures(command, arguments, sai
     assert result.exit_code == 2
     assert said in result.stderr
     assert "hit ratio" in result.stdout
+
+
+def test_what_a_tier_says_reaches_the_terminal_as_letters_alone():
+    output, console = TimelineOutput(0, None), Console(record=True, file=io.StringIO())
+    failed = Note(0.0, "owed", 1, "fs", "\x1b]0;title\x07\x1b[2J\ud800")
+    output.watch(1, RequestTimeline("request-0", 0.0, None, None, (failed,)))
+    output.publish(console)
+    assert all(line.isprintable() for line in console.export_text().splitlines())
+
+
+def test_an_error_reaches_the_terminal_as_letters_alone(capsys):
+    complain("\x1b]0;title\x07\x1b[2J\ud800 is wrong")
+    assert (
+        capsys.readouterr().err
+        == "kvoffload: error: \ufffd]0;title\ufffd\ufffd[2J\\ud800 is wrong\n"
+    )

@@ -149,6 +149,15 @@ def test_the_slowest_requests_are_shown_where_the_engine_records_them(stats):
     assert not any("slowest requests" in line for line in screen(stats))
 
 
+def test_names_reach_the_terminal_as_letters_alone(stats):
+    evil = "[/x]\x1b]0;title\x07\x1b[2J\ud800\nx"
+    slow = SlowRequest(req_id=evil, seconds=1.0, longest_phase=evil)
+    named = tier_of(stats, name=evil, breakers={f"{evil}": "open"})
+    lines = screen(named, width=200, complaint=evil, model=evil, slowest=(slow,))
+    assert all(line.isprintable() for line in lines)
+    assert sum("[/x]" in line for line in lines) >= 4
+
+
 def test_a_primary_alone_is_shown_without_tiers(stats):
     lines = screen(CPUPrimaryTierOffloadingManager(3).stats())
     assert "3 blocks" in lines[2]

@@ -288,6 +288,25 @@ def test_the_slowest_requests_are_those_that_waited_longest_and_say_for_what():
     assert [slow.req_id for slow in recorder.slowest(9)] == ["asked", "loaded", "asked alone"]
 
 
+def test_a_request_waited_for_its_longest_load_not_its_last_and_not_for_the_device():
+    recorder = RequestRecorder(1)
+    (ctx,) = begun(recorder, "r")
+    recorder.begin_round(ctx)
+    for job_id, (tier, seconds) in enumerate([("fs", 1.5), ("fs", 0.1), ("device", 1.9)]):
+        recorder.job_started(ctx, job_id, tier, "load", (1, 1))
+        recorder.job_ended(ctx, job_id, tier, landed_blocks=1, num_bytes=1, seconds=seconds)
+    recorder.advance(2.0)
+    recorder.scheduled(ctx)
+    assert [slow.longest_phase for slow in recorder.slowest(1)] == ["fs: load"]
+
+
+def test_a_wait_counts_although_its_note_has_no_room():
+    recorder = RequestRecorder(1, max_events=1)
+    ctx = waited(recorder, "r", 2.0)
+    recorder.note(ctx, "pinned", 1)
+    assert [slow.seconds for slow in recorder.slowest(1)] == [2.0]
+
+
 def test_the_slowest_are_looked_for_among_the_latest_alone():
     recorder = RequestRecorder(1000)
     waited(recorder, "long ago", 9.0)

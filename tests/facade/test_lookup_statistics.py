@@ -4,6 +4,7 @@ import pytest
 from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, PROBED, RETRY, World, filled, k
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager, ReqContext
+from kvoffload_async.block_io import implementation
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUnavailableError
 
 
@@ -215,8 +216,15 @@ def test_steps_and_hand_overs_are_measured(world):
     assert runtime.step_seconds.count == before.step_seconds.count + 10
     assert runtime.loop_lag_seconds.count == runtime.wake_ups == before.wake_ups + 1
     assert runtime.longest_step_s == 0.0, "virtual time does not pass in a step"
-    assert runtime.block_io == "python"
     assert runtime.python.count(".") == 2
+
+
+def test_it_is_said_what_moves_payload(world, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "")
+    assert read(world(EXCLUSIVE)).runtime.block_io == implementation().name
+    for without in ("0", "unclear"):
+        monkeypatch.setenv("KVOFFLOAD_NATIVE", without)
+        assert read(world(EXCLUSIVE)).runtime.block_io == "python"
 
 
 def test_the_primary_tells_its_bytes(world):

@@ -72,6 +72,12 @@ def test_an_engines_own_statistics_are_told_apart():
         {"socket": [1]},
         {"slowest": {}},
         {"slowest": [3]},
+        {"uptime_s": float("inf")},
+        {"uptime_s": float("nan")},
+        {"uptime_s": 1e300},
+        {"uptime_s": 1e12},
+        {"uptime_s": -1},
+        {"pid": 10**400},
     ],
 )
 def test_what_is_no_status_is_refused(changes):

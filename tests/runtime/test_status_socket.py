@@ -256,11 +256,18 @@ def test_closing_does_not_wait_for_ever_for_an_answer(path, monkeypatch, caplog)
     assert not path.exists()
     go_on.set()
     made._thread.join(DEADLINE_S)
-    made._close_descriptors()
+    opened = (made._listener, made._waker, made._wake)
+    assert [one.fileno() for one in opened] == [-1] * 3
+    received(client)  # its connection has ended as well
     client.close()
 
 
 # -- the path -----------------------------------------------------------------------------------
+
+
+def test_a_path_that_is_too_long_is_said_to_be(tmp_path):
+    with pytest.raises(ConfigError, match=r"no socket can be made at .*: AF_UNIX path too long"):
+        StatusSocket(str(tmp_path / ("x" * 108)))
 
 
 def test_only_this_user_can_connect(path):

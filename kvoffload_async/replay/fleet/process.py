@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvoffload_async.errors import InputError, OffloadError, StalledError
+from kvoffload_async.facade.status import SOCKET_VARIABLE
 from kvoffload_async.replay.fleet.protocol import (
     ENDED,
     FAILED,
@@ -48,6 +49,8 @@ class MemberProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            # They would all listen on one path, of which only the first can have it.
+            env={name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE},
         )
         if self._process.stdin is None or self._process.stdout is None:  # pragma: no cover
             raise OffloadError(f"{name}: no pipes")  # what the type checker cannot know

@@ -76,6 +76,15 @@ def test_in_lockstep_a_fleet_finds_what_one_unbounded_cache_does_also_beside_a_k
     assert of_parent(os.getpid()) == set()
 
 
+def test_the_processes_share_no_status_socket_where_the_environment_names_one(
+    command, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KVOFFLOAD_STATUS_SOCKET", str(tmp_path / "kv.sock"))
+    shared = f"fs:root_dir={tmp_path}/bucket"
+    report = command.figures(command.trace(REQUESTS[:2]), "--fleet", 2, "--tier", shared)
+    assert report["requests"] == 2
+
+
 def test_the_figures_for_people_name_all_passes(command, tmp_path):
     trace = command.trace(REQUESTS[:2])
     result = command.run(
