@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -59,18 +60,19 @@ def ask(path: str, timeout_s: float = 5.0) -> str:
 
     Args:
         path: Its `status_socket`.
-        timeout_s: Seconds for every step of it.
+        timeout_s: Seconds for all of it.
 
     Raises:
         NoAnswerError: Nobody listens there, or nobody answers in time.
         InputError: What answers is no engine.
     """
+    deadline_s = time.monotonic() + timeout_s
     try:
         with socket.socket(socket.AF_UNIX) as engine:
             engine.settimeout(timeout_s)
             engine.connect(path)
             engine.sendall(STATUS_REQUEST + b"\n")
-            line = _line_of(engine)
+            line = _line_of(engine, deadline_s)
     except TimeoutError as error:
         raise NoAnswerError(f"{path}: nobody answers within {timeout_s:g} s") from error
     except BlockingIOError as error:
@@ -113,9 +115,15 @@ def parse_report(line: str, path: str) -> EngineReport:
     return report
 
 
-def _line_of(engine: socket.socket) -> bytes:
+def _line_of(engine: socket.socket, deadline_s: float) -> bytes:
     line = bytearray()
-    while len(line) <= MAX_STATUS_BYTES and (part := engine.recv(1 << 16)):
+    while len(line) <= MAX_STATUS_BYTES:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        engine.settimeout(left_s)
+        if not (part := engine.recv(1 << 16)):
+            break
         line += part
     return bytes(line)
 

@@ -176,6 +176,28 @@ def test_one_that_never_answers_is_not_waited_for(tmp_path_factory):
             ask(path, timeout_s=0.01)
 
 
+def test_one_that_answers_byte_by_byte_is_not_waited_for(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("s") / "kv.sock")
+
+    def drip():
+        peer, _ = listener.accept()
+        with peer, contextlib.suppress(OSError):
+            pause = threading.Event()
+            while True:  # until the other side goes away
+                peer.sendall(b"x")
+                pause.wait(0.005)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(NoAnswerError, match=r"nobody answers within 0.05 s"):
+            ask(path, timeout_s=0.05)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
 def test_a_path_that_is_too_long_is_no_engine():
     with pytest.raises(NoAnswerError, match=r"no engine answers: .*too long"):
         ask("/" + "x" * 200)
