@@ -158,7 +158,11 @@ def test_a_server_sees_the_cache_in_its_trace(provider, exporter):
     tier = {"type": "example"}
     config = {"cpu_bytes_to_use": 4096, "model": "m", "explain_requests": 4}
     asyncio.run(serve({**config, "secondary_tiers": [tier]}, device, provider))
-    first, second = named(exporter, "kvoffload.request")
+    spans = {
+        span.attributes["kvoffload.request.id"]: span
+        for span in named(exporter, "kvoffload.request")  # in the order in which they ended
+    }
+    first, second = spans["1"], spans["2"]
     (generate,) = named(exporter, "generate")
     assert first.parent.span_id == generate.context.span_id
     assert second.parent.span_id == int(SPAN, 16)
