@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -40,6 +41,9 @@ from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 logger = logging.getLogger(__name__)
+
+_VERIFIED: Final = Value(memoryview(b""))
+"""In place of a value whose block is in its row."""
 
 Portion = Callable[[RemoteClient, JobMetadata, range, float], Awaitable[dict[int, TierError]]]
 """Moves some blocks of a job, given by their indices, until a deadline; returns what failed."""
@@ -268,13 +272,18 @@ class RemoteTier(AsyncTier):
             wanted = [keys[i] for i in indices]
             found = await self._calls.run(partial(client.get, wanted, most_bytes), deadline_s)
             values.update(zip(indices, found, strict=True))
+            del found
 
             def unwrap() -> dict[int, CorruptBlockError]:
                 bad: dict[int, CorruptBlockError] = {}
                 for i in indices:
                     if isinstance(value := values[i], Value):
                         error = self._envelopes.unwrap(keys[i], value.data, rows[slots[i]])
-                        if error is not None:
+                        if error is None:
+                            # Frees the value now: the longer it lives, the more fresh pages those
+                            # that arrive meanwhile need.
+                            values[i] = value = _VERIFIED
+                        else:
                             bad[i] = error
                 return bad
 

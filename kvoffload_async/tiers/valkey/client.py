@@ -27,6 +27,8 @@ from kvoffload_async.types import OffloadKey
 
 _PORTION_BYTES: Final = 4 << 20
 _PORTION_BLOCKS: Final = 256
+_READ_BYTES: Final = 256 << 10
+"""What asyncio takes from a socket at most: with less, each piece costs the loop several turns."""
 _SPARE_CONNECTIONS: Final = 8
 """For probes, renewals and checks, which need not wait for payload."""
 
@@ -85,6 +87,7 @@ class ValkeyConnection:
             "retry": Retry(NoBackoff(), 0),
             "max_connections": self.most_connections,
             "protocol": 2,
+            "socket_read_size": _READ_BYTES,
         }
         if address.has_tls:
             options |= {
