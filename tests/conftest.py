@@ -26,7 +26,7 @@ PROFILES = {
     "dev": settings(_DEFAULTS, max_examples=30, deadline=None),
     "ci": settings(
         _DEFAULTS,
-        max_examples=100,
+        max_examples=50,
         deadline=None,
         derandomize=True,
         database=None,
