@@ -103,6 +103,7 @@ class Copy:
         command += ["--timeout=0", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=no", *tests]
         environment = {
             **os.environ,
+            "PYTEST_ADDOPTS": "",  # whoever runs this with options means other tests
             "PYTHONPATH": str(self.folder),
             "PYTHONDONTWRITEBYTECODE": "1",
             "KVOFFLOAD_HYPOTHESIS_PROFILE": "mutation",
