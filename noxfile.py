@@ -1,6 +1,7 @@
 """The project's checks, each in an environment of its own: nox -l lists them."""
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -13,6 +14,8 @@ nox.options.error_on_missing_interpreters = False  # they are skipped, and named
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTHONS = ["3.11", "3.12", "3.13"]
+MANYLINUX = "manylinux_2_17_x86_64"
+RDMA_LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 
 
@@ -52,7 +55,8 @@ def tests(session: nox.Session) -> None:
     """
     install(session, "-e", ".[test]")
     session.run(
-        "python", "-m", "pytest", "-n", "auto", "--cov", "--cov-report=term", *session.posargs
+        *("python", "-m", "pytest", "--slow", "-n", "auto", "--cov", "--cov-report=term"),
+        *session.posargs,
     )
     session.run("python", "-m", "coverage", "report", f"--include={PURE}", "--fail-under=100")
 
@@ -69,6 +73,22 @@ def stateful(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def sweeps(session: nox.Session) -> None:
+    """Kills, power cuts and errors at every call, where other runs try a share of them."""
+    install(session, "-e", ".[test]")
+    session.run(
+        *("python", "-m", "pytest", "-m", "slow", "--timeout=0"),
+        *("-o", "faulthandler_timeout=0", "tests/fs", "tests/slab", "tests/tiers"),
+        *session.posargs,
+        env={
+            "KVOFFLOAD_FULL_SWEEPS": "1",
+            "KVOFFLOAD_POWER_CUTS": "100",
+            "KVOFFLOAD_RANDOM_KILLS": "280",
+        },
+    )
+
+
+@nox.session(default=False)
 def mutation(session: nox.Session) -> None:
     """A sample of mutants against the tests that guard their modules; prints the survivors.
 
@@ -76,6 +96,31 @@ def mutation(session: nox.Session) -> None:
     """
     install(session, "-e", ".[test]")
     session.run("python", "tests/mutation/driver.py", *session.posargs)
+
+
+@nox.session(default=False)
+def servers(session: nox.Session) -> None:
+    """All tests of tiers behind a network, on Valkey, an S3 server and Mooncake.
+
+    Mooncake's library needs those of RDMA: Debian's, which are unpacked and not installed.
+    """
+    install(session, "-e", ".[test,mooncake]")
+    folder = Path(session.create_tmp()).resolve()
+    for old in folder.glob("*.deb"):
+        old.unlink()
+    with session.chdir(folder):
+        session.run("apt-get", "download", *RDMA_LIBRARIES, external=True)
+    for package in folder.glob("*.deb"):
+        session.run("dpkg", "-x", str(package), str(folder / "unpacked"), external=True)
+    libraries = {str(path.parent) for path in (folder / "unpacked").rglob("*.so.*")}
+    session.run(
+        *("python", "-m", "pytest", "tests/remote", *session.posargs),
+        env={
+            "KVOFFLOAD_PROBES": "10000",
+            "KVOFFLOAD_SERVERS": "all",
+            "LD_LIBRARY_PATH": os.pathsep.join(sorted(libraries)),
+        },
+    )
 
 
 @nox.session(default=False)
@@ -91,13 +136,17 @@ def soak(session: nox.Session) -> None:
 @nox.session(default=False)
 def examples(session: nox.Session) -> None:
     """Runs each example as a user would, against the installed package."""
-    install(session, ".")
+    install(session, ".[metrics]")
     scripts = sorted(ROOT.glob("examples/*.py"))
     if not scripts:
         session.error("there are no examples")
     session.cd(session.create_tmp())
     for script in scripts:
-        session.run("python", str(script))
+        if script.name == "async_server.py":  # runs until SIGTERM, and then ends with status 0
+            until = ("timeout", "--preserve-status", "10")
+            session.run(*until, "python", str(script), "--port", "0", external=True)
+        else:
+            session.run("python", str(script))
 
 
 @nox.session(default=False)
@@ -125,6 +174,23 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def prometheus(session: nox.Session) -> None:
+    """The metrics under a real Prometheus, Debian's, which is unpacked and not installed."""
+    install(session, "-e", ".[test]")
+    folder = Path(session.create_tmp()).resolve()
+    for old in folder.glob("prometheus_*.deb"):
+        old.unlink()
+    with session.chdir(folder):
+        session.run("apt-get", "download", "prometheus", external=True)
+    (package,) = folder.glob("prometheus_*.deb")
+    session.run("dpkg", "-x", str(package), str(folder / "unpacked"), external=True)
+    session.run(
+        *("python", "-m", "pytest", "tests/observe", *session.posargs),
+        env={"KVOFFLOAD_PROMETHEUS_BIN": str(folder / "unpacked/usr/bin")},
+    )
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """The benchmarks, measured."""
     install(session, "-e", ".[test]")
@@ -135,19 +201,68 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def sanitize(session: nox.Session) -> None:
+    """The native engine's tests in C, with faults at every call, under the sanitizers.
+
+    Takes the rounds of the fuzz driver, and a seed.
+    """
+    rounds, seed = (*session.posargs, *("100", "1")[len(session.posargs) :])
+    folder = Path(session.create_tmp()).resolve()
+    native = ROOT / "kvoffload_async" / "block_io" / "native"
+    sources = [native / "pool.c", native / "blocks.c", *sorted((ROOT / "tests/native").glob("*.c"))]
+    for name in ("address,undefined", "thread"):
+        program = folder / f"engine-{name.replace(',', '-')}"
+        session.run(
+            *("cc", "-std=c11", "-D_GNU_SOURCE", "-pthread", "-O1", "-g", "-Wall", "-Wextra"),
+            *("-Werror", f"-fsanitize={name}", "-fno-sanitize-recover=all", f"-I{native}"),
+            *map(str, sources),
+            *("-o", str(program)),
+            external=True,
+        )
+        for test in (("unit",), ("old-kernel",), ("fuzz", rounds, seed)):
+            session.run(str(program), *test, external=True)
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Builds both archives and imports the wheel where the source is out of reach."""
-    install(session, "build")
+    """Builds both archives, and tests the wheel where the source is out of reach.
+
+    Its native module runs with the C library of manylinux2014, which is checked, and also compiles
+    for aarch64.
+    """
+    install(session, "auditwheel", "build", "wheel", "ziglang")
     dist = Path(session.create_tmp()).resolve() / "dist"
     for old in dist.glob("*"):
         old.unlink()
-    session.run("python", "-m", "build", "--outdir", str(dist))
+    zig = "python -m ziglang cc -target"
+    session.run(
+        *("python", "kvoffload_async/block_io/build.py", str(dist.with_name("aarch64.so"))),
+        env={"CC": f"{zig} aarch64-linux-gnu.2.17", "KVOFFLOAD_NATIVE": "require"},
+    )
+    session.run(
+        *("python", "-m", "build", "--outdir", str(dist)),
+        env={"CC": f"{session.bin}/{zig} x86_64-linux-gnu.2.17", "KVOFFLOAD_NATIVE": "require"},
+    )
+    (built,) = dist.glob("*.whl")
+    needs = session.run("auditwheel", "show", str(built), silent=True) or ""
+    if f'"{MANYLINUX}"' not in needs.replace("\n", " "):
+        session.error(f"{built.name} does not run on {MANYLINUX}: {needs}")
+    session.run(
+        "python", "-m", "wheel", "tags", "--remove", "--platform-tag", MANYLINUX, str(built)
+    )
     (wheel,) = dist.glob("*.whl")
-    install(session, str(wheel))
+    install(session, f"{wheel}[test]")
+    install(session, "--force-reinstall", "--no-deps", str(wheel))  # also in an environment reused
     session.cd(dist)
     # -I: neither the working directory nor PYTHONPATH can supply the package.
-    code = "import kvoffload_async as k; print(k.__file__)"
+    code = "import kvoffload_async.block_io._native as native; print(native.__file__)"
     where = session.run("python", "-I", "-c", code, silent=True)
     if where is None or str(ROOT) + os.sep + "kvoffload_async" in where:
         session.error(f"imported the source, not the wheel: {where}")
     session.run("kvoffload", "--help")
+    tests = dist.with_name("tests")
+    shutil.rmtree(tests, ignore_errors=True)
+    shutil.copytree(ROOT / "tests", tests)
+    shutil.copy(ROOT / "pyproject.toml", tests.parent)
+    session.cd(tests.parent)
+    session.run("pytest", "tests/block_io", env={"PYTHONPATH": ""})

@@ -1,102 +1,247 @@
-"""An asyncio server whose requests share prefixes: each loads what another has computed.
+"""An asyncio HTTP server that streams, whose requests share the prefixes that others computed.
 
-`OffloadEngine` runs on the server's own loop. Thirty-two requests over eight conversations come at
-once; the device has room for six of them at a time.
+    python async_server.py --config config.json
+    curl -N -d '{"prompt": "What is a prefix cache?"}' http://127.0.0.1:8080/generate
+    curl http://127.0.0.1:8080/metrics
+
+`OffloadEngine` runs on the server's own loop. A client that goes away cancels its request, and its
+device blocks go to others once no copy uses them. At SIGTERM no further requests are taken, those
+that run have some seconds to end, and the engine stores what still waits. The model is made up: it
+fills a block with a number, and says "la". The HTTP is as little as a stream needs: put
+`Server.generate` behind a framework of your choice.
 """
 
+import argparse
 import asyncio
 import contextlib
 import hashlib
-import random
+import json
+import logging
+import signal
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvoffload_async import (
     BusyError,
     EngineRequest,
     InvalidatedError,
     OffloadEngine,
+    OffloadError,
     TransportError,
 )
+from kvoffload_async.observe.prometheus import OffloadCollector
 
-BLOCK_BYTES, BLOCKS_PER_REQUEST, ROOMS, CONVERSATIONS = 256, 8, 6, 8
+BLOCK_LETTERS, BLOCK_BYTES = 16, 4096
+BLOCKS_PER_REQUEST, ROOMS = 16, 6  # of the device: blocks of a request, requests at once
+MAX_REQUESTS = 64  # also those that wait for a room
+MAX_BODY_BYTES, MAX_TOKENS = 64 * 1024, 10_000
+READ_S, WRITE_S = 10.0, 10.0
+log = logging.getLogger("async_server")
+CONFIG = {
+    "cpu_bytes_to_use": "1MiB",
+    "model": "org/example",
+    "secondary_tiers": [{"type": "example"}],  # in memory; a slab or fs tier survives a restart
+}
 
 
 def chained_hashes(prompt: str) -> list[bytes]:
-    """One hash a block of four letters; equal hashes mean equal text up to there."""
-    ends = range(4, len(prompt) + 1, 4)
+    """One hash per full block; equal hashes mean equal text up to the block's end."""
+    ends = range(BLOCK_LETTERS, len(prompt) + 1, BLOCK_LETTERS)
     return [hashlib.sha256(prompt[:end].encode()).digest() for end in ends]
 
 
-def kv_of(block_hash: bytes) -> torch.Tensor:
-    """What a model would compute for a block."""
-    return torch.tensor(list(block_hash * (BLOCK_BYTES // 32)), dtype=torch.uint8)
+class RefusedError(Exception):
+    """A request that is answered with an error: an HTTP status, and why."""
 
 
 class Server:
-    """Answers prompts; `rooms` are the parts of the device that a request can have."""
+    """Serves prompts; `rooms` are the parts of the device that a request can have."""
 
-    def __init__(self, engine: OffloadEngine, kv_cache: torch.Tensor) -> None:
+    def __init__(self, engine: OffloadEngine, kv_cache: torch.Tensor, token_s: float) -> None:
         self.engine = engine
         self.kv_cache = kv_cache
+        self.token_s = token_s
+        self.connections: set[asyncio.Task[None]] = set()
+        self.number = 0
         self.rooms: asyncio.Queue[list[int]] = asyncio.Queue()
         for first in range(0, ROOMS * BLOCKS_PER_REQUEST, BLOCKS_PER_REQUEST):
             self.rooms.put_nowait(list(range(first, first + BLOCKS_PER_REQUEST)))
-        self.loaded = self.computed = 0
+        self.registry = CollectorRegistry()
+        self.registry.register(OffloadCollector({"0": engine.stats}))
+        free = Gauge("server_free_rooms", "Rooms that nobody uses.", registry=self.registry)
+        free.set_function(self.rooms.qsize)
+        self.cancelled = Counter("server_cancelled", "Streams cut off.", registry=self.registry)
 
-    async def answer(self, name: str, prompt: str) -> None:
-        async with self.engine.request(name, chained_hashes(prompt)) as request:
-            device_blocks = await self.rooms.get()
+    async def generate(self, prompt: str, max_tokens: int) -> AsyncGenerator[dict[str, Any]]:
+        """Yield what to send. Close it to cancel: the room is free as soon as nothing uses it."""
+        hashes = chained_hashes(prompt)
+        if len(hashes) > BLOCKS_PER_REQUEST:
+            raise RefusedError("413 Content Too Large", "the prompt has too many blocks")
+        self.number += 1
+        async with self.engine.request(f"request-{self.number}", hashes) as request:
+            room = await self.rooms.get()
             try:
-                await self.compute(request, chained_hashes(prompt), device_blocks)
+                found = await self.prefill(request, hashes, room)
+                yield {"loaded_blocks": found, "computed_blocks": len(hashes) - found}
+                for _ in range(max_tokens):
+                    await asyncio.sleep(self.token_s)  # the model's next token
+                    yield {"text": "la "}
             finally:
                 # Also after an error or a cancellation, when a copy may still use the blocks.
                 if await request.released():
-                    self.rooms.put_nowait(device_blocks)
+                    self.rooms.put_nowait(room)
 
-    async def compute(
-        self, request: EngineRequest, hashes: list[bytes], device_blocks: list[int]
-    ) -> None:
+    async def prefill(self, request: EngineRequest, hashes: list[bytes], room: list[int]) -> int:
         """Load the longest known prefix, compute the rest, and store that."""
-        found = await self.engine.lookup(request)  # pins the prefix
         try:
-            found = await self.engine.load(request, device_blocks[:found])
+            found = await self.engine.lookup(request, timeout_s=1.0)  # pins the prefix
+            found = await self.engine.load(request, room[:found])
         except (BusyError, InvalidatedError, TimeoutError, TransportError):
             await request.released()  # what was begun has ended: compute it instead
             found = 0
-        for index, block_hash in enumerate(hashes):
-            block = self.kv_cache[device_blocks[index]]
-            if index < found:
-                assert torch.equal(block, kv_of(block_hash)), "wrong KV was loaded"
-            else:
-                block.copy_(kv_of(block_hash))
-        await asyncio.sleep(0)  # the forward pass would be awaited here
-        with contextlib.suppress(BusyError):  # no room: others cannot use what was computed
-            await self.engine.store(request, device_blocks[found : len(hashes)], found)
-        self.loaded += found
-        self.computed += len(hashes) - found
+        for index, block_hash in enumerate(hashes[found:], found):
+            self.kv_cache[room[index]] = block_hash[0]  # the model
+        with contextlib.suppress(BusyError, InvalidatedError, TimeoutError, TransportError):
+            # Where it fails, others compute this prefix as well.
+            await self.engine.store(request, room[found : len(hashes)], found)
+        return found
+
+    def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self.serve(reader, writer), name="connection")
+        self.connections.add(task)
+        task.add_done_callback(self.connections.discard)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request of a connection; what goes wrong with it concerns nobody else."""
+        try:
+            try:
+                await self.answer(reader, writer)
+            except RefusedError as error:
+                status, reason = error.args
+                await send(writer, status, "text/plain", f"{reason}\n".encode())
+        except (ConnectionError, TimeoutError):
+            pass  # the client has gone, or reads nothing
+        except Exception:
+            log.exception("a request failed")
+        finally:
+            writer.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method, path, body = await read_request(reader)
+        if (method, path) == ("POST", "/generate"):
+            if len(self.connections) > MAX_REQUESTS:
+                raise RefusedError("503 Service Unavailable", "too many requests")
+            prompt, max_tokens = parse(body)
+            stream = asyncio.create_task(self.stream(writer, prompt, max_tokens), name="stream")
+            gone = asyncio.create_task(until_gone(reader), name="gone")
+            try:
+                await asyncio.wait({stream, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+                if stream.cancel():
+                    self.cancelled.inc()
+                await asyncio.wait({stream, gone})
+            if not stream.cancelled():
+                stream.result()
+        elif (method, path) == ("GET", "/metrics"):
+            await send(writer, "200 OK", CONTENT_TYPE_LATEST, generate_latest(self.registry))
+        else:
+            raise RefusedError("404 Not Found", "POST /generate or GET /metrics")
+
+    async def stream(self, writer: asyncio.StreamWriter, prompt: str, max_tokens: int) -> None:
+        """Send a line of JSON as soon as there is one; the chunk of length 0 is the end."""
+        start = head("200 OK", "application/x-ndjson", "Transfer-Encoding: chunked")
+        async with contextlib.aclosing(self.generate(prompt, max_tokens)) as events:
+            async for event in events:
+                line = json.dumps(event).encode() + b"\n"
+                writer.write(b"%s%x\r\n%s\r\n" % (start, len(line), line))
+                start = b""
+                async with asyncio.timeout(WRITE_S):
+                    await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let the requests that run end, within the deadline; cancel the others."""
+        if self.connections:
+            await asyncio.wait(self.connections, timeout=timeout_s)
+        for task in self.connections:
+            task.cancel()
+        if self.connections:
+            await asyncio.wait(self.connections, timeout=timeout_s)
 
 
-async def main() -> None:
+async def read_request(reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
+    """Return method, path and body; a client that is slow, or sends anything else, is refused."""
+    try:
+        async with asyncio.timeout(READ_S):
+            start, *fields = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
+            method, path, _ = start.split(" ")
+            pairs = (field.partition(":") for field in fields)
+            headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+            length = int(headers.get("content-length", "0"))
+            if not 0 <= length <= MAX_BODY_BYTES:
+                raise RefusedError("413 Content Too Large", f"at most {MAX_BODY_BYTES} bytes")
+            return method, path, await reader.readexactly(length)
+    except (ValueError, EOFError, asyncio.LimitOverrunError) as error:
+        raise RefusedError("400 Bad Request", "expected an HTTP request") from error
+
+
+def parse(body: bytes) -> tuple[str, int]:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        match {"max_tokens": 16} | json.loads(body):
+            case {"prompt": str(prompt), "max_tokens": int(tokens)} if 0 <= tokens <= MAX_TOKENS:
+                prompt.encode()  # lone surrogates are no text
+                return prompt, tokens
+    raise RefusedError("400 Bad Request", 'expected {"prompt": "...", "max_tokens": 16}')
+
+
+async def until_gone(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(4096):
+            pass  # more than one request per connection is not served
+
+
+def head(status: str, content_type: str, *fields: str) -> bytes:
+    lines = (f"HTTP/1.1 {status}", f"Content-Type: {content_type}", "Connection: close", *fields)
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+
+
+async def send(writer: asyncio.StreamWriter, status: str, content_type: str, body: bytes) -> None:
+    writer.write(head(status, content_type, f"Content-Length: {len(body)}") + body)
+    async with asyncio.timeout(WRITE_S):
+        await writer.drain()
+
+
+async def main(arguments: argparse.Namespace) -> None:
     kv_cache = torch.zeros(ROOMS * BLOCKS_PER_REQUEST, BLOCK_BYTES, dtype=torch.uint8)
-    config = {
-        "cpu_bytes_to_use": "192KiB",  # 48 blocks: less than all conversations together
-        "model": "org/example",
-        "secondary_tiers": [{"type": "example"}],
-    }
-    draw = random.Random(0)  # noqa: S311 - prompts, not secrets
+    config = json.loads(arguments.config.read_text()) if arguments.config else CONFIG
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with OffloadEngine(config, kv_caches={"layer": kv_cache}) as engine:
-        server = Server(engine, kv_cache)
-        async with asyncio.TaskGroup() as requests:
-            for number in range(32):
-                text = f"system prompt--- user {number % CONVERSATIONS}: "
-                prompt = text + "la" * draw.randint(0, 4)
-                requests.create_task(server.answer(f"request-{number}", prompt))
-        counters = engine.manager.planner.counters
-        print(f"{server.computed} blocks computed, {server.loaded} loaded")
-        print(f"{counters.jobs_submitted} jobs of the secondary tier, all of them reported")
-        assert server.loaded > server.computed
+        server = Server(engine, kv_cache, arguments.token_seconds)
+        listening = await asyncio.start_server(server.connected, arguments.host, arguments.port)
+        host, port = listening.sockets[0].getsockname()[:2]
+        print(f"serving on http://{host}:{port}", flush=True)
+        await stop.wait()
+        listening.close()
+        await server.drain(arguments.drain_seconds)
+        print(f"closing after {server.number} requests", flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    parser = argparse.ArgumentParser(description="A streaming server over a KV-cache engine.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080, help="0: any that is free")
+    parser.add_argument("--config", type=Path, help="JSON of engine settings")
+    parser.add_argument("--token-seconds", type=float, default=0.02, help="what a token takes")
+    parser.add_argument("--drain-seconds", type=float, default=5.0, help="for requests at SIGTERM")
+    try:
+        asyncio.run(main(parser.parse_args()))
+    except (OffloadError, OSError, ValueError) as error:
+        raise SystemExit(f"async_server: {error}") from error

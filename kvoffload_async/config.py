@@ -27,8 +27,21 @@ _MAX_SECONDS: Final = 1e9
 _MAX_INTEGER: Final = (1 << 63) - 1
 """The largest size or number that the system has a type for."""
 _MAX_LABEL_CHARS: Final = 200
+_MAX_EXPLAINED: Final = 100_000
+"""Requests whose timelines are kept; each takes up to 30 KiB."""
+_MAX_SOCKET_PATH_BYTES: Final = 107
+"""What fits into a `sockaddr_un`."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
+
+HIDDEN: Final = "***"
+"""Stands where a secret was."""
+
+_USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
+"""Up to the last @, as a password may have a slash in it that should have been quoted."""
+_SECRET_KEY: Final = re.compile(
+    "secret|password|token|credential|key(?!_id)|service_account", re.IGNORECASE
+)
 
 _REPR: Final = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 400
@@ -56,7 +69,22 @@ def parse_size_bytes(value: object, key: str) -> int:
 
 def shown(value: object) -> str:
     """Return a value that somebody gave, for a message: cut where it is long, or deeply nested."""
-    return _REPR.repr(value)
+    return without_user_info(_REPR.repr(value))
+
+
+def without_user_info(text: str) -> str:
+    """Return a text with user names and passwords in its URLs hidden."""
+    return _USER_INFO.sub(f"{HIDDEN}@", text)
+
+
+def without_secrets(value: object, key: str = "") -> object:
+    """Return an option's value for people: a secret is hidden, by its key or in a URL."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, str):
+        is_secret = _SECRET_KEY.search(key) is not None and not key.endswith("_file")
+        return HIDDEN if is_secret else without_user_info(value)
+    return value
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -168,6 +196,16 @@ def parse_generation(value: object, key: str) -> str:
     return parse_label(value, key)
 
 
+def parse_socket_path(value: object, key: str) -> str:
+    """Return the path of a Unix socket; raises ConfigError."""
+    allowed = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        _reject(key, value, allowed)
+    if not is_encodable(value) or len(value.encode()) > _MAX_SOCKET_PATH_BYTES:
+        _reject(key, value, allowed)
+    return value
+
+
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -177,8 +215,13 @@ def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(value)
 
 
-def _option(parse: Parser, default: Any) -> Any:  # noqa: ANN401 - a dataclass field of any type
-    return field(default=default, metadata={"parse": parse})
+def _option(
+    parse: Parser,
+    default: Any,  # noqa: ANN401 - a dataclass field of any type
+    *,
+    is_shown: bool = True,
+) -> Any:  # noqa: ANN401 - the same
+    return field(default=default, repr=is_shown, metadata={"parse": parse})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +259,11 @@ class OffloadConfig:
         drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
         shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
         prefault: Touch the primary's memory at the start.
+        explain_requests: How many of the last requests to keep timelines of, for `explain` and
+            tracing; 0: none.
         check_invariants: Check every invariant at the end of every step; for debugging.
+        status_socket: Path of a Unix socket on which the running engine says how it is, to
+            `kvoffload top`; only this user can connect. By default `KVOFFLOAD_STATUS_SOCKET`.
         secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
     """
 
@@ -242,8 +289,10 @@ class OffloadConfig:
     drain_timeout_s: float = _option(parse_seconds, 30.0)
     shutdown_timeout_s: float = _option(parse_seconds, 30.0)
     prefault: bool = _option(parse_bool, default=True)
+    explain_requests: int = _option(at_least(0, _MAX_EXPLAINED), 0)
     check_invariants: bool = _option(parse_bool, default=False)
-    secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, ())
+    status_socket: str | None = _option(or_none(parse_socket_path), None)
+    secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, (), is_shown=False)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> OffloadConfig:

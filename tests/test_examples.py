@@ -10,7 +10,6 @@ ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 60
 SHOWN = {
     "sync_scheduler.py": "tokens loaded from host memory",
-    "async_server.py": "blocks computed",
     "custom_tier.py": "8 blocks of 4096 bytes came back",
     "custom_policy.py": "lfu: ",
 }
@@ -48,4 +47,5 @@ def test_the_tier_of_the_example_passes_the_conformance_suite():
 
 def test_no_example_is_forgotten():
     found = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert found - {"quickstart.py"} == set(SHOWN)
+    elsewhere = {"quickstart.py", "async_server.py"}  # test_readme, test_async_server
+    assert found - elsewhere == set(SHOWN)

@@ -17,6 +17,8 @@ import typer.main
 from kvoffload_async import OffloadConfig
 from kvoffload_async.cli.app import app
 from kvoffload_async.cli.catalogue import REQUIRED, TierOption, common_options, tier_entries
+from kvoffload_async.observe.metrics import METRICS as METRIC_LIST
+from kvoffload_async.statistics import BUCKET_BOUNDS_S
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Made from the code by docs/_tools/reference.py. -->\n\n"
@@ -48,6 +50,17 @@ A tier is an object in `secondary_tiers` with a `type`, one of those below or th
 [tier of your own](../howto/tier.md), and these options:
 
 """
+METRICS = """# Metrics
+
+What a scrape of [`OffloadCollector`](../howto/metrics.md) gives. Every metric has the label
+`engine`, the name that it was registered under. Counters begin at 0 with the engine. A histogram
+has `_bucket`, `_sum` and `_count`, and its buckets end at {bounds} seconds. What has no value is
+left out: the size of a tier that does not say, the copies of a manager without a device.
+
+To begin with, there are a [dashboard](../metrics/dashboard.json) for Grafana and
+[alert rules](../metrics/alerts.yml).
+
+"""
 CLI = """# Command line
 
 `kvoffload`, or `python -m kvoffload_async`. What is wrong with the input is said in one line on
@@ -77,6 +90,7 @@ def pages() -> dict[Path, str]:
     return {
         REFERENCE / "configuration.md": NOTE + "".join(_configuration()),
         REFERENCE / "cli.md": NOTE + CLI + "\n".join(_commands()),
+        REFERENCE / "metrics.md": NOTE + "".join(_metrics()),
     }
 
 
@@ -114,9 +128,26 @@ def _value(default: object) -> str:
 
 def _as_json(summary: str) -> str:
     """Return a docstring's text for people who write JSON; a page that it names becomes a link."""
+    summary = summary.replace("][", "]&#91;")  # else a reference of Markdown
     for word, said in {"None": "`null`", "True": "`true`", "False": "`false`"}.items():
         summary = re.sub(rf"\b{word}\b", said, summary)
-    return re.sub(r"docs/([\w-]+\.md)", r"[\1](../\1)", summary)
+    return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", summary)
+
+
+def _list(numbers: Sequence[float]) -> str:
+    *most, last = (f"{number:g}" for number in numbers)
+    return f"{', '.join(most)} and {last}"
+
+
+def _metrics() -> Iterator[str]:
+    yield METRICS.replace("{bounds}", _list(BUCKET_BOUNDS_S))
+    yield _table(
+        ("metric", "type", "labels", "meaning"),
+        (
+            (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), m.documentation)
+            for m in METRIC_LIST
+        ),
+    )
 
 
 def _commands() -> Iterator[str]:

@@ -28,6 +28,8 @@ class JobSettled:
     """From the actor's acceptance to the end."""
     outdated: frozenset[OffloadKey] = frozenset()
     """Blocks of which something was said since the job began: what the job's end says is older."""
+    queue_s: float | None = field(default=None, compare=False)
+    """Of the seconds, until the tier began with it; None: it never did, or nobody can tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,14 @@ class Summary(Finding):
         title: What a table of summaries is called.
         rows: Label and value of each figure, for people; every store of a kind has the same labels.
         figures: The figures as a JSON object.
+        stopped_after: Where the work was stopped: what `MaintenanceControl.resume_after` takes.
+            Empty if it was not, or if this kind of store begins anew.
     """
 
     title: str
     rows: Sequence[tuple[str, str]] = field(repr=False)
     figures: Mapping[str, Any]
+    stopped_after: str = ""
 
 
 Findings: TypeAlias = AsyncGenerator[Finding, None]
@@ -101,6 +104,7 @@ class MaintenanceControl:
     advance: Callable[[int], None] = _ignore
     should_stop: Callable[[], bool] = lambda: False
     max_listed: int | None = MAX_LISTED
+    resume_after: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +117,17 @@ class GcOptions:
         corrupt: Whether to remove blocks that do not verify.
         unknown_files: Whether to remove files that are no blocks, and no part of a store.
         dry_run: Change nothing, and find what would be removed.
+        max_age_s: Seconds since a block was written or renewed from which on it goes; None: any.
+            This and `keep_bytes` are for stores that no tier bounds (`bounds_blocks`).
+        keep_bytes: How much of the blocks may stay, the newest; None: all.
     """
 
     older_than_s: float = 3600.0
     corrupt: bool = False
     unknown_files: bool = False
     dry_run: bool = False
+    max_age_s: float | None = None
+    keep_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +163,12 @@ class StoreMaintenance(ABC):
     has_generic_name: ClassVar[bool] = False
     """Whether a name is all by which it is recognised: then another kind that finds its own files
     in the same folder is right."""
+    takes_urls: ClassVar[bool] = False
+    """Whether such stores are found by a URL, and not by a directory."""
+    bounds_blocks: ClassVar[bool] = False
+    """Whether `gc` removes blocks for their age and size: where no tier does."""
+    resumes: ClassVar[bool] = False
+    """Whether `verify` and `gc` go on where an earlier run was stopped."""
 
     folder: str
     """Where the store is."""

@@ -43,6 +43,8 @@ class TierCapabilities:
         request_level: It wants every block of a request, prefix hits included.
         medium: Where its blocks lie.
         locality: How far away that is.
+        probes_prefixes: Its probes are answered by `longest_prefixes`, which may cost far less than
+            `contains` does.
         announces_removals: Every block that it stored or announced is announced as evicted when
             it goes, whoever removed it, sooner or later. Consumers of events may then keep
             metadata of a block until its removal. Leave it False for a tier without a bound.
@@ -54,6 +56,7 @@ class TierCapabilities:
     medium: Medium = Medium.STORAGE
     locality: Locality = Locality.LOCAL
     announces_removals: bool = False
+    probes_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,19 @@ class AsyncTier(ABC):
         last stands.
         """
 
+    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
+        """Return for each chain how many keys at its head can probably be loaded now.
+
+        Keys of a chain are chained hashes, head to tail: a block is of use only with those before
+        it. Asked instead of `contains` where `capabilities.probes_prefixes`; what it says may be
+        wrong, as loads confirm it.
+        """
+        present = await self.contains(list(dict.fromkeys(key for chain in chains for key in chain)))
+        return [
+            next((i for i, key in enumerate(chain) if key not in present), len(chain))
+            for chain in chains
+        ]
+
     @abstractmethod
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Copy the job's slots into the tier; return the blocks that failed.
@@ -298,7 +314,10 @@ class AsyncTier(ABC):
     def gauges(self) -> Mapping[str, float]:
         """Return figures of the tier's own, for `stats()`: counters and levels by name.
 
-        Must return at once, from memory. Thread: owner, while the loop may run.
+        Of these `used_bytes` and `capacity_bytes` have a meaning for all tiers: what the tier
+        occupies, in this process's view, and what it may.
+
+        Must return at once, from memory. Thread: any, while owner and loop may run.
         """
         return {}
 

@@ -23,6 +23,7 @@ from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.loop import SameLoopRunner, until_done
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import EngineStatistics
+from kvoffload_async.timeline import RequestTimeline
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch
@@ -92,14 +93,19 @@ class EngineLifecycle:
         self._loop = asyncio.get_running_loop()
         self._steps = Steps(self._bounds.unread_events)
         runner = SameLoopRunner(self._loop, self._steps.note_progress)
-        self._spec = TieringOffloadingSpec(self._config, Bridge(runner))
+        self._spec = TieringOffloadingSpec(self._config, Bridge(runner), self.stats)
         try:
             # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
             await to_thread(self._start)
         except BaseException:
             await to_thread(self._end, self._config.shutdown_timeout_s)
             raise
-        self._transfers = Transfers(self._transport, self._bounds)
+        self._transfers = Transfers(
+            self._transport,
+            self._bounds,
+            recorder=self._manager.recorder,
+            block_bytes=self._config.block_bytes,
+        )
         self._stores = Stores(self._manager, self._steps, self._transfers, self._ready)
         self._is_open = True
         self._steps.begin(self._manager)
@@ -113,6 +119,10 @@ class EngineLifecycle:
         if getattr(self, "_is_open", False):
             warn_unclosed(self, "close()")
 
+    def __repr__(self) -> str:
+        state = repr(self._manager) if self._is_open else "not open"
+        return f"<{type(self).__name__} of {self._config.model}: {state}>"
+
     @property
     def manager(self) -> TieringOffloadingManager:
         """The decisions behind this surface. For invariants and inspection."""
@@ -120,9 +130,16 @@ class EngineLifecycle:
 
     def stats(self) -> EngineStatistics:
         """Return what was done so far, and how it is now; also when the engine is closed."""
-        if not hasattr(self, "_transfers"):
-            raise ClosedError("the engine is not open")
-        return self._transfers.stats(self._manager.stats(), self._steps.missed_events)
+        manager = self._require_started()
+        return self._transfers.stats(manager.stats(), self._steps.missed_events)
+
+    def explain(self, req_id: str) -> RequestTimeline | None:
+        """Return what a request has been through; see `TieringOffloadingManager.explain`."""
+        return self._require_started().explain(req_id)
+
+    def timelines(self) -> tuple[RequestTimeline, ...]:
+        """Return the timeline of every request that is kept, the one that began first first."""
+        return self._require_started().timelines()
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Stop the intake, let copies end, close transport and tiers; idempotent.
@@ -141,6 +158,11 @@ class EngineLifecycle:
         elif self._closing is None or self._closing.done():
             return
         await until_done(self._closing)
+
+    def _require_started(self) -> TieringOffloadingManager:
+        if not hasattr(self, "_transfers"):
+            raise ClosedError("the engine is not open")
+        return self._manager
 
     def _require_open(self) -> None:
         if not self._is_open:

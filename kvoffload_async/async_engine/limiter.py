@@ -52,11 +52,16 @@ class Limiter:
     """A bounded number of permits, with a bounded queue for them."""
 
     def __init__(self, name: str, permits: int, waiting: int) -> None:
-        self._name = name
+        self.name = name
         self._permits = asyncio.Semaphore(permits)
         self._room = waiting
         self.waiting = 0
         """Callers that wait for a permit."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next caller has to wait."""
+        return self._permits.locked()
 
     @asynccontextmanager
     async def permit(self, deadline_s: float) -> AsyncIterator[Permit]:
@@ -66,7 +71,7 @@ class Limiter:
         elif self.waiting < self._room:
             await self._wait(deadline_s)
         else:
-            raise BusyError(f"too many {self._name} are waiting")
+            raise BusyError(f"too many {self.name} are waiting")
         permit = Permit(self._permits.release)
         try:
             yield permit

@@ -35,6 +35,10 @@ class EngineRequest:
         self._calls: dict[Waiter, None] = {}
         self._copies: dict[object, Sequence[int]] = {}
 
+    def __repr__(self) -> str:
+        pinned = f"{len(self.keys)} blocks, {self.prefix_blocks} of them pinned"
+        return f"<{type(self).__name__} {self.ctx.req_id!r}: {pinned}>"
+
     @property
     def occupied_blocks(self) -> frozenset[int]:
         """The device blocks that copies of this request read or write now.

@@ -66,7 +66,7 @@ class Stores:
         per_key = len(device_blocks) // max(1, len(keys))
         first = {key: index * per_key for index, key in enumerate(keys)}
         while left:
-            async with self._transfers.permit(Direction.STORE, deadline_s) as permit:
+            async with self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
                 granted = await self._reserve(request, left, deadline_s, is_rest=stored > 0)
                 if granted is None:
                     break
@@ -76,6 +76,7 @@ class Stores:
                         Direction.STORE,
                         blocks,
                         granted.store_spec.block_ids.tolist(),
+                        ctx=request.ctx,
                         permit=permit,
                         ended=partial(self._ended, granted, request, request.occupy(blocks)),
                         deadline_s=deadline_s,

@@ -38,6 +38,8 @@ class OffloadEngine(EngineLifecycle):
         req_id: str,
         block_hashes: Sequence[bytes],
         kv_transfer_params: dict[str, Any] | None = None,
+        *,
+        trace_context: object | None = None,
     ) -> AsyncIterator[EngineRequest]:
         """Begin a request; leaving the block ends it. Its copies may end later.
 
@@ -45,12 +47,13 @@ class OffloadEngine(EngineLifecycle):
             req_id: A name, for messages and for tiers; others may have the same.
             block_hashes: The chained hash of each of its full blocks, head to tail.
             kv_transfer_params: Passed through to the tiers.
+            trace_context: What its spans are to belong to; see `ReqContext`.
         """
         self._require_open()
         generation = self._manager.generation
         keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
         positions = {key: position for position, key in enumerate(keys, 1)}
-        ctx = ReqContext(req_id, kv_transfer_params, positions)
+        ctx = ReqContext(req_id, kv_transfer_params, positions, trace_context=trace_context)
         self._manager.on_new_request(ctx)
         request = EngineRequest(ctx, keys, self._steps.waiters)
         self._requests[request] = None
@@ -135,7 +138,7 @@ class OffloadEngine(EngineLifecycle):
             return 0
         claimed, generation = request.slots, request.primary_generation
         deadline_s = self._loop.time() + timeout_s
-        async with self._transfers.permit(Direction.LOAD, deadline_s) as permit:
+        async with self._transfers.permit(Direction.LOAD, deadline_s, request.ctx) as permit:
             await self._ready(deadline_s)
             self._require_valid(request)
             if request.slots is not claimed:
@@ -147,6 +150,7 @@ class OffloadEngine(EngineLifecycle):
                 Direction.LOAD,
                 device_blocks,
                 claimed[:count],
+                ctx=request.ctx,
                 permit=permit,
                 ended=partial(
                     self._load_ended, keys, request, generation, request.occupy(device_blocks)

@@ -7,16 +7,26 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
 from kvoffload_async.async_engine.limiter import EngineBounds, Limiter, Permit
+from kvoffload_async.core.histogram import Histogram
+from kvoffload_async.core.recorder import RequestRecorder
 from kvoffload_async.errors import ClosedError, TransportError
+from kvoffload_async.runtime.loop import clock_of
 from kvoffload_async.statistics import EngineStatistics, OffloadingStatistics
-from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
+from kvoffload_async.timeline import DEVICE, TransferDirection
+from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, ReqContext, as_block_ids
 
-Ended = Callable[[bool], None]
-"""Called once, with whether the copy succeeded, when its bytes have stopped moving."""
+_WAYS: Final[dict[Direction, TransferDirection]] = {
+    Direction.LOAD: "load",
+    Direction.STORE: "store",
+}
+
+Ended = Callable[[Exception | None], None]
+"""Called once, with why the copy failed, if it has, when its bytes have stopped moving."""
 
 
 class Transfers:
@@ -25,19 +35,38 @@ class Transfers:
     Thread: the loop's.
     """
 
-    def __init__(self, transport: Transport, bounds: EngineBounds) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        bounds: EngineBounds,
+        *,
+        recorder: RequestRecorder | None = None,
+        block_bytes: int = 0,
+    ) -> None:
+        """Tell `recorder` of each copy, if there is one; a block has `block_bytes`."""
         self._transport = transport
-        self._running = RunningTransfers(asyncio.get_running_loop())
+        self._recorder = recorder
+        self._block_bytes = block_bytes
+        self._num_copies = 0
+        loop = asyncio.get_running_loop()
+        self._running = RunningTransfers(loop)
+        self._clock = clock_of(loop)
+        self._durations = {Direction.LOAD: Histogram(), Direction.STORE: Histogram()}
+        self._failed_copies = 0
         self._limiters = {
             Direction.LOAD: Limiter("loads", bounds.concurrent_loads, bounds.waiting_calls),
             Direction.STORE: Limiter("stores", bounds.concurrent_stores, bounds.waiting_calls),
         }
 
     def permit(
-        self, direction: Direction, deadline_s: float
+        self, direction: Direction, deadline_s: float, ctx: ReqContext
     ) -> AbstractAsyncContextManager[Permit]:
         """Wait for a permit; see `Limiter.permit`."""
-        return self._limiters[direction].permit(deadline_s)
+        limiter = self._limiters[direction]
+        if self._recorder is not None and limiter.is_busy:
+            self._recorder.advance(self._clock())
+            self._recorder.note(ctx, "waits", reason=f"other {limiter.name} to end")
+        return limiter.permit(deadline_s)
 
     async def run(
         self,
@@ -45,6 +74,7 @@ class Transfers:
         device_blocks: Sequence[int],
         slots: Sequence[int],
         *,
+        ctx: ReqContext,
         permit: Permit,
         ended: Callable[[bool], None],
         deadline_s: float,
@@ -55,6 +85,7 @@ class Transfers:
             direction: Which way.
             device_blocks: Device blocks, those of whole chunks.
             slots: One a chunk.
+            ctx: The request that copies.
             permit: Held by the caller.
             ended: Called once, with whether it succeeded, when the bytes have stopped moving.
             deadline_s: When the caller stops waiting.
@@ -64,16 +95,23 @@ class Transfers:
             TransportError: It failed, or could not begin.
         """
 
-        def landed(success: bool) -> None:
+        def landed(error: Exception | None) -> None:
+            self._durations[direction].observe(self._clock() - began_s)
+            self._failed_copies += error is not None
             release()
-            ended(success)
+            record_end(error)
+            ended(error is None)
 
+        began_s = self._clock()
+        record_end = self._record(ctx, direction, len(slots), began_s)
         try:
             device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
             copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
             transfer = self._transport.submit(copies, self._transport.record_compute())
             landing = self._running.start(transfer, landed)
         except Exception as error:
+            self._failed_copies += 1
+            record_end(error)
             ended(False)
             raise TransportError(f"the copy could not begin: {error}") from error
         release = permit.keep()
@@ -95,8 +133,39 @@ class Transfers:
             copies=len(self._running),
             waiting_loads=self._limiters[Direction.LOAD].waiting,
             waiting_stores=self._limiters[Direction.STORE].waiting,
+            runtime=manager.runtime,
             missed_events=missed_events,
+            failed_copies=self._failed_copies,
+            load_copy_seconds=self._durations[Direction.LOAD].read(),
+            store_copy_seconds=self._durations[Direction.STORE].read(),
         )
+
+    def _record(
+        self, ctx: ReqContext, direction: Direction, num_blocks: int, began_s: float
+    ) -> Ended:
+        """Record that a copy begins; return what records its end."""
+        recorder = self._recorder
+        if recorder is None:
+            return _record_nothing
+        copy_id, num_bytes = self._num_copies, num_blocks * self._block_bytes
+        self._num_copies += 1
+        recorder.advance(began_s)
+        recorder.job_started(ctx, copy_id, DEVICE, _WAYS[direction], (num_blocks, num_bytes))
+
+        def record_end(error: Exception | None) -> None:
+            now_s = self._clock()
+            recorder.advance(now_s)
+            recorder.job_ended(
+                ctx,
+                copy_id,
+                DEVICE,
+                landed_blocks=0 if error else num_blocks,
+                num_bytes=0 if error else num_bytes,
+                seconds=now_s - began_s,
+                error=error,
+            )
+
+        return record_end
 
     def stop(self) -> None:
         """Let everybody who waits for a permit look: the engine is being closed."""
@@ -181,9 +250,13 @@ class RunningTransfers:
         del self._running[running]
         running.has_ended = True
         try:
-            running.ended(outcome.error is None)
+            running.ended(None if outcome.error is None else _as_error(outcome.error))
         finally:
             running.landed.set_result(outcome)
+
+
+def _record_nothing(_error: Exception | None) -> None:
+    """For copies that nobody records."""
 
 
 def _as_error(error: BaseException) -> Exception:

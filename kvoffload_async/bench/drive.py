@@ -12,6 +12,7 @@ from typing import Final
 from kvoffload_async.bench.contender import OpenTier, Result, UnfitError
 from kvoffload_async.bench.plan import Jobs
 from kvoffload_async.bench.sample import Sample, of_owner, of_pass
+from kvoffload_async.bench.switches import count_switches, switches_since
 from kvoffload_async.types import OffloadKey
 
 STEP_S: Final = 0.0002
@@ -78,6 +79,7 @@ def drive(
     waiting = iter(jobs.items())
     pause = threading.Event()
     clock = time.perf_counter_ns
+    switches = count_switches()
     cpu_s, start_ns = time.process_time(), clock()
     progress_ns = start_ns
     while len(watch.latencies_ns) < len(jobs):
@@ -99,6 +101,7 @@ def drive(
         else:
             pause.wait(STEP_S)
     cpu_s = time.process_time() - cpu_s
+    num_switches = switches_since(switches)
     return PassOutcome(
         of_pass(
             shape,
@@ -110,7 +113,8 @@ def drive(
             shape,
             owner_s=watch.owner_ns / _NS,
             submits_s=[ns / _NS for ns in watch.submits_ns],
-        ),
+        )
+        | {"switches_per_job": num_switches / shape.num_jobs},
         tuple(watch.failures),
     )
 

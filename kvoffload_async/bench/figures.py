@@ -6,20 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from kvoffload_async.bench.floor import Floor
 from kvoffload_async.bench.rounds import MEMCPY, Samples
 from kvoffload_async.bench.sample import BESIDE, Sample
-
-FLOOR_OF: Final = {
-    "store": "store",
-    "load": "load",
-    "store_one_job": "store",
-    "load_one_job": "load",
-}
-"""Which of the floor's passes stands beside which of a tier's."""
-
 
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -30,7 +22,9 @@ class Figure:
 
     Attributes:
         median: The middle one; `low` and `high` are the extremes.
-        of_floor: The median as a multiple of the floor's, where there is one to compare it with.
+        of_floor: The median as a multiple of the floor's, where there is one to compare it with:
+            the native one, or the plain one where native code is not used.
+        of_plain: The same of the plain floor.
         of_memcpy: The same of copying the bytes in memory.
     """
 
@@ -38,6 +32,7 @@ class Figure:
     low: float
     high: float
     of_floor: float | None = None
+    of_plain: float | None = None
     of_memcpy: float | None = None
 
 
@@ -71,19 +66,21 @@ class SizeReport:
 
     Attributes:
         block_bytes: The size.
+        rounds: How often all of it was measured.
         num_jobs: Jobs of a pass, of `keys_per_job` blocks each.
         one_job_keys: Blocks of the single large job.
         memcpy: The figures of copying the bytes in memory.
-        floors: Figures of plain reads and writes, by directory.
+        floors: Figures of the floors, by directory and kind.
         contenders: Everybody's standing, by name.
     """
 
     block_bytes: int
+    rounds: int
     num_jobs: int
     keys_per_job: int
     one_job_keys: int
     memcpy: dict[str, Figure]
-    floors: dict[str, Passes]
+    floors: dict[str, dict[str, Passes]]
     contenders: dict[str, Standing]
 
 
@@ -92,10 +89,10 @@ class Report:
     """What a bench has shown.
 
     Attributes:
-        interrupted: Whether block sizes are missing because somebody asked it to stop.
+        interrupted: Whether rounds or block sizes are missing because somebody asked it to stop.
         settings: What it was asked to do.
         machine: What it ran on.
-        contenders: Of each: its options, its directory, the floor that it is compared with.
+        contenders: Of each: its options, its directory, and `floor`, which it is compared with.
         sizes: The figures.
     """
 
@@ -125,38 +122,40 @@ class Report:
 
 def summarize(
     samples: Samples,
-    floors: Mapping[str, Floor | None],
+    floors: Mapping[str, Sequence[Floor]],
     peers: Sequence[str],
 ) -> SizeReport:
     """Return the figures of one block size.
 
     Args:
         samples: What was measured.
-        floors: By contender, the floor to compare it with; None for that of memory.
+        floors: By contender, the floors to compare it with, first the one that counts; none for
+            that of memory.
         peers: Contenders to compare the others with.
     """
     work = samples.work
-    memcpy = _figures(samples.passes[MEMCPY, "copy"], {}, {})
-    raw = {
-        floor.name: {
-            what: _figures(samples.passes[floor.name, what], {}, memcpy)
-            for what in ("store", "load")
+    memcpy = _figures(samples.passes[MEMCPY, "copy"], _Beside())
+    raw: dict[str, dict[str, Passes]] = {}
+    for floor in dict.fromkeys(floor for each in floors.values() for floor in each):
+        raw.setdefault(floor.directory, {})[floor.kind] = {
+            what: _figures(each, _Beside(memcpy=memcpy))
+            for what, each in _passes_of(samples, floor.name)
         }
-        for floor in floors.values()
-        if floor is not None
-    }
     passes: dict[str, Passes] = {}
-    for name, floor in floors.items():
-        beside = raw[floor.name] if floor else {"store": memcpy, "load": memcpy}
+    for name, beneath in floors.items():
+        kinds = [raw[floor.directory][floor.kind] for floor in beneath]
         passes[name] = {
             what: _figures(
-                samples.passes[name, what], beside.get(FLOOR_OF.get(what, ""), {}), memcpy
+                each,
+                _Beside(memcpy, kinds[0].get(what, {}), kinds[-1].get(what, {}))
+                if kinds
+                else _Beside(memcpy, memcpy),
             )
-            for who, what in samples.passes
-            if who == name
+            for what, each in _passes_of(samples, name)
         }
     return SizeReport(
         block_bytes=work.block_bytes,
+        rounds=samples.rounds,
         num_jobs=work.many.num_jobs,
         keys_per_job=work.many.keys_per_job,
         one_job_keys=work.one.num_keys if work.one else 0,
@@ -186,33 +185,38 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _figures(
-    samples: Sequence[Sample], floor: Mapping[str, Figure], memcpy: Mapping[str, Figure]
-) -> dict[str, Figure]:
-    """Return the figures of one pass, over the rounds, beside those of a floor and of memcpy."""
+class _Beside(NamedTuple):
+    """What figures are compared with: those of copying in memory, of the floor, the plain one."""
+
+    memcpy: Mapping[str, Figure] = MappingProxyType({})
+    floor: Mapping[str, Figure] = MappingProxyType({})
+    plain: Mapping[str, Figure] = MappingProxyType({})
+
+
+def _passes_of(samples: Samples, name: str) -> list[tuple[str, list[Sample]]]:
+    return [(what, each) for (who, what), each in samples.passes.items() if who == name]
+
+
+def _figures(samples: Sequence[Sample], beside: _Beside) -> dict[str, Figure]:
+    """Return the figures of one pass, over the rounds."""
     names = samples[0] if samples else {}
-    return {
-        name: _figure(
-            [s[name] for s in samples if name in s], _beside(name, floor), _beside(name, memcpy)
-        )
-        for name in names
-    }
+    return {name: _figure(name, [s[name] for s in samples if name in s], beside) for name in names}
 
 
-def _figure(values: Sequence[float], floor: float | None, memcpy: float | None) -> Figure:
+def _figure(name: str, values: Sequence[float], beside: _Beside) -> Figure:
     middle = median(values)
+    others = (each.get(BESIDE.get(name, name)) for each in beside)
+    of_memcpy, of_floor, of_plain = (
+        middle / other.median if other and other.median else None for other in others
+    )
     return Figure(
         median=middle,
         low=min(values),
         high=max(values),
-        of_floor=middle / floor if floor else None,
-        of_memcpy=middle / memcpy if memcpy else None,
+        of_floor=of_floor,
+        of_plain=of_plain,
+        of_memcpy=of_memcpy,
     )
-
-
-def _beside(name: str, figures: Mapping[str, Figure]) -> float | None:
-    figure = figures.get(BESIDE.get(name, name))
-    return figure.median if figure else None
 
 
 def _against(mine: Passes, theirs: Passes) -> dict[str, dict[str, float]]:

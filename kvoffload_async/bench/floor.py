@@ -1,7 +1,8 @@
 """What the machine itself can do: the same bytes copied, written and read, and nothing else.
 
-The bytes go in few large calls, as a tier would at best: extents of about `EXTENT_BYTES`, written
-into and read from a file that is preallocated anew for every measurement, by several threads.
+There are two floors beneath a tier. The plain one is `pwritev` and `preadv` in few large calls, by
+several Python threads: extents of about `EXTENT_BYTES`, written into and read from one file. The
+native one is in `native_floor`. Files are preallocated anew for every measurement.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,19 +29,27 @@ from kvoffload_async.errors import InputError
 
 _START_S = 30.0
 
+Moves = Mapping[str, Callable[[], Sample]]
+"""What stores and loads all rows, by the name of the pass."""
 
-class Floor:
-    """Copies, writes and reads the rows of one payload.
+
+class Floor(ABC):
+    """Writes and reads the rows of one payload.
 
     Attributes:
-        name: The directory that it writes in.
-        place: Where that is.
+        kind: Which one it is.
+        directory: The one that it writes in.
+        name: What its samples are kept under.
+        place: Where the directory is.
     """
+
+    kind: ClassVar[str]
 
     def __init__(self, place: Place) -> None:
         """Measure in a place."""
-        self.name = str(place.path)
         self.place = place
+        self.directory = str(place.path)
+        self.name = f"{self.kind} {self.directory}"
 
     def measure(self, plan: Plan, payload: Payload, jobs: Jobs) -> dict[str, Sample]:
         """Return a sample each of storing and loading; the payload's rows are right afterwards.
@@ -47,9 +58,55 @@ class Floor:
             InputError: The place has no room, or cannot do what is asked.
             UnfitError: It moves fewer bytes than it should, or other ones.
         """
-        extents = _extents(payload.bytes, jobs)
         samples: dict[str, Sample] = {}
-        with self._new_file(jobs.num_bytes, direct=plan.direct) as file:
+        with self._as_unusable(), self._open(plan, payload, jobs) as moves:
+            payload.fill()
+            if plan.steady:  # what is full writes over what it has written before
+                moves["store"]()
+            samples["store"] = moves["store"]()
+            payload.wipe()
+            samples["load"] = moves["load"]()
+        if payload.wrong_rows(jobs.num_keys):
+            raise UnfitError(f"{self.name}: returned other bytes than were written to it")
+        return samples
+
+    @abstractmethod
+    def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> AbstractContextManager[Moves]:
+        """Open new files, and what moves bytes to and from them."""
+
+    @contextmanager
+    def _new_files(self, count: int, size_bytes: int, *, direct: bool) -> Iterator[list[int]]:
+        """Open so many files of that size each."""
+        with self.place.new_directory() as directory, ExitStack() as stack:
+            files = []
+            flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+            for number in range(count):
+                file = os.open(Path(directory, f"floor-{number}"), flags, 0o600)
+                stack.callback(os.close, file)
+                os.posix_fallocate(file, 0, size_bytes)
+                files.append(file)
+            yield files
+
+    @contextmanager
+    def _as_unusable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"{self.directory}: the floor cannot be measured here ({error.strerror}); name "
+                "another directory"
+            ) from error
+
+
+class PlainFloor(Floor):
+    """Plain system calls in Python threads, without checksums."""
+
+    kind: ClassVar[str] = "plain"
+
+    @contextmanager
+    def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
+        extents = _extents(payload.bytes, jobs)
+        with self._new_files(1, jobs.num_bytes, direct=plan.direct) as (file,):
 
             def write(start: int) -> None:
                 _check(os.pwritev(file, [extents[start]], start), extents[start])
@@ -57,34 +114,10 @@ class Floor:
             def read(start: int) -> None:
                 _check(os.preadv(file, [extents[start]], start), extents[start])
 
-            payload.fill()
-            if plan.steady:  # what is full writes over what it has written before
-                for start in extents:
-                    write(start)
-            samples["store"] = _timed(write, list(extents), plan.threads, jobs, plan.in_flight)
-            payload.wipe()
-            samples["load"] = _timed(read, list(extents), plan.threads, jobs, plan.in_flight)
-        if payload.wrong_rows(jobs.num_keys):
-            raise UnfitError(f"{self.name}: returned other bytes than were written to it")
-        return samples
+            def moved_by(call: Callable[[int], None]) -> Callable[[], Sample]:
+                return lambda: _timed(call, list(extents), plan.threads, jobs, plan.in_flight)
 
-    @contextmanager
-    def _new_file(self, size_bytes: int, *, direct: bool) -> Iterator[int]:
-        with self.place.new_directory() as directory:
-            path = Path(directory, "floor")
-            try:
-                flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-                file = os.open(path, flags, 0o600)
-                try:
-                    os.posix_fallocate(file, 0, size_bytes)
-                    yield file
-                finally:
-                    os.close(file)
-            except OSError as error:
-                raise InputError(
-                    f"{self.name}: the floor cannot be measured here ({error.strerror}); name "
-                    "another directory"
-                ) from error
+            yield {"store": moved_by(write), "load": moved_by(read)}
 
 
 def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:

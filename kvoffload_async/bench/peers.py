@@ -28,6 +28,12 @@ PEERS: Final[Mapping[str, Entry]] = {
         ("n_read_threads", "n_write_threads", "direct_io"),
         "pip install vllm, or a build of it for this machine",
     ),
+    "lmcache-fs": Entry(
+        "kvoffload_async.integrations.lmcache.peer",
+        "LmcacheFsPeer",
+        ("num_workers", "use_odirect"),
+        "pip install lmcache",
+    ),
 }
 
 

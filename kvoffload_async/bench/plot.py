@@ -1,4 +1,4 @@
-"""The figures of a bench as a picture; the only module that imports matplotlib."""
+"""The figures of a bench as a picture; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from matplotlib.figure import Figure as Canvas
 
 from kvoffload_async.bench.figures import Figure, Report, size_text
 from kvoffload_async.bench.rounds import MEMCPY
+from kvoffload_async.bench.sample import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANELS: Final = (
-    ("store", "gib_per_s", "Store, GiB/s"),
-    ("load", "gib_per_s", "Load, GiB/s"),
-    ("store", "submit_us_per_key", "Submitting a store, us of the owner's thread a key"),
-    ("load", "submit_us_per_key", "Submitting a load, us of the owner's thread a key"),
+    ("store", "gib_per_s", "Store", "GiB/s"),
+    ("load", "gib_per_s", "Load", "GiB/s"),
+    ("store", "submit_us_per_key", "Submitting a store", "us of the owner's thread per key"),
+    ("load", "submit_us_per_key", "Submitting a load", "us of the owner's thread per key"),
 )
 _MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
-_FLOOR_STYLE: Final = {"color": "black", "fmt": "--"}
+_FLOOR_STYLES: Final = {
+    "native": {"color": "black", "fmt": "--"},
+    "plain": {"color": "dimgrey", "fmt": "-."},
+}
 
 
 def check_suffix(path: Path) -> str | None:
@@ -34,13 +38,21 @@ def check_suffix(path: Path) -> str | None:
 def draw(report: Report, path: Path) -> None:
     """Write the picture; raises OSError where that is not possible."""
     canvas = Canvas(figsize=(11, 8), layout="constrained")
-    for axes, (what, name, title) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
-        _draw_panel(axes, report, what, name)
+    for axes, (what, name, title, unit) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
+        _draw_panel(axes, report, what, name, unit)
         axes.set_title(title)
+    machine, rounds = report.machine, report.sizes[0].rounds
+    canvas.suptitle(
+        f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
+        f"{machine['memory_bytes'] / GIB:.0f} GiB, {machine['system']}\n"
+        f"kvoffload-async {machine['kvoffload_async']}, blocks are moved by: "
+        f"{machine['block_io'].split()[0]}; medians of {rounds} rounds, with extremes",
+        fontsize="small",
+    )
     canvas.savefig(path, dpi=120)
 
 
-def _draw_panel(axes: Axes, report: Report, what: str, name: str) -> None:
+def _draw_panel(axes: Axes, report: Report, what: str, name: str, unit: str) -> None:
     for label, style, figures in _lines(report, what, name):
         known = [(x, figure) for x, figure in enumerate(figures) if figure is not None]
         middle = [figure.median for _, figure in known]
@@ -54,8 +66,9 @@ def _draw_panel(axes: Axes, report: Report, what: str, name: str) -> None:
             )
     labels = [size_text(size.block_bytes) for size in report.sizes]
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_xlabel("block")
+    axes.set_xlabel("bytes of a block")
     axes.set_yscale("log")
+    axes.set_ylabel(unit)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(_minor_label)
     axes.grid(visible=True, alpha=0.3)
@@ -68,10 +81,13 @@ def _lines(
     """Yield the label, the style and a figure a block size of every line."""
     sizes = report.sizes
     yield MEMCPY, _MEMCPY_STYLE, [size.memcpy.get(name) for size in sizes]
-    for floor in sizes[0].floors:
-        figures = [size.floors[floor][what].get(name) for size in sizes]
-        label = f"floor {floor}" if len(sizes[0].floors) > 1 else "floor"
-        yield label, _FLOOR_STYLE, figures
+    for directory, kinds in sizes[0].floors.items():
+        for kind in kinds:
+            figures = [size.floors[directory][kind][what].get(name) for size in sizes]
+            label = f"{kind} floor"
+            if len(sizes[0].floors) > 1:
+                label = f"{label} {directory}"
+            yield label, _FLOOR_STYLES[kind], figures
     for number, contender in enumerate(sizes[0].contenders):
         passes = [size.contenders[contender].passes for size in sizes]
         # By number, so that each has the same colour in every panel.

@@ -25,6 +25,8 @@ from kvoffload_async.bench.sample import Sample
 from kvoffload_async.types import OffloadKey, as_block_ids, make_offload_key
 
 MEMCPY: Final = "memcpy"
+ONE_JOB: Final = "_one_job"
+"""What the name of a pass ends with that is one large job."""
 _HASH_BYTES: Final = 32
 
 
@@ -34,6 +36,7 @@ class Samples:
 
     Attributes:
         work: What was moved.
+        rounds: Rounds that are complete.
         passes: A sample a round, by who was measured and what it did.
         failed_jobs: Jobs that failed, by contender, and `reasons` one of their reasons.
         wrong_blocks: Loaded blocks with wrong bytes, by contender.
@@ -41,6 +44,7 @@ class Samples:
     """
 
     work: Work
+    rounds: int = 0
     passes: defaultdict[tuple[str, str], list[Sample]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -48,6 +52,11 @@ class Samples:
     reasons: dict[str, str] = field(default_factory=dict)
     wrong_blocks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     verified_blocks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def forget_incomplete_round(self) -> None:
+        """Leave as many samples of everything as there are complete rounds."""
+        for samples in self.passes.values():
+            del samples[self.rounds :]
 
 
 def measure(
@@ -59,6 +68,8 @@ def measure(
     should_stop: Callable[[], bool],
 ) -> Iterator[Samples]:
     """Yield the samples of one block size after the other; of complete rounds only.
+
+    Those of a block size in whose rounds it is stopped are of the rounds before that, if any.
 
     Args:
         plan: What to do.
@@ -77,14 +88,20 @@ def measure(
             samples = Samples(work)
             with Payload(work.num_rows, work.block_bytes) as payload, ExitStack() as kept:
                 takers = [_Turn(one, plan, payload, samples, kept) for one in contenders]
-                for _ in range(plan.rounds):
+                while samples.rounds < plan.rounds and not should_stop():
                     for turn in _turns(plan, floors, takers, payload, samples):
                         if should_stop():
-                            return
+                            break
                         gc.collect()
                         turn()
                         on_turn()
-            yield samples
+                    else:
+                        samples.rounds += 1
+            if samples.rounds:
+                samples.forget_incomplete_round()
+                yield samples
+            if samples.rounds < plan.rounds:
+                return
     finally:
         gc.unfreeze()
 
@@ -135,8 +152,11 @@ def _measure_memcpy(plan: Plan, payload: Payload, samples: Samples) -> None:
 def _measure_floor(floor: Floor, plan: Plan, payload: Payload, samples: Samples) -> None:
     if plan.warm_up:
         floor.place.warm_up(payload.bytes, samples.work.stored_bytes)
-    for what, sample in floor.measure(plan, payload, samples.work.many).items():
-        samples.passes[floor.name, what].append(sample)
+    work = samples.work
+    for jobs, suffix in ((work.many, ""), (work.one, ONE_JOB)):
+        if jobs is not None:
+            for what, sample in floor.measure(plan, payload, jobs).items():
+                samples.passes[floor.name, f"{what}{suffix}"].append(sample)
 
 
 class _Turn:
@@ -172,7 +192,7 @@ class _Turn:
         work, name = self._samples.work, self._contender.name
         keys = self._store_and_load(tier, work.many, "store", "load")
         if work.one is not None:
-            self._store_and_load(tier, work.one, "store_one_job", "load_one_job")
+            self._store_and_load(tier, work.one, f"store{ONE_JOB}", f"load{ONE_JOB}")
         self._samples.passes[name, "at_rest"].append(time_at_rest(tier, keys))
 
     @contextmanager

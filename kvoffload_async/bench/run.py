@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from kvoffload_async.bench.contender import Contender
 from kvoffload_async.bench.figures import Report, summarize
-from kvoffload_async.bench.floor import Floor
+from kvoffload_async.bench.floor import Floor, PlainFloor
 from kvoffload_async.bench.peers import load_peer
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import measure, rehearse, turns
 from kvoffload_async.bench.tiers import OwnTier
+from kvoffload_async.block_io import implementation
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
 
@@ -36,7 +40,7 @@ def run_bench(
         peers: Those of other engines' tiers; `type` is one of `PEERS`.
         expect: Told how many turns there are, once everybody has stored and loaded one block.
         advance: Told of each turn that has ended.
-        should_stop: Asked before each turn; block sizes that are not complete are left out.
+        should_stop: Asked before each turn; what is reported then is the rounds before it.
 
     Raises:
         InputError: Somebody is unknown, or there is no room for the plan.
@@ -52,15 +56,16 @@ def run_bench(
     with ExitStack() as stack:
         floors = _floors(contenders, plan, stack)
         rehearse(plan, contenders)
-        different = list(dict.fromkeys(floor for floor in floors.values() if floor is not None))
+        different = list(dict.fromkeys(floor for each in floors.values() for floor in each))
         expect(turns(plan, different, contenders))
         measured = measure(
             plan, different, contenders, on_turn=lambda: advance(1), should_stop=should_stop
         )
         names = [peer.name for peer in others]
         sizes = tuple(summarize(samples, floors, names) for samples in measured)
+    is_complete = len(sizes) == len(plan.works) and sizes[-1].rounds == plan.rounds
     return Report(
-        interrupted=len(sizes) < len(plan.works),
+        interrupted=not is_complete,
         settings=_settings(plan),
         machine=_machine(),
         contenders={contender.name: _facts(contender, floors) for contender in contenders},
@@ -79,19 +84,33 @@ def _named_apart(contenders: Sequence[Contender]) -> Sequence[Contender]:
 
 def _floors(
     contenders: Sequence[Contender], plan: Plan, stack: ExitStack
-) -> dict[str, Floor | None]:
-    """Return each one's floor: one a filesystem, since that is what is compared."""
-    by_device: dict[int, Floor] = {}
-    floors: dict[str, Floor | None] = {}
+) -> dict[str, Sequence[Floor]]:
+    """Return each one's floors: those of its filesystem, since that is what is compared.
+
+    The first is the one that counts: the native one, where this package's tiers move bytes so.
+    """
+    by_device: dict[int, Sequence[Floor]] = {}
+    floors: dict[str, Sequence[Floor]] = {}
     for contender in contenders:
         place = contender.place
         if place is None:
-            floors[contender.name] = None
+            floors[contender.name] = ()
             continue
         stack.enter_context(place)
         place.check_room(max(plan.room_bytes, _capacity_bytes(contender, plan)))
-        floors[contender.name] = by_device.setdefault(place.device, Floor(place))
+        if place.device not in by_device:
+            by_device[place.device] = [kind(place) for kind in _floor_kinds()]
+        floors[contender.name] = by_device[place.device]
     return floors
+
+
+def _floor_kinds() -> list[type[Floor]]:
+    if implementation().name != "native":
+        return [PlainFloor]
+    # Not before it is known that the module it needs is there.
+    from kvoffload_async.bench.native_floor import NativeFloor  # noqa: PLC0415
+
+    return [NativeFloor, PlainFloor]
 
 
 def _capacity_bytes(contender: Contender, plan: Plan) -> int:
@@ -100,12 +119,12 @@ def _capacity_bytes(contender: Contender, plan: Plan) -> int:
     return max(sizes) if plan.steady else 0
 
 
-def _facts(contender: Contender, floors: dict[str, Floor | None]) -> dict[str, Any]:
-    floor = floors[contender.name]
+def _facts(contender: Contender, floors: dict[str, Sequence[Floor]]) -> dict[str, Any]:
+    beside = floors[contender.name]
     return {
         "options": dict(contender.options),
         "directory": str(contender.place.path) if contender.place else None,
-        "floor": floor.name if floor else None,
+        "floor": {"directory": beside[0].directory, "kind": beside[0].kind} if beside else None,
     }
 
 
@@ -131,4 +150,14 @@ def _machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "kvoffload_async": version("kvoffload-async"),
+        "block_io": str(implementation()),
+        "processor": _processor(),
+        "load_average": os.getloadavg()[0],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _processor() -> str:
+    """Return the processor's name as the system has it, or its architecture."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvoffload_async.block_io import implementation
 from kvoffload_async.cli.bench import bench
 from kvoffload_async.cli.catalogue import common_options, tier_entries
 from kvoffload_async.cli.ending import (
@@ -19,15 +23,30 @@ from kvoffload_async.cli.ending import (
     complain,
     errors_as_one_line,
 )
+from kvoffload_async.cli.fleet import publish_fleet, replay_on_fleet
 from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
+from kvoffload_async.cli.pictures import check_page, check_picture
+from kvoffload_async.cli.replay_pictures import PLOT, publish_pictures
 from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
 from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.settings import BUILT_IN_PASSES, Flags, read_config, resolve
+from kvoffload_async.cli.settings import (
+    BUILT_IN_PASSES,
+    CONFIG_VARIABLE,
+    STDIN,
+    Flags,
+    read_config,
+    resolve,
+)
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.tables import geometry_table, option_table
+from kvoffload_async.cli.timelines import TimelineOutput
+from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.fleet import FleetOptions, FleetReport
+from kvoffload_async.replay.fleet.plan import RANDOM, SPREADS
 from kvoffload_async.replay.passes import PassReports, replay_passes
 from kvoffload_async.replay.run import DEVICES, ENGINES, ReplayOptions
 from kvoffload_async.replay.trace import TraceFile
@@ -36,12 +55,12 @@ from kvoffload_async.replay.workload import ChatWorkload
 app = typer.Typer(
     cls=OneLineGroup,
     help="A multi-tier KV-cache offload engine: replays traces, looks after what tiers leave.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command()(bench)
+app.command()(top)
 app.add_typer(store_app)
 
 
@@ -50,11 +69,40 @@ def main() -> None:
     app(prog_name="kvoffload")
 
 
+def _print_version(wanted: bool) -> None:
+    """Print versions, and end."""
+    if wanted:
+        with errors_as_one_line():
+            moves = implementation()
+        package, python = version("kvoffload-async"), platform.python_version()
+        typer.echo(f"kvoffload {package}, Python {python}; block I/O: {moves}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print versions, and what moves blocks: native code or Python, and why.",
+        ),
+    ] = False,
+) -> None:
+    """Take what is not of one command."""
+
+
 @app.command()
 def replay(
     trace: Annotated[
         Path | None,
-        typer.Argument(help="JSON lines with hash_ids; without it, a built-in chat workload."),
+        typer.Argument(
+            help="JSON lines with hash_ids, - for standard input; without it, a built-in chat "
+            "workload."
+        ),
     ] = None,
     *,
     primary_blocks: Annotated[
@@ -79,7 +127,11 @@ def replay(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON object of engine settings; flags override it."),
+        typer.Option(
+            metavar="FILE",
+            envvar=CONFIG_VARIABLE,
+            help="JSON or YAML of engine settings, - for standard input; flags override it.",
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Replay only the first N requests.")
@@ -121,10 +173,65 @@ def replay(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not compare the loaded bytes.")
     ] = False,
+    fleet: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="N processes, each with a primary and a slab of its own, share the other tiers: "
+            "three passes, alone, in lockstep, and free-running.",
+        ),
+    ] = None,
+    spread: Annotated[
+        str,
+        typer.Option(
+            metavar="random|affinity",
+            help="Which process of a fleet gets a request: any, or the one that knows its prefix.",
+        ),
+    ] = RANDOM,
+    fleet_kill: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="K",
+            help="Kill the process that gets the K-th request while it works, and replace it.",
+        ),
+    ] = None,
     json: Annotated[
         str | None,
         typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
     ] = None,
+    explain: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Print what request N went through, in each pass; the first one is 0.",
+        ),
+    ] = None,
+    trace_out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write what every request went through, as trace events that Perfetto opens.",
+        ),
+    ] = None,
+    status_socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Serve the engine's status there, for `kvoffload top`."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Draw how it went; needs kvoffload-async[plot]."),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HTML",
+            help="Write figures and pictures as one page; needs kvoffload-async[plot].",
+        ),
+    ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Replay a serving trace through the whole engine, with real bytes.
 
@@ -137,16 +244,29 @@ def replay(
         policy=policy,
         tiers=tier or (),
         config=config,
+        status_socket=status_socket,
         is_built_in=trace is None,
     )
-    with errors_as_one_line(), Interrupt() as interrupt, ScratchFolder() as scratch:
+    console = Console(stderr=True)
+    with (
+        errors_as_one_line(),
+        logging_to(console, verbose=verbose),
+        Interrupt() as interrupt,
+        ScratchFolder() as scratch,
+        TimelineOutput(explain, trace_out) as timelines,
+    ):
         check_writable("--json", json)
+        check_picture("--plot", plot, PLOT)
+        check_page("--report", report, PLOT)
         _check_choice("--engine", engine, ENGINES)
         _check_choice("--device", device, DEVICES)
-        spec = resolve(flags, scratch)
+        spec = timelines.recording(resolve(flags, scratch), concurrency)
         num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
+        if str(trace) == STDIN == str(config):
+            raise InputError("- is both TRACE and --config; standard input can be read once")
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} is no file that can be read again")
+        _check_choice("--spread", spread, SPREADS)
         options = ReplayOptions(
             concurrency=concurrency,
             verify=not no_verify,
@@ -154,16 +274,36 @@ def replay(
             device=device,
             device_blocks=device_blocks,
             layers=layers,
+            has_samples=bool(plot or report),
             should_stop=lambda: interrupt.is_requested,
         )
-        reports = replay_passes(
-            spec,
-            lambda: TraceFile(trace, limit) if trace else ChatWorkload(limit),
-            options,
-            num_passes,
-            follow=bar_per_pass(Console(stderr=True), num_passes),
-        )
-        _publish(reports, json)
+        open_source = partial(TraceFile, trace, limit) if trace else partial(ChatWorkload, limit)
+        reports: PassReports | FleetReport
+        if fleet is not None:
+            of_fleet = FleetOptions(size=fleet, spread=spread, kill_at=fleet_kill)
+            reports = replay_on_fleet(
+                spec,
+                open_source,
+                of_fleet,
+                options,
+                passes=passes,
+                scratch=scratch,
+                console=console,
+            )
+            publish_fleet(reports, json)
+        else:
+            reports = replay_passes(
+                spec,
+                open_source,
+                options,
+                num_passes,
+                follow=bar_per_pass(console, num_passes),
+                watch=timelines.watch if timelines.is_wanted else None,
+            )
+            _publish(reports, json)
+            if plot or report:
+                publish_pictures(reports, trace, plot, report)
+            timelines.publish(Console(stderr=json == STDOUT))
     for complaint in reports.complaints:
         complain(complaint)
     if reports.interrupted:
@@ -173,7 +313,14 @@ def replay(
 
 
 @app.command()
-def check_config(file: Annotated[Path, typer.Argument(help="JSON object of settings.")]) -> None:
+def check_config(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            envvar=CONFIG_VARIABLE, help="JSON or YAML of settings; - for standard input."
+        ),
+    ],
+) -> None:
     """Check a configuration, and show what follows from it; nothing is started."""
     with errors_as_one_line():
         spec = TieringOffloadingSpec(read_config(file))

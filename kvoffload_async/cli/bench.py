@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -22,10 +21,11 @@ from kvoffload_async.cli.ending import (
 )
 from kvoffload_async.cli.gauge import Gauge
 from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, write_figures
+from kvoffload_async.cli.pictures import check_picture, drawing_module
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.tierspec import parse_tier
-from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.io_pool import suitable_threads
 
 DEFAULT_TIERS: Final = ("slab", "fs")
@@ -116,6 +116,7 @@ def bench(
         Path | None,
         typer.Option(metavar="PNG", help="Draw the figures; needs kvoffload-async[plot]."),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Measure tiers on this machine, each beside what the machine can do.
 
@@ -124,9 +125,14 @@ def bench(
     directory that is removed afterwards. Bytes stay in the page cache where a tier does not bypass
     it. Every loaded block is compared with what was stored, after the clock has stopped.
     """
-    with errors_as_one_line(), Interrupt() as interrupt:
+    console = Console(stderr=True)
+    with (
+        errors_as_one_line(),
+        logging_to(console, verbose=verbose),
+        Interrupt() as interrupt,
+    ):
         check_writable("--json", json)
-        _check_plot(plot)
+        check_picture("--plot", plot, _PLOT)
         plan = Plan.parse(
             block_bytes,
             total_bytes,
@@ -143,7 +149,7 @@ def bench(
         own = [parse_tier(text) for text in tier or (() if peer else DEFAULT_TIERS)]
         others = [parse_tier(text, "--peer") for text in peer or ()]
         gauge = Gauge()
-        with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, "bench") as on_change:
+        with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
             gauge.on_change = on_change
             report = run_bench(
                 plan,
@@ -163,32 +169,11 @@ def bench(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _check_plot(path: Path | None) -> None:
-    """Find out before the measuring whether the picture can be drawn."""
-    if path is None:
-        return
-    check_writable("--plot", str(path))
-    known = _plotter().check_suffix(path)
-    if known is not None:
-        raise InputError(
-            f"--plot {path}: {path.suffix!r} is no kind of picture; use one of {known}"
-        )
-
-
-def _plotter() -> Any:  # noqa: ANN401 - a module
-    try:
-        return importlib.import_module(_PLOT)
-    except ImportError as error:
-        raise InputError(
-            f"--plot needs matplotlib ({error}); pip install 'kvoffload-async[plot]'"
-        ) from error
-
-
 def _publish(report: Report, json: str | None, plot: Path | None) -> None:
     if json != STDOUT:
-        print_tables(report)
+        print_tables(report, Console())
     if json is not None:
         write_figures("--json", json, report.to_json())
     if plot is not None:
         with as_unwritable("--plot", str(plot)):
-            _plotter().draw(report, plot)
+            drawing_module("--plot", _PLOT).draw(report, plot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -19,19 +19,29 @@ _TITLES: Final = {
     "store_one_job": "Store, one large job",
     "load_one_job": "Load, one large job",
 }
-_FILE_WIDTH: Final = 132
+_FILE_WIDTH: Final = 176
 _WHOLE: Final = 100
+_COLUMNS: Final = (
+    *("GiB/s", "from-to", "x floor", "x plain"),
+    *("p50 ms", "p90", "p99"),
+    *("us/job", "us/key", "x floor"),
+    *("CPU s/GiB", "x floor"),
+    "switches",
+)
+_ALL: Final = tuple(range(len(_COLUMNS)))
+_NARROW: Final = (0, 2, 3, 4, 6, 8)
+"""What a terminal of 80 columns has room for; `--json` has the rest."""
 
 Figures = Mapping[str, Figure]
 
 
-def print_tables(report: Report) -> None:
-    """Print everything to standard output, wide enough where that is no terminal."""
-    console = Console()
+def print_tables(report: Report, console: Console) -> None:
+    """Print everything, wide enough where that is no terminal."""
     if not console.is_terminal:
         console.width = _FILE_WIDTH
+    columns = _ALL if console.width >= _FILE_WIDTH else _NARROW
     for what, title in _TITLES.items():
-        table = _pass_table(report, what, title)
+        table = _pass_table(report, what, title, columns)
         if table.row_count:
             console.print(table)
     console.print(_rest_table(report))
@@ -41,23 +51,24 @@ def print_tables(report: Report) -> None:
         console.print(Text(remark))
 
 
-def _pass_table(report: Report, what: str, title: str) -> Table:
-    table = _table(
-        title,
-        *("GiB/s", "from-to", "x floor"),
-        *("p50 ms", "p90", "p99"),
-        *("us/job", "us/key", "x floor"),
-        *("CPU s/GiB", "x floor"),
-    )
+def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -> Table:
+    table = _table(title, *(_COLUMNS[column] for column in columns))
+
+    def shown(figures: Figures) -> list[str]:
+        cells = _cells(figures)
+        return [cells[column] for column in columns]
+
     for size in report.sizes:
         rows = _Rows(table, size)
         if what in {"store", "load"}:
-            rows.add(MEMCPY, *_cells(size.memcpy))
-            for floor, passes in size.floors.items():
-                rows.add(_floor_name(report, floor), *_cells(passes[what]))
+            rows.add(MEMCPY, *shown(size.memcpy))
+        for directory, kinds in size.floors.items():
+            for kind, passes in kinds.items():
+                if what in passes:
+                    rows.add(_floor_name(report, directory, kind), *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
-                rows.add(name, *_cells(standing.passes[what]))
+                rows.add(name, *shown(standing.passes[what]))
     return table
 
 
@@ -67,12 +78,14 @@ def _cells(figures: Figures) -> list[str]:
         _number(speed),
         f"{speed.low:.2g}-{speed.high:.2g}",
         _times(speed.of_floor),
+        _times(speed.of_plain),
         *(_number(figures[f"job_ms_p{q}"]) for q in (50, 90, 99)),
         _number(owner),
         _number(figures.get("owner_us_per_key")),
         _times(owner.of_floor if owner else None),
         _number(figures["cpu_s_per_gib"]),
         _times(figures["cpu_s_per_gib"].of_floor),
+        _number(figures.get("switches_per_job")),
     ]
 
 
@@ -94,18 +107,23 @@ def _rest_table(report: Report) -> Table:
 
 def _against_table(report: Report) -> Table:
     table = _table(
-        "Times a peer's speed, and times its owner's time a key",
+        "Times a peer's speed, its owner's time a key, its CPU time a GiB",
         *_TITLES.values(),
         *("owner, store", "owner, load"),
+        *("CPU, store", "CPU, load"),
     )
     for size in report.sizes:
         rows = _Rows(table, size)
-        for name, standing in size.contenders.items():
+        for who, standing in size.contenders.items():
             for peer, ratios in standing.against.items():
                 rows.add(
-                    f"{name} / {peer}",
+                    f"{who} / {peer}",
                     *(_times(ratios.get(what, {}).get("gib_per_s")) for what in _TITLES),
-                    *(_times(ratios[what].get("owner_us_per_key")) for what in ("store", "load")),
+                    *(
+                        _times(ratios[what].get(name))
+                        for name in ("owner_us_per_key", "cpu_s_per_gib")
+                        for what in ("store", "load")
+                    ),
                 )
     return table
 
@@ -118,9 +136,16 @@ def _remarks(report: Report) -> Iterator[str]:
         f"{' that are kept from round to round' if settings['keep'] else ''}; "
         f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks under way. ms: of a "
         "job, until its result is seen. us: of the owner's thread, in all calls. x floor: as a "
-        f"multiple of plain writes or reads by {settings['threads']} threads; for the owner's "
-        "time, of the time that these take. Every loaded block was compared with what was stored, "
-        "after the clock had stopped."
+        f"multiple of {_floor_text(report)}, and x plain: of plain writes or reads, by "
+        f"{settings['threads']} threads; for the owner's time, of the time that these take. "
+        "switches: voluntary ones a job, of Python threads but the owner's, as when they wait for "
+        "the interpreter's lock. Every loaded block was compared with what was stored, after the "
+        "clock had stopped."
+    )
+    machine = report.machine
+    yield (
+        f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
+        f"load {machine['load_average']:.1f}; blocks are moved by: {machine['block_io']}"
     )
     for name, facts in report.contenders.items():
         options = "".join(f", {key}={value}" for key, value in facts["options"].items())
@@ -149,9 +174,15 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _floor_name(report: Report, floor: str) -> str:
-    kind = "direct" if report.settings["direct_floor"] else "buffered"
-    return f"floor, {kind}" if len(report.sizes[0].floors) == 1 else f"floor, {kind}, {floor}"
+def _floor_name(report: Report, directory: str, kind: str) -> str:
+    how = f"{kind}, direct" if report.settings["direct_floor"] else kind
+    one = len(report.sizes[0].floors) == 1
+    return f"floor, {how}" if one else f"floor, {how}, {directory}"
+
+
+def _floor_text(report: Report) -> str:
+    is_native = report.machine["block_io"] == "native"
+    return "the bare native engine with checksums" if is_native else "plain writes or reads"
 
 
 def _number(figure: Figure | None) -> str:

@@ -20,6 +20,8 @@ EXIT_INTERRUPTED: Final = 130
 def complain(what: object) -> None:
     """Write one line to standard error, whatever characters it has."""
     line = " ".join(str(what).split()).encode(errors="backslashreplace").decode()
+    # What a server or a file's name says must not reach the terminal as a command to it.
+    line = "".join(c if c.isprintable() else "\ufffd" for c in line)
     typer.echo(f"kvoffload: error: {line}", err=True)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any, Final, NoReturn
 
 _MAX_DEPTH: Final = 32
@@ -21,6 +24,7 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
         JsonInputError: It is no JSON, an object has a key twice, a number is none that can be
             written down, or it is nested too deeply.
     """
+    check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
     try:
         value = json.loads(
             text,
@@ -29,14 +33,29 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
             parse_float=_as_float,
             parse_int=_as_integer,
         )
-    except RecursionError as error:
-        raise _too_deep() from error
     except JsonInputError:
         raise
     except ValueError as error:
         raise JsonInputError(f"not JSON: {error}") from error
-    _check_depth(value)
+    check_value(value)
     return value
+
+
+_BRACKET_OR_STRING: Final = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*+"')
+_STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def check_depth(steps: Iterable[int]) -> None:
+    """Raise JsonInputError where objects and lists are nested too deeply.
+
+    Before anything recurses into them: at Python's limit of recursion, finalizers and callbacks of
+    the garbage collector fail, too, whosever they are.
+
+    Args:
+        steps: 1 where an object or list begins, -1 where it ends.
+    """
+    if any(depth > _MAX_DEPTH for depth in accumulate(steps)):
+        raise _too_deep()
 
 
 def _too_deep() -> JsonInputError:
@@ -73,7 +92,8 @@ _SHORT: Final = 40
 _MAX_DIGITS: Final = 100
 
 
-def _check_depth(value: object) -> None:
+def check_value(value: object) -> None:
+    """Raise JsonInputError if a value is nested too deeply, or is none that JSON has."""
     level = [value]
     for _ in range(_MAX_DEPTH + 1):
         below: list[object] = []
@@ -82,6 +102,10 @@ def _check_depth(value: object) -> None:
                 below += one.values()
             elif isinstance(one, list):
                 below += one
+            elif isinstance(one, float) and not math.isfinite(one):
+                _reject_number(str(one))
+            elif not isinstance(one, str | int | float | None):
+                raise JsonInputError(f"{one} is read as a {type(one).__name__}; quote it")
         if not below:
             return
         level = below

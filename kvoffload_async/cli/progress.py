@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _REFRESH_S = 0.1
 
@@ -21,12 +29,15 @@ def progress_bar(
         yield lambda: None
         return
     columns = (
+        SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
+        TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+    # By itself as well: the first step may come late, and a person looks whether it is alive.
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=1.0)
         due_s = 0.0
 

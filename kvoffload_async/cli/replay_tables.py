@@ -32,7 +32,7 @@ def bar_per_pass(console: Console, num_passes: int) -> Follow:
 def print_table(console: Console, reports: PassReports) -> None:
     """Print the figures for people, a column a pass."""
     passes = reports.passes
-    names = [_pass_name(number) for number in range(1, len(passes) + 1)]
+    names = [pass_name(number) for number in range(1, len(passes) + 1)]
     table = Table(
         title="Replay, interrupted" if reports.interrupted else "Replay",
         show_header=len(passes) > 1,
@@ -41,22 +41,24 @@ def print_table(console: Console, reports: PassReports) -> None:
     table.add_column(style="bold")
     for name in names:
         table.add_column(name, justify="right")
-    for rows in zip(*map(_rows, passes), strict=True):
+    for rows in zip(*map(figure_rows, passes), strict=True):
         table.add_row(rows[0][0], *(value for _, value in rows))
     console.print(table)
     if passes[0].tiers:
         console.print(_tier_table(passes, names))
 
 
-def _pass_name(number: int) -> str:
+def pass_name(number: int) -> str:
+    """Return what a pass is called, from 1 on."""
     return {1: "first pass", 2: "warm pass"}.get(number, f"pass {number}")
 
 
-def _rows(report: Report) -> list[tuple[str, str]]:
+def figure_rows(report: Report) -> list[tuple[str, str]]:
+    """Return what each figure is called, and the figure as a text."""
     jobs = (report.jobs_submitted, report.job_results, report.job_failures)
     refused = (report.stores_refused, report.promotions_refused)
-    moved = (_size(report.bytes_stored), _size(report.bytes_loaded))
-    copied = (_size(report.bytes_from_device), _size(report.bytes_to_device))
+    moved = (size_text(report.bytes_stored), size_text(report.bytes_loaded))
+    copied = (size_text(report.bytes_from_device), size_text(report.bytes_to_device))
     owner_us = (f"{name} {value:,.0f} us" for name, value in report.owner_us_per_step.items())
     return [
         ("requests", f"{report.requests:,}"),
@@ -73,7 +75,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("evictions", f"{report.evictions:,}"),
         ("stores / promotions refused", _joined(refused)),
         ("device blocks / layers", _joined((report.device_blocks, report.layers))),
-        ("primary blocks", f"{report.primary_blocks:,} of {_size(report.row_bytes)}"),
+        ("primary blocks", f"{report.primary_blocks:,} of {size_text(report.row_bytes)}"),
         ("eviction policy", report.policy),
         ("engine", report.engine),
         ("wall time", f"{report.wall_s:.2f} s"),
@@ -94,8 +96,8 @@ def _tier_table(passes: Sequence[Report], names: Sequence[str]) -> Table:
             table.add_row(
                 name,
                 *([pass_name] if len(passes) > 1 else []),
-                _size(tier["stored_bytes"]),
-                _size(tier["loaded_bytes"]),
+                size_text(tier["stored_bytes"]),
+                size_text(tier["loaded_bytes"]),
                 f"{tier['failed_jobs']:,}",
                 f"{tier['dropped_blocks']:,}",
             )
@@ -106,7 +108,8 @@ def _joined(counts: Sequence[int]) -> str:
     return " / ".join(f"{count:,}" for count in counts)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Return a size for people."""
     if num_bytes < _MIB:
         return f"{num_bytes / 1024:,.0f} KiB"
     return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"

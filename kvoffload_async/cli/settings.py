@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 from kvoffload_async.cli.json_input import JsonInputError, parse_json
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.cli.yaml_input import parse_yaml
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.buffer import row_stride_bytes
 
+STDIN = "-"
+CONFIG_VARIABLE = "KVOFFLOAD_CONFIG"
+"""The environment variable that names a configuration where no option does."""
+YAML_SUFFIXES = frozenset({".yaml", ".yml"})
 DEFAULT_BLOCK_BYTES = 16 * 1024
 MODEL = "replay"
 """Whose blocks these are, where nobody says: their bytes follow from their keys alone."""
@@ -34,26 +40,34 @@ class Flags:
     policy: str | None = None
     tiers: Sequence[str] = ()
     config: Path | None = None
+    status_socket: Path | None = None
     is_built_in: bool = True
     """Whether the built-in workload runs, which has a tier and a primary of its own."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a configuration file's keys, unchecked.
+    """Return the keys of a configuration, unchecked: YAML where the name says so, else JSON.
+
+    `-` is standard input, and JSON if it begins as an object does, else YAML.
 
     Raises:
-        InputError: It cannot be read, or is no JSON object.
+        InputError: It cannot be read, or is no object.
     """
+    is_stdin = str(path) == STDIN
+    name = "standard input" if is_stdin else str(path)
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
+        text = (sys.stdin.buffer.read() if is_stdin else path.read_bytes()).decode()
+        is_yaml = path.suffix in YAML_SUFFIXES or (is_stdin and not text.lstrip().startswith("{"))
+        config = parse_yaml(text) if is_yaml else parse_json(text)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
+        raise InputError(f"{name}: not JSON: {error}") from error
     except JsonInputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{name}: {error}") from error
     if not isinstance(config, dict):
-        raise InputError(f"{path}: it must be a JSON object of keys and values")
+        what = "YAML mapping" if is_yaml else "JSON object"
+        raise InputError(f"{name}: it must be a {what} of keys and values")
     return config
 
 
@@ -82,6 +96,8 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
     elif flags.is_built_in and "secondary_tiers" not in config:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": scratch.path}]
+    if flags.status_socket is not None:
+        config["status_socket"] = str(flags.status_socket.absolute())
     config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
     _size_primary(config, flags)

@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+import logging
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 
 from kvoffload_async.abc.maintenance import (
     MAX_LISTED,
-    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
-    Problem,
     RepairOptions,
     StoreMaintenance,
-    Summary,
 )
 from kvoffload_async.cli.ending import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    complain,
     errors_as_one_line,
 )
-from kvoffload_async.cli.gauge import Gauge
-from kvoffload_async.cli.interrupt import Interrupt
-from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.store_tables import shown, summary_tables
+from kvoffload_async.cli.logs import Verbose
+from kvoffload_async.cli.store_runs import look_after
+from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import ConfigError, InputError
-from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
+
+logger = logging.getLogger(__name__)
 
 Directory = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="DIR",
-        help="The tier's root_dir; of a slab store, its own folder will do.",
+        metavar="DIR|URL",
+        help="The tier's root_dir; of a slab store, its own folder will do. Or an object tier's "
+        "url: credentials, region and endpoint come from the environment.",
         show_default=False,
     ),
 ]
@@ -70,34 +59,15 @@ KeyFile = Annotated[
         show_default=False,
     ),
 ]
-Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
-
-
-@dataclass(slots=True)
-class StoreReport:
-    """What one store has come to.
-
-    Attributes:
-        store: The store.
-        summary: Its figures; None if it was stopped before.
-        problems: The first of what is wrong with it.
-        num_unlisted: How much more is.
-    """
-
-    store: StoreMaintenance
-    summary: Summary | None = None
-    problems: list[Problem] = field(default_factory=list)
-    num_unlisted: int = 0
-
-    def take_in(self, finding: Finding, max_listed: int | None) -> None:
-        """Note a finding; problems up to a number."""
-        if isinstance(finding, Summary):
-            self.summary = finding
-        elif isinstance(finding, Problem):
-            if max_listed is None or len(self.problems) < max_listed:
-                self.problems.append(finding)
-            else:
-                self.num_unlisted += 1
+After = Annotated[
+    str,
+    typer.Option(
+        "--after",
+        metavar="NAME",
+        help="Of an object store: go on where an earlier run was stopped, as it has said.",
+        show_default=False,
+    ),
+]
 
 
 _MAX_MANIFEST_BYTES: Final = 1 << 20
@@ -112,14 +82,21 @@ store_app = typer.Typer(
 
 
 @store_app.command()
-def inspect(directory: Directory, *, as_json: AsJson = False, lists_all: ListsAll = False) -> None:
+def inspect(
+    directory: Directory,
+    *,
+    as_json: AsJson = False,
+    lists_all: ListsAll = False,
+    verbose: Verbose = False,
+) -> None:
     """Count what is there, by namespace and slab store; changes nothing."""
-    _command(
+    look_after(
         directory,
         "inspect",
         lambda store, control: store.inspect(control),
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
     )
 
 
@@ -128,17 +105,21 @@ def verify(
     directory: Directory,
     *,
     key_file: KeyFile = None,
+    after: After = "",
     as_json: AsJson = False,
     lists_all: ListsAll = False,
+    verbose: Verbose = False,
 ) -> None:
     """Read every block, and check its length and checksum; changes nothing."""
-    _command(
+    look_after(
         directory,
         "verify",
-        lambda store, control: store.verify(control),
+        lambda store, control: _resumable(store, control).verify(control),
         key_file=key_file,
+        after=after,
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
     )
 
 
@@ -154,12 +135,31 @@ def gc(
         bool, typer.Option("--unknown-files", help="Remove files that are no blocks.")
     ] = False,
     strangers: Annotated[bool, typer.Option("--strangers", hidden=True)] = False,
+    max_age: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Of an object store: remove blocks that were written or renewed longer ago.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help='Of an object store: remove the oldest blocks beyond this size, such as "1TiB".',
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing; tell what would be removed.")
     ] = False,
     key_file: KeyFile = None,
+    after: After = "",
     as_json: AsJson = False,
     lists_all: ListsAll = False,
+    verbose: Verbose = False,
 ) -> None:
     """Remove what nobody will use; what living writers own stays.
 
@@ -169,19 +169,33 @@ def gc(
     """
     if strangers:
         typer.echo("kvoffload: warning: --strangers is called --unknown-files now", err=True)
-    options = GcOptions(
-        older_than_s=older_than,
-        corrupt=corrupt,
-        unknown_files=unknown_files or strangers,
-        dry_run=dry_run,
-    )
-    _command(
+    with errors_as_one_line():
+        options = GcOptions(
+            older_than_s=older_than,
+            corrupt=corrupt,
+            unknown_files=unknown_files or strangers,
+            dry_run=dry_run,
+            max_age_s=max_age,
+            keep_bytes=None if keep is None else parse_size_bytes(keep, "--keep"),
+        )
+
+    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
+        if (max_age, keep) != (None, None) and not store.bounds_blocks:
+            raise InputError(
+                f"--max-age and --keep are for object stores; a {store.tier_type} tier bounds its "
+                "store itself, by capacity_bytes"
+            )
+        return _resumable(store, control).gc(options, control)
+
+    look_after(
         directory,
         "gc",
-        lambda store, control: store.gc(options, control),
+        call,
         key_file=key_file,
+        after=after,
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
         shows_part=True,
     )
 
@@ -201,6 +215,7 @@ def repair(
     key_file: KeyFile = None,
     as_json: AsJson = False,
     lists_all: ListsAll = False,
+    verbose: Verbose = False,
 ) -> None:
     """Keep all blocks that verify, and drop the rest.
 
@@ -217,15 +232,23 @@ def repair(
         except ConfigError as error:
             raise InputError(f"--manifest {manifest}: {error}") from error
 
-    _command(
+    look_after(
         directory,
         "repair",
         call,
         key_file=key_file,
         as_json=as_json,
         lists_all=lists_all,
+        verbose=verbose,
         shows_part=True,
     )
+
+
+def _resumable(store: StoreMaintenance, control: MaintenanceControl) -> StoreMaintenance:
+    """Return the store; raises InputError where it was to go on, and cannot."""
+    if control.resume_after and not store.resumes:
+        raise InputError(f"--after is for object stores; that of a {store.tier_type} begins anew")
+    return store
 
 
 def _read(path: Path) -> bytes:
@@ -239,95 +262,3 @@ def _read(path: Path) -> bytes:
             f"--manifest {path}: more than {_MAX_MANIFEST_BYTES} bytes; give a manifest.json"
         )
     return content
-
-
-def _command(
-    directory: Path,
-    title: str,
-    call: Call,
-    *,
-    key_file: Path | None = None,
-    as_json: bool,
-    lists_all: bool,
-    shows_part: bool = False,
-) -> None:
-    """Look after every store in a directory, tell what was found, and end with a status."""
-    with errors_as_one_line(), Interrupt() as interrupt:
-        with _followed(title, interrupt, None if lists_all else MAX_LISTED) as control:
-            reports = _run(directory, call, key_file, control)
-        if interrupt.is_requested and not shows_part:
-            raise typer.Exit(EXIT_INTERRUPTED)
-        _publish(directory, reports, as_json=as_json)
-    if interrupt.is_requested:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    for report in reports:
-        for problem in report.problems:
-            complain(shown(f"{report.store.name}: {problem.text}"))
-        if report.num_unlisted:
-            complain(shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all"))
-    if any(report.problems for report in reports):
-        raise typer.Exit(EXIT_FAILED)
-
-
-@contextmanager
-def _followed(
-    title: str, interrupt: Interrupt, max_listed: int | None
-) -> Iterator[MaintenanceControl]:
-    gauge = Gauge()
-    with progress_bar(Console(stderr=True), lambda: gauge.fraction_done, title) as on_change:
-        gauge.on_change = on_change
-        yield MaintenanceControl(
-            expect=gauge.expect,
-            advance=gauge.advance,
-            should_stop=lambda: interrupt.is_requested,
-            max_listed=max_listed,
-        )
-
-
-def _run(
-    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
-) -> list[StoreReport]:
-    """Return what every store has come to, and what is wrong with it.
-
-    Raises:
-        InputError: There is no store, or it cannot be read.
-    """
-    try:
-        return asyncio.run(_find_and_call(directory, call, key_file, control))
-    except OSError as error:
-        where = error.filename or directory.absolute()
-        raise InputError(f"{where}: cannot be read: {error.strerror or error}") from error
-
-
-async def _find_and_call(
-    directory: Path, call: Call, key_file: Path | None, control: MaintenanceControl
-) -> list[StoreReport]:
-    reports: list[StoreReport] = []
-    # All are called before the first one starts: that checks the options.
-    stores = await find_stores(directory)
-    if key_file is not None:
-        for store in stores:
-            store.use_integrity_key_file(str(key_file))
-    calls = [(store, call(store, control)) for store in stores]
-    for store, iterator in calls:
-        if control.should_stop():
-            break
-        reports.append(StoreReport(store))
-        async with aclosing(iterator) as findings:
-            async for finding in findings:
-                reports[-1].take_in(finding, control.max_listed)
-    return reports
-
-
-def _publish(directory: Path, reports: Sequence[StoreReport], *, as_json: bool) -> None:
-    summaries = [(found.store, found.summary) for found in reports if found.summary is not None]
-    if not as_json:
-        for table in summary_tables(summaries):
-            Console().print(table)
-        return
-    report: dict[str, object] = {"directory": str(directory)}
-    for kind in maintenance_kinds():
-        report[kind.report_key] = [
-            found.figures for store, found in summaries if isinstance(store, kind)
-        ]
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")

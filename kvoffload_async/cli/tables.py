@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.cli.catalogue import REQUIRED, TierOption
+from kvoffload_async.config import without_secrets
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 
 
@@ -25,8 +26,11 @@ def geometry_table(spec: TieringOffloadingSpec) -> Table:
     table.add_row("memory", f"{used_bytes:,} of {config.cpu_bytes_to_use:,} bytes")
     table.add_row("tokens a block", f"{config.block_size * config.blocks_per_chunk:,}")
     table.add_row("eviction policy", config.eviction_policy)
+    if config.status_socket is not None:
+        table.add_row("status socket", Text(config.status_socket))
     for number, tier in enumerate(config.secondary_tiers, 1):
-        options = ", ".join(f"{k}={json.dumps(v)}" for k, v in tier.items() if k != "type")
+        shown = {key: without_secrets(value, key) for key, value in tier.items() if key != "type"}
+        options = ", ".join(f"{key}={json.dumps(value)}" for key, value in shown.items())
         text = f"{tier['type']}: {options}" if options else str(tier["type"])
         table.add_row(f"secondary tier {number}", Text(text))
     if not config.secondary_tiers:

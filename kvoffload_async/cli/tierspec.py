@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 from kvoffload_async.cli.json_input import JsonInputError, parse_json
+from kvoffload_async.config import HIDDEN, without_user_info
 from kvoffload_async.errors import InputError
+
+_SECRET: Final = re.compile("((?:secret|password|token|account_key|sas_key)[a-z_]*=)[^,]*")
 
 
 def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
@@ -17,16 +21,18 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     Raises:
         InputError: There is no type, or an option is not `key=value`, or comes twice.
     """
+    shown = _SECRET.sub(rf"\1{HIDDEN}", without_user_info(text))
     tier_type, _, rest = text.partition(":")
     if not tier_type:
-        raise InputError(f"{flag} {text!r}: no type; give TYPE[:key=value,...]")
+        raise InputError(f"{flag} {shown!r}: no type; give TYPE[:key=value,...]")
     config: dict[str, Any] = {"type": tier_type}
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
         if not key or not equals:
-            raise InputError(f"{flag} {text!r}: expected key=value, got {option!r}")
+            got = without_user_info(option)
+            raise InputError(f"{flag} {shown!r}: expected key=value, got {got!r}")
         if key in config:
-            raise InputError(f"{flag} {text!r}: {key!r} is given twice")
+            raise InputError(f"{flag} {shown!r}: {key!r} is given twice")
         config[key] = _scalar(value)
     return config
 

@@ -59,6 +59,7 @@ class Breaker:
         state: Whether the tier is used in this direction.
         opened_at_s: When it was left alone last.
         reason: The error that it was left alone for, as text.
+        openings: How often it was.
     """
 
     def __init__(self, settings: BreakerSettings) -> None:
@@ -66,6 +67,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.opened_at_s = 0.0
         self.reason = ""
+        self.openings = 0
         self._faults = 0
         self._retry_at_s = 0.0
         self._tried_at_s = 0.0
@@ -111,6 +113,7 @@ class Breaker:
                 if self._faults < self.settings.fault_threshold:
                     return
                 self.opened_at_s = now_s
+                self.openings += 1
                 # Not str(): an error of a third party's may raise there.
                 self.reason = "".join(traceback.format_exception_only(error)).strip()
         self.state = _NEXT[before, event]

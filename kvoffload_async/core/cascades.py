@@ -19,6 +19,7 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierFullError,
 )
+from kvoffload_async.statistics import DropReason
 from kvoffload_async.types import JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
 
 Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
@@ -216,12 +217,12 @@ class Cascades:
             late = (record for record in tier.jobs.disowned() if not record.holds_slots)
             # Nobody will know their slots when the copies end.
             tier.counters.failed_store_blocks += sum(len(record.job.keys) for record in late)
-        self._drop_all()
+        self._drop_all("reset")
 
     def close(self) -> None:
         """Owe nothing any more: what still is owed is lost."""
         self._is_closed = True
-        self._drop_all()
+        self._drop_all("closed")
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -285,12 +286,12 @@ class Cascades:
         tier.counters.failed_store_blocks += backlog.failed(missed, now_s, counts=counts)
         self._watch_evictions()
 
-    def _drop_all(self) -> None:
+    def _drop_all(self, reason: DropReason) -> None:
         for request in self.parking.values():
             request.parked.clear()
         self.parking.clear()
         for tier, backlog in zip(self._tiers, self.backlogs, strict=True):
-            tier.counters.dropped_blocks += backlog.clear()
+            tier.counters.drop(reason, backlog.clear())
         self._watch_evictions()
 
     def _watch_evictions(self) -> None:
@@ -300,5 +301,5 @@ class Cascades:
     def _evicted(self, slots: Sequence[int]) -> None:
         for tier, backlog in zip(self._tiers, self.backlogs, strict=True):
             if backlog.count:
-                tier.counters.dropped_blocks += backlog.forget(slots)
+                tier.counters.drop("evicted", backlog.forget(slots))
         self._watch_evictions()

@@ -1,14 +1,37 @@
-"""Counters of the primary tier and of the planner; `kvoffload_async.statistics` explains them."""
+"""What the core counts; `kvoffload_async.statistics` explains the fields of the same names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvoffload_async import errors
+from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.core.histogram import Histogram
+from kvoffload_async.errors import BlockMissingError, CorruptBlockError
+from kvoffload_async.statistics import (
+    DROP_REASONS,
+    MISS_REASONS,
+    OTHER_ERROR,
+    SKIP_REASONS,
+    DropReason,
+    MissReason,
+    SkipReason,
+)
+from kvoffload_async.types import JobMetadata, JobResult
+
+_OWN_ERRORS: Final = frozenset(error for error in vars(errors).values() if isinstance(error, type))
 
 
 @dataclass(slots=True)
 class PrimaryCounters:
     """What the primary has done so far."""
 
+    lookups: int = 0
+    hits: int = 0
+    pending_hits: int = 0
+    misses: int = 0
     stored_blocks: int = 0
     loaded_blocks: int = 0
     evicted_blocks: int = 0
@@ -19,8 +42,119 @@ class PrimaryCounters:
 class PlannerCounters:
     """What the planner has done so far."""
 
+    lookups: int = 0
+    hits: int = 0
+    pending_hits: int = 0
+    retries: int = 0
+    block_hits: int = 0
+    block_misses: int = 0
     jobs_submitted: int = 0
     job_results: int = 0
     job_failures: int = 0
     promotions_refused: int = 0
     deferrals_expired: int = 0
+    misses: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
+    decision_seconds: Histogram = field(default_factory=Histogram)
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What the planner, or a manager alone, has had of a tier so far."""
+
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    undecided: int = 0
+    submitted_jobs: int = 0
+    submitted_loads: int = 0
+    finished_jobs: int = 0
+    finished_loads: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    failed_jobs: int = 0
+    failed_loads: int = 0
+    failed_blocks: int = 0
+    dropped_blocks: int = 0
+    late_blocks: int = 0
+    failed_store_blocks: int = 0
+    skipped_lookups: dict[SkipReason, int] = field(
+        default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0)
+    )
+    dropped: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
+    failed_jobs_by_error: dict[str, int] = field(default_factory=dict)
+
+    def submit(self, job: JobMetadata) -> None:
+        """Count a job that was submitted."""
+        self.submitted_jobs += 1
+        self.submitted_loads += job.is_promotion
+
+    def count(self, job: JobMetadata, result: JobResult) -> None:
+        """Count a job that has its result."""
+        self.finished_jobs += 1
+        self.finished_loads += job.is_promotion
+        if not result.success:
+            self.failed_jobs += 1
+            self.failed_loads += job.is_promotion
+            kind = _kind_of(result.error)
+            self.failed_jobs_by_error[kind] = self.failed_jobs_by_error.get(kind, 0) + 1
+        num_bytes = result.transfer_bytes or 0
+        landed = len(job.keys) if result.success else len(result.successful_keys or ())
+        self.failed_blocks += len(job.keys) - landed
+        if job.is_promotion:
+            self.loaded_bytes += num_bytes
+            self.loaded_blocks += landed
+        else:
+            self.stored_bytes += num_bytes
+            self.stored_blocks += landed
+
+    def drop(self, reason: DropReason, num_blocks: int) -> None:
+        """Count blocks that the tier was owed and does not get."""
+        self.dropped_blocks += num_blocks
+        self.dropped[reason] += num_blocks
+
+
+@dataclass(slots=True)
+class JobDurations:
+    """How long the jobs of one direction took; see `DurationStatistics`."""
+
+    total: Histogram = field(default_factory=Histogram)
+    queue: Histogram = field(default_factory=Histogram)
+    copy: Histogram = field(default_factory=Histogram)
+
+    def observe(self, seconds: float, queue_s: float | None) -> None:
+        """Note the end of a job; `queue_s` is None where it never began."""
+        self.total.observe(seconds)
+        if queue_s is not None:
+            self.queue.observe(queue_s)
+            self.copy.observe(seconds - queue_s)
+
+
+@dataclass(slots=True)
+class TierObservations:
+    """What a tier has told of itself so far, whoever submits its jobs."""
+
+    corrupt_blocks: int = 0
+    missing_blocks: int = 0
+    evicted_blocks: int = 0
+    refused_keys: int = 0
+    load_seconds: JobDurations = field(default_factory=JobDurations)
+    store_seconds: JobDurations = field(default_factory=JobDurations)
+
+    def settled(self, job: JobMetadata, event: JobSettled) -> None:
+        """Note a job whose bytes have stopped moving."""
+        durations = self.load_seconds if job.is_promotion else self.store_seconds
+        durations.observe(event.seconds, event.queue_s)
+        if event.failures:
+            self._failed(event.failures.values())
+
+    def _failed(self, failures: Iterable[Exception]) -> None:
+        for error in failures:
+            self.corrupt_blocks += isinstance(error, CorruptBlockError)
+            self.missing_blocks += isinstance(error, BlockMissingError)
+
+
+def _kind_of(error: Exception | None) -> str:
+    """Return the name of an error's class, of which there are few; a third party's is none."""
+    return type(error).__name__ if type(error) in _OWN_ERRORS else OTHER_ERROR

@@ -20,6 +20,8 @@ class StartProbe:
 
     generation: int
     keys: tuple[OffloadKey, ...]
+    chains: tuple[tuple[OffloadKey, ...], ...] = ()
+    """The same keys as chains, head to tail, for a tier that is asked for the longest heads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,12 @@ from typing import Final
 
 from kvoffload_async.core.effects import StartProbe
 from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.types import LookupResult, OffloadKey
+from kvoffload_async.types import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    get_offload_group_idx,
+)
 
 KeysDecided = Callable[[Sequence[OffloadKey]], object]
 """Told of keys of which more is known now; must call nothing of the core."""
@@ -62,6 +67,11 @@ class KeyIndex(ABC):
         """A request ended."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether all of the tier's contents are known here."""
+        return False
+
+    @property
     def is_waiting(self) -> bool:
         """Whether an answer is outstanding."""
         return False
@@ -104,6 +114,11 @@ class ExactIndex(KeyIndex):
         found = self._present.find(keys)
         return [key for key, number in zip(keys, found, strict=True) if number is None]
 
+    @property
+    def is_exact(self) -> bool:
+        """True."""
+        return True
+
     def __len__(self) -> int:
         return len(self._present)
 
@@ -123,18 +138,23 @@ class ProbedIndex(KeyIndex):
     generation is answered once, so that a late answer is never taken for that of a later probe.
     """
 
-    def __init__(self, concurrent_probes: int, keys_per_probe: int = 4096) -> None:
+    def __init__(
+        self, concurrent_probes: int, keys_per_probe: int = 4096, *, keeps_order: bool = False
+    ) -> None:
         """Start empty.
 
         Args:
             concurrent_probes: Probes in flight at once; a hung one delays no other.
             keys_per_probe: Bound on one batch; the rest waits for the next step.
+            keeps_order: Whether probes say which keys are a chain; see `_chains`.
         """
         self._concurrent_probes = concurrent_probes
         self._keys_per_probe = keys_per_probe
+        self._keeps_order = keeps_order
         self._verdicts = KeyMap()
         self._by_request: dict[Hashable, dict[OffloadKey, None]] = {}
-        self._pending: dict[OffloadKey, None] = {}
+        self._pending: dict[OffloadKey, Hashable] = {}
+        """Queued keys in the order of their lookups, with the first request that asked."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
@@ -143,7 +163,7 @@ class ProbedIndex(KeyIndex):
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = _PENDING
-            self._pending[key] = None
+            self._pending[key] = request
         asked = self._by_request.setdefault(request, {})
         if key not in asked:
             asked[key] = None
@@ -168,11 +188,12 @@ class ProbedIndex(KeyIndex):
             return None
         self._generation += 1
         keys = tuple(islice(self._pending, self._keys_per_probe))
+        chains = self._chains(keys) if self._keeps_order else ()
         for key in keys:
             del self._pending[key]
         self._enter(keys, _IN_FLIGHT)
         self._in_flight[self._generation] = keys
-        return StartProbe(self._generation, keys)
+        return StartProbe(self._generation, keys, chains)
 
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
         """Resolve the keys that were asked in this generation and are still waiting for it."""
@@ -207,6 +228,24 @@ class ProbedIndex(KeyIndex):
 
     def __len__(self) -> int:
         return len(self._verdicts)
+
+    def _chains(self, keys: Sequence[OffloadKey]) -> tuple[tuple[OffloadKey, ...], ...]:
+        """Return queued keys as chains: of one request and KV-cache group, head to tail.
+
+        A group that is looked up from its tail on, for a sliding window, has chains of one key:
+        there a block may be present, and of use, without those before it.
+        """
+        chains: dict[tuple[Hashable, int, int], list[OffloadKey]] = {}
+        last: dict[tuple[Hashable, int], tuple[int, int]] = {}
+        for key in keys:
+            request, group = self._pending[key], get_offload_group_idx(key)
+            position = request.key_positions.get(key, 0) if isinstance(request, ReqContext) else 0
+            number, before = last.get((request, group), (0, position))
+            if position < before:
+                number += 1
+            last[request, group] = (number, position)
+            chains.setdefault((request, group, number), []).append(key)
+        return tuple(map(tuple, chains.values()))
 
     def _known(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[OffloadKey, int]]:
         """Yield those of the keys that have a verdict, with it."""

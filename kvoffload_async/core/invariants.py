@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """Something that always holds of a subject.
 
     Attributes:
-        name: P1 to P23.
+        name: P1 to P24.
         statement: What always holds.
         violations: Returns what does not, in words.
     """
@@ -49,6 +49,39 @@ def jobs_are_counted(planner: Planner) -> Iterator[str]:
             f"{counters.jobs_submitted} jobs were submitted and {counters.job_results} reported, "
             f"but {len(planner.jobs)} are under way"
         )
+
+
+def counters_add_up(planner: Planner) -> Iterator[str]:
+    """P24."""
+    of_planner, of_primary = planner.counters, planner.primary.counters
+    sums = [
+        (
+            "lookups of the planner",
+            of_planner.lookups,
+            of_planner.hits
+            + of_planner.pending_hits
+            + of_planner.retries
+            + sum(of_planner.misses.values()),
+        ),
+        (
+            "lookups of the primary",
+            of_primary.lookups,
+            of_primary.hits + of_primary.pending_hits + of_primary.misses,
+        ),
+        ("pins of loads", planner.primary.loading.num_pins, planner.primary.loads().total()),
+    ]
+    for tier in planner.tiers:
+        of, name = tier.counters, tier.name
+        ended = of.finished_jobs + tier.jobs.unreported_count
+        sums += [
+            (f"lookups of {name}", of.lookups, of.hits + of.misses + of.undecided),
+            (f"jobs of {name}", of.submitted_jobs, ended),
+            (f"failed jobs of {name}", of.failed_jobs, sum(of.failed_jobs_by_error.values())),
+            (f"dropped blocks of {name}", of.dropped_blocks, sum(of.dropped.values())),
+        ]
+    for what, whole, parts in sums:
+        if whole != parts:
+            yield f"{whole} {what} are counted, but their parts are {parts}"
 
 
 def slots_are_partitioned(planner: Planner) -> Iterator[str]:
@@ -303,6 +336,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "what a tier is owed is readable and watched, and goes to it as soon as there is room",
         what_is_owed_is_readable,
     ),
+    Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),
 )
 
 

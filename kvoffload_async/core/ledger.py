@@ -83,7 +83,7 @@ class Ledger:
 
     def __init__(self, slot_bytes: int) -> None:
         """Start empty; a slot counts as `slot_bytes` in a result's bytes."""
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self._records: dict[JobId, JobRecord] = {}
         self._unfinished = 0
         self.queued_count = 0
@@ -150,6 +150,11 @@ class Ledger:
         return self._unfinished
 
     @property
+    def unreported_count(self) -> int:
+        """Jobs whose result has not been taken."""
+        return self._unfinished + len(self._ended)
+
+    @property
     def has_ended(self) -> bool:
         """Whether `take_ended` would return anything."""
         return bool(self._ended)
@@ -202,7 +207,8 @@ class Ledger:
             success=error is None,
             successful_keys=frozenset(landed) if error else None,
             transfer_time=event.seconds,
-            transfer_bytes=(len(job.keys) - len(failures)) * self._slot_bytes
+            queue_time=event.queue_s,
+            transfer_bytes=(len(job.keys) - len(failures)) * self.slot_bytes
             if event.job_error is None
             else 0,
             error=error,

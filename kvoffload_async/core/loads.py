@@ -17,11 +17,14 @@ class Loads:
 
     def __init__(self) -> None:
         self._loads: dict[ReqContext, Counter[OffloadKey]] = {}
+        self.num_pins = 0
+        """How many pins they hold; a block may have several."""
 
     def begin(self, ctx: ReqContext, keys: Collection[OffloadKey]) -> None:
         """Note that a request loads blocks."""
         if keys:
             self._loads.setdefault(ctx, Counter()).update(keys)
+            self.num_pins += len(keys)
 
     def end(
         self, ctx: ReqContext, keys: Sequence[OffloadKey], *, may_be_unknown: bool
@@ -43,11 +46,14 @@ class Loads:
                 del loads[key]
         if not loads:
             self._loads.pop(ctx, None)
-        return tuple(known.elements())
+        ended = tuple(known.elements())
+        self.num_pins -= len(ended)
+        return ended
 
     def clear(self) -> None:
         """Forget them all."""
         self._loads.clear()
+        self.num_pins = 0
 
     def total(self) -> Counter[OffloadKey]:
         """Return how many loads pin each block."""

@@ -18,6 +18,7 @@ from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.retention import Retention
+from kvoffload_async.core.search import TierSearch
 from kvoffload_async.core.shares import PlannerLimits, Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.core.touches import Touches
@@ -42,14 +43,12 @@ class Planner:
 
     Attributes:
         now_s: When the step began.
-        sources: Who answers a lookup in each tier: its state, or an observer around that.
     """
 
     def __init__(self, primary: Primary, tiers: Sequence[TierState], limits: PlannerLimits) -> None:
         """Start with an empty primary in front of `tiers`, in the order of their lookup."""
         self.primary = primary
         self.tiers = tuple(tiers)
-        self.sources: list[TierLookup] = list(self.tiers)
         self.limits = limits
         self.counters = PlannerCounters()
         self.shares = Shares(
@@ -61,6 +60,7 @@ class Planner:
         )
         self.retention = Retention(primary, self.shares, limits.promotion_slots, limits.deferral_s)
         self.promotions = Promotions(primary, self.tiers, self.shares, self.retention)
+        self._search = TierSearch(self.tiers, self.promotions, self.counters)
         self.requests: dict[ReqContext, RequestState] = {}
         self._newest: dict[str, RequestState] = {}
         """Request id -> the live request that has it; of several, the one that came last."""
@@ -78,6 +78,11 @@ class Planner:
         self._found = self.retention.found
         self._next_job_id: JobId = 0
         self.begin_step(0.0)
+
+    @property
+    def sources(self) -> list[TierLookup]:
+        """Who answers a lookup in each tier: its state, or an observer put around that."""
+        return self._search.sources
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
@@ -98,6 +103,7 @@ class Planner:
         request = self._live_request(ctx)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
+        self._decide(request)
         self.retention.proceed(request)
         self._end_if_done(request)
 
@@ -108,20 +114,28 @@ class Planner:
             StateError: The request is unknown or has finished.
         """
         request = self._live_request(ctx)
+        counters, in_primary = self.counters, self.primary.counters
         if request is not self._asking:
-            self._asking = request
-            self.retention.begin_round(request, self.now_s)
+            self._begin_round(request)
+        counters.lookups += 1
+        in_primary.lookups += 1
         answer = self.primary.lookup(key)
         if answer is LookupResult.HIT:
+            counters.hits += 1
+            in_primary.hits += 1
+            counters.block_hits += request.decides(key)
             self._found.append(key)
             return answer
-        if answer is LookupResult.MISS and not request.is_expired:
-            answer = self._search(key, request)
+        if answer is LookupResult.HIT_PENDING:
+            in_primary.pending_hits += 1
+        else:
+            in_primary.misses += 1
+            answer = self._search.look(key, request, self.now_s, is_paused=self.promotions_paused)
+        if answer is not LookupResult.MISS:
+            answer = self._search.defer(answer, request, self.now_s, self.limits.deferral_s)
         if answer is LookupResult.MISS:
-            return answer
-        if request.defer(self.now_s, self.limits.deferral_s):
-            self.counters.deferrals_expired += 1
-        return LookupResult.MISS if request.is_expired else answer
+            counters.block_misses += request.decides(key)
+        return answer
 
     def prepare_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> list[int]:
         """Pin keys that were HIT in this step; return their slots, in key order."""
@@ -129,7 +143,7 @@ class Planner:
         slots = self.primary.prepare_load(ctx, keys)
         self.retention.load(request, keys)
         self._asking = None
-        request.proceed()
+        self._decide(request)
         return slots
 
     def on_request_scheduled(self, ctx: ReqContext) -> bool:
@@ -240,9 +254,8 @@ class Planner:
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
-        """The jobs without a result, each with its tier, oldest first. For inspection."""
+        """The jobs without a result, each with its tier. For inspection."""
         jobs = [(i, job) for i, tier in enumerate(self.tiers) for job in tier.jobs.unreported()]
-        jobs.sort(key=lambda at: at[1].job_id)
         return {job.job_id: (index, job) for index, job in jobs}
 
     @property
@@ -324,8 +337,21 @@ class Planner:
         else:
             self.cascades.released(index, record, self.now_s)
 
+    def _begin_round(self, request: RequestState) -> None:
+        """Note that a request asks, and that others, or nobody, have asked before it."""
+        self._asking = request
+        self.retention.begin_round(request, self.now_s)
+
+    def _decide(self, request: RequestState) -> bool:
+        """Note that a request waits for no lookup any more; return whether it has."""
+        asked_s = request.proceed()
+        if asked_s is None:
+            return False
+        self.counters.decision_seconds.observe(self.now_s - asked_s)
+        return True
+
     def _proceed(self, request: RequestState) -> None:
-        request.proceed()
+        self._decide(request)
         if request.waits or request.retained:
             self.retention.proceed(request)
             self._asking = None
@@ -337,24 +363,6 @@ class Planner:
                 f"request {ctx.req_id!r} is unknown or has finished: call on_new_request first"
             )
         return request
-
-    def _search(self, key: OffloadKey, request: RequestState) -> LookupResult:
-        """Ask the tiers in order; the first that has the key promotes it."""
-        if self.promotions_paused:
-            return LookupResult.MISS
-        unknown = False
-        for index, tier in enumerate(self.tiers):
-            if (index, key) in request.failed or not tier.may_load(request.ctx, self.now_s):
-                continue
-            answer = self.sources[index].lookup(key, request.ctx)
-            if answer is LookupResult.HIT:
-                if self.promotions.reserve(index, request, key):
-                    return LookupResult.HIT_PENDING
-                self.counters.promotions_refused += 1
-                return LookupResult.MISS
-            # A tier has no pending hits; one that says so does not know yet.
-            unknown = unknown or answer is not LookupResult.MISS
-        return LookupResult.RETRY if unknown else LookupResult.MISS
 
     def _submit(
         self,

@@ -73,7 +73,8 @@ class Primary(ResidentBlocks):
         self._recency = RecencyLog(self._rank)
         self._accept_prefix = accept_prefix
         self._admission = admission
-        self._loads = Loads()
+        self.loading = Loads()
+        """Which request loads which blocks. To be read only."""
         refs = self._refs
         self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
         self._writing = 0
@@ -121,7 +122,7 @@ class Primary(ResidentBlocks):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
         self.counters.loaded_blocks += len(keys)
-        self._loads.begin(ctx, keys)
+        self.loading.begin(ctx, keys)
         self._recency.note(ctx, keys, reused=True)
         return slots
 
@@ -140,7 +141,7 @@ class Primary(ResidentBlocks):
         """
         if generation in {None, self.generation}:
             may_be_unknown = self.generation > 0
-            self.unpin(self._loads.end(ctx, keys, may_be_unknown=may_be_unknown))
+            self.unpin(self.loading.end(ctx, keys, may_be_unknown=may_be_unknown))
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Primary(ResidentBlocks):
         self.event_log.add(removed, removed=True)
         self._blocks.clear()
         self._writers.clear()
-        self._loads.clear()
+        self.loading.clear()
         self._policy.clear()
         if self._admission is not None:
             self._admission.clear()
@@ -314,7 +315,7 @@ class Primary(ResidentBlocks):
 
     def loads(self) -> Counter[OffloadKey]:
         """Return how many loads pin each key. For invariants and inspection."""
-        return self._loads.total()
+        return self.loading.total()
 
     # -- inside ---------------------------------------------------------------------------------
 

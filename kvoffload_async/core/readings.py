@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any, Final
 
-from kvoffload_async.core.breaker import Breaker
-from kvoffload_async.core.counters import PlannerCounters, PrimaryCounters
+from kvoffload_async.core.breaker import BreakerState
+from kvoffload_async.core.counters import (
+    JobDurations,
+    PlannerCounters,
+    PrimaryCounters,
+    TierCounters,
+    TierObservations,
+)
+from kvoffload_async.core.histogram import Histogram
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.tier_state import TierCounters, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.statistics import (
+    DurationStatistics,
     PlannerStatistics,
     PrimaryStatistics,
     SlotStatistics,
@@ -19,22 +28,13 @@ from kvoffload_async.statistics import (
 )
 
 
-def _shown(statistics: type[Any], counters: type[Any]) -> tuple[str, ...]:
-    """Return the names of the counters that statistics have a field for."""
-    names = {field.name for field in fields(statistics)}
-    return tuple(field.name for field in fields(counters) if field.name in names)
-
-
-_OF_PRIMARY: Final = _shown(PrimaryStatistics, PrimaryCounters)
-_OF_TIER: Final = _shown(TierStatistics, TierCounters)
-_OF_PLANNER: Final = _shown(PlannerStatistics, PlannerCounters)
-
-
-def read_primary(primary: Primary) -> PrimaryStatistics:
-    """Return how the primary is."""
+def read_primary(primary: Primary, row_bytes: int = 0) -> PrimaryStatistics:
+    """Return how the primary is; `row_bytes` is 0 where there is no memory behind it."""
     return PrimaryStatistics(
-        **_counted(primary.counters, _OF_PRIMARY),
+        **_of_primary(primary.counters),
         slots=SlotStatistics(**primary.counts),
+        row_bytes=row_bytes,
+        load_pins=primary.loading.num_pins,
         events_dropped=primary.event_log.dropped,
     )
 
@@ -60,33 +60,73 @@ def read_tier(
         owed_blocks: Blocks that wait in the primary for room in the tier.
         gauges: What the tier says of itself.
     """
+    counters, health, jobs = state.counters, state.health, state.jobs
+    figures = gauges or {}
     return TierStatistics(
-        **_counted(state.counters, _OF_TIER),
+        **_of_tier(counters),
+        **_of_observed(own.observed),
         name=name,
-        failed_bytes=state.counters.failed_blocks * row_bytes,
-        dropped_bytes=state.counters.dropped_blocks * row_bytes,
-        jobs_in_flight=state.jobs.unfinished_count,
-        queued_jobs=state.jobs.queued_count + waiting_jobs,
-        overdue_jobs=state.jobs.disowned_count,
+        failed_bytes=counters.failed_blocks * row_bytes,
+        dropped_bytes=counters.dropped_blocks * row_bytes,
+        jobs_in_flight=jobs.unreported_count,
+        loads_in_flight=counters.submitted_loads - counters.finished_loads,
+        queued_jobs=jobs.queued_count + waiting_jobs,
+        overdue_jobs=jobs.disowned_count,
         cascading_blocks=state.cascading_blocks,
+        promoting_blocks=state.promotion_slots,
         owed_blocks=owed_blocks,
-        breakers={"load": _word(state.health.loads), "store": _word(state.health.stores)},
+        breakers={"load": _WORDS[health.loads.state], "store": _WORDS[health.stores.state]},
+        breaker_openings={"load": health.loads.openings, "store": health.stores.openings},
         probes_outstanding=own.index.probes_outstanding,
         events_dropped=own.event_log.dropped,
-        gauges=dict(gauges or {}),
+        used_bytes=figures.get("used_bytes"),
+        capacity_bytes=figures.get("capacity_bytes"),
+        gauges=dict(figures),
     )
 
 
 def read_planner(planner: Planner) -> PlannerStatistics:
     """Return what the planner has done."""
     return PlannerStatistics(
-        **_counted(planner.counters, _OF_PLANNER), requests=len(planner.requests)
+        **_of_planner(planner.counters),
+        requests=len(planner.requests),
+        retained_blocks=planner.retention.retained_slots,
     )
 
 
-def _counted(counters: object, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(counters, name) for name in names}
+def _read_durations(durations: JobDurations) -> DurationStatistics:
+    return DurationStatistics(
+        total=durations.total.read(), queue=durations.queue.read(), copy=durations.copy.read()
+    )
 
 
-def _word(breaker: Breaker) -> str:
-    return breaker.state.name.lower()
+_HOW: Final[dict[type[Any], Callable[[Any], Any]]] = {
+    dict: dict,
+    Histogram: Histogram.read,
+    JobDurations: _read_durations,
+}
+"""How what is not a number is read, so that it does not change afterwards."""
+
+
+def _reader(counters: type[Any]) -> Callable[[object], dict[str, Any]]:
+    """Return what reads counters by name, which are those of the statistics' fields."""
+    fresh = counters()
+    kinds = {field.name: type(getattr(fresh, field.name)) for field in fields(counters)}
+    others = tuple((name, _HOW[kind]) for name, kind in kinds.items() if kind in _HOW)
+    names = tuple(kinds)
+    get_all = attrgetter(*names)  # several times as fast as getattr in a loop
+
+    def read(counted: object) -> dict[str, Any]:
+        found = dict(zip(names, get_all(counted), strict=True))
+        for name, how in others:
+            found[name] = how(found[name])
+        return found
+
+    return read
+
+
+_of_primary: Final = _reader(PrimaryCounters)
+_of_planner: Final = _reader(PlannerCounters)
+_of_tier: Final = _reader(TierCounters)
+_of_observed: Final = _reader(TierObservations)
+_WORDS: Final = {state: state.name.lower() for state in BreakerState}

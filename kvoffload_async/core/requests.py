@@ -11,8 +11,10 @@ class RequestState:
     """One request, from `on_new_request` until every tier was told that it has finished."""
 
     __slots__ = (
+        "_decided",
         "_deferred_at_s",
         "_deferred_s",
+        "_undecided_since_s",
         "asked_at_s",
         "ctx",
         "failed",
@@ -52,6 +54,8 @@ class RequestState:
         """Promotions that failed: not tried again for this request."""
         self._deferred_s = 0.0
         self._deferred_at_s: float | None = None
+        self._undecided_since_s: float | None = None
+        self._decided: set[OffloadKey] = set()
 
     @property
     def can_end(self) -> bool:
@@ -77,9 +81,30 @@ class RequestState:
         self.is_expired = True
         return True
 
-    def proceed(self) -> None:
-        """Note that the request was scheduled: it is not being deferred any more."""
+    def begin_round(self, now_s: float) -> None:
+        """Note that the request asks."""
+        self.asked_at_s = now_s
+        self.waits = not self.is_expired
+        if self._undecided_since_s is None:
+            self._undecided_since_s = now_s
+
+    def decides(self, key: OffloadKey) -> bool:
+        """Note that a key is certainly found, or not; return whether that is new."""
+        decided = self._decided
+        if key in decided:
+            return False
+        decided.add(key)
+        return True
+
+    def proceed(self) -> float | None:
+        """Note that the request was scheduled: it is not being deferred any more.
+
+        Returns:
+            Since when it has asked; None: it has not, since it last proceeded.
+        """
+        since_s, self._undecided_since_s = self._undecided_since_s, None
         self._deferred_at_s = None
+        return since_s
 
     def forget_blocks(self) -> None:
         """Forget what a reset of the primary has made void."""

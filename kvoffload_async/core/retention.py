@@ -85,8 +85,7 @@ class Retention:
     def begin_round(self, request: RequestState, now_s: float) -> None:
         """Note that a request asks: what is appended to `found` from here on is its own."""
         self._rounds.append((request, len(self.found)))
-        request.asked_at_s = now_s
-        request.waits = not request.is_expired
+        request.begin_round(now_s)
 
     def retain(
         self, request: RequestState, keys: Iterable[OffloadKey], *, promoted: bool = False

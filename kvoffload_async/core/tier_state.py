@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvoffload_async.abc.events import (
@@ -17,10 +16,11 @@ from kvoffload_async.abc.events import (
 )
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.counters import TierCounters, TierObservations
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import TierHealth
-from kvoffload_async.core.index import ExactIndex, KeyIndex
+from kvoffload_async.core.index import KeyIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -28,6 +28,7 @@ from kvoffload_async.errors import (
     StateError,
     TierClosedError,
 )
+from kvoffload_async.statistics import SkipReason
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -51,44 +52,6 @@ class TierLookup(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class TierCounters:
-    """What a tier has done so far.
-
-    Attributes:
-        dropped_blocks: Evicted from the primary, or given up, before the tier had room for them.
-        late_blocks: Submitted after they had waited for room.
-        failed_store_blocks: Not stored, for a reason that does not pass, or too often to go on.
-        refused_keys: What the tier announced that is no key.
-    """
-
-    stored_blocks: int = 0
-    loaded_blocks: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    failed_jobs: int = 0
-    failed_loads: int = 0
-    failed_blocks: int = 0
-    dropped_blocks: int = 0
-    late_blocks: int = 0
-    failed_store_blocks: int = 0
-    refused_keys: int = 0
-
-    def count(self, job: JobMetadata, result: JobResult) -> None:
-        """Count a job that has its result."""
-        self.failed_jobs += not result.success
-        self.failed_loads += job.is_promotion and not result.success
-        num_bytes = result.transfer_bytes or 0
-        landed = len(job.keys) if result.success else len(result.successful_keys or ())
-        self.failed_blocks += len(job.keys) - landed
-        if job.is_promotion:
-            self.loaded_bytes += num_bytes
-            self.loaded_blocks += landed
-        else:
-            self.stored_bytes += num_bytes
-            self.stored_blocks += landed
-
-
 class TierState:
     """Everything that the owner knows of one tier; driven by the planner, or by a manager alone.
 
@@ -104,6 +67,8 @@ class TierState:
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots of promotions, from their reservation until their block has landed or
             was given up, and no copy runs.
+        counters: What was submitted, and what has become of it.
+        observed: What the tier's own events have told.
         effects: What waits to be handed over.
         event_log: What `take_events` tells, and what of it was dropped.
         health: When the planner leaves a failing tier alone.
@@ -143,6 +108,7 @@ class TierState:
         self.backpressure = backpressure
         self.cascading_blocks = self.promotion_slots = 0
         self.counters = TierCounters()
+        self.observed = TierObservations()
         self.event_log = events
         self.effects: list[TierEffect] = []
         self.is_available = True
@@ -154,13 +120,16 @@ class TierState:
         """Return HIT, MISS or RETRY, from memory."""
         return self.index.lookup(key, req_context)
 
-    def may_load(self, ctx: ReqContext, now_s: float) -> bool:
-        """Tell whether a request may be promoted from here now."""
-        return (
-            self.is_available
-            and self.health.loads.permits(now_s)
-            and any(matcher.matches(self.medium, self.locality) for matcher in ctx.load_tier_filter)
-        )
+    def skips_load(self, ctx: ReqContext, now_s: float) -> SkipReason | None:
+        """Return why a request cannot be promoted from here now; None: it can."""
+        if not self.is_available:
+            return "unavailable"
+        if not self.health.loads.permits(now_s):
+            return "suspended"
+        for matcher in ctx.load_tier_filter:
+            if matcher.matches(self.medium, self.locality):
+                return None
+        return "filtered"
 
     def takes_store(self, now_s: float) -> bool:
         """Tell whether one more cascade may be submitted now."""
@@ -175,7 +144,7 @@ class TierState:
     @property
     def is_exact(self) -> bool:
         """Whether all of the tier's contents are known here."""
-        return isinstance(self.index, ExactIndex)
+        return self.index.is_exact
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those of the keys that the tier is known not to have."""
@@ -233,6 +202,7 @@ class TierState:
             raise StateError(
                 f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
             )
+        self.counters.submit(job)
         if not self.jobs.accept(job):
             return
         if self._closed:
@@ -302,10 +272,11 @@ class TierState:
                 self.index.appeared(event.keys)
                 self.event_log.add(event.keys, removed=False)
             case BlocksEvicted():
+                self.observed.evicted_blocks += len(event.keys)
                 self.index.vanished(event.keys, surely=True)
                 self.event_log.add(event.keys, removed=True)
             case AnnouncementRefused():  # pragma: no branch - no other event exists
-                self.counters.refused_keys += event.num_keys
+                self.observed.refused_keys += event.num_keys
 
     def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
         """Detach the planner's jobs that have a result since the last call, and count them."""
@@ -347,6 +318,7 @@ class TierState:
 
     def _settle(self, event: JobSettled) -> None:
         job = self.jobs.handle(event)
+        self.observed.settled(job, event)
         if event.job_error is not None:
             if job.is_promotion:
                 self.index.vanished(job.keys, surely=False)

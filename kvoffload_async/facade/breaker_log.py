@@ -35,7 +35,8 @@ class BreakerLog:
                     continue
                 self._suspended.add((index, direction))
                 logger.warning(
-                    "tier %s: %s are suspended, and tried again after %s s: %s",
+                    "tier %s: %s are suspended, and tried again after %s s: %s; the engine does "
+                    "without them until then: mend what the error names",
                     tier.name,
                     direction,
                     breaker.settings.retry_after_s,

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvoffload_async.core.counters import TierCounters
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.tier_state import TierCounters
 
 logger = logging.getLogger(__name__)
 

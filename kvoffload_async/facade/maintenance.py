@@ -12,13 +12,15 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 
 
 async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
-    """Return the stores that a directory is, or that lie in it, by kind and name.
+    """Return the stores that a directory is, or that lie in it or below a URL, by kind and name.
 
     Raises:
         InputError: It cannot be read, or there is none.
     """
     kinds, unusable = await asyncio.to_thread(_kinds)
-    root = _absolute(directory)
+    is_url = "://" in str(directory)
+    kinds = [kind for kind in kinds if kind.takes_urls is is_url]
+    root = str(directory) if is_url else _absolute(directory)
     found = [store for kind in kinds for store in await kind.find(root)]
     certain = {store.folder for store in found if not store.has_generic_name}
     stores = [s for s in found if not s.has_generic_name or s.folder not in certain]
@@ -26,7 +28,9 @@ async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
         return stores
     wanted = " and ".join(f"no {kind.tier_type} store ({kind.appearance})" for kind in kinds)
     unknown = "".join(f"; {name} cannot be asked: {why}" for name, why in unusable.items())
-    raise InputError(f"{root}: {wanted} in it; give the tier's root_dir{unknown}")
+    raise InputError(
+        f"{root}: {wanted} in it; give the tier's {'url' if is_url else 'root_dir'}{unknown}"
+    )
 
 
 def _absolute(directory: str | Path) -> str:

@@ -9,9 +9,10 @@ from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.readings import read_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.facade.representation import primary_text
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -71,7 +72,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         )
         """The accounting itself. For the composing manager, invariants and inspection."""
         self._buffer = buffer
+        self._row_bytes = 0 if buffer is None else buffer.view.nbytes // num_blocks
         self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else primary_text(self.core)
+        return f"<{type(self).__name__}: {state}>"
 
     def get_primary_kv_view(self) -> memoryview:
         """Return the slots' memory, shape `[num_slots, slot_bytes]` uint8, C-contiguous.
@@ -88,7 +94,15 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return self.core.lookup(key)
+        counters, answer = self.core.counters, self.core.lookup(key)
+        counters.lookups += 1
+        if answer is LookupResult.HIT:
+            counters.hits += 1
+        elif answer is LookupResult.MISS:
+            counters.misses += 1
+        else:
+            counters.pending_hits += 1
+        return answer
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         return CPULoadStoreSpec(
@@ -131,7 +145,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def stats(self) -> OffloadingStatistics:
         """Return what the primary has done so far, and how it is now; also when it is closed."""
-        return OffloadingStatistics(primary=read_primary(self.core))
+        return OffloadingStatistics(primary=self.primary_stats())
+
+    def primary_stats(self) -> PrimaryStatistics:
+        """Return the primary's part of `stats`."""
+        return read_primary(self.core, self._row_bytes)
 
     def reset_cache(self) -> None:
         self.core.reset()

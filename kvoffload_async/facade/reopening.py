@@ -184,13 +184,19 @@ class ReopeningTierManager(SecondaryTierManager):
         if self._opened_tier is not None:
             self._opened_tier.announce_anew()
 
-    def stats(self, state: TierState | None = None) -> TierStatistics:
+    def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
         if self._opened_tier is not None:
-            return SecondaryTierManager.stats(self._opened_tier, state)
+            return SecondaryTierManager.stats(self._opened_tier, state, owed_blocks)
         state = state or TierState(
             self.tier_type, ExactIndex(), 0, EventLog(self.medium, enabled=False)
         )
-        return read_tier(state, state, name=self._name or self.tier_type, row_bytes=self._row_bytes)
+        return read_tier(
+            state,
+            state,
+            name=self._name or self.tier_type,
+            row_bytes=self._row_bytes,
+            owed_blocks=owed_blocks,
+        )
 
     @property
     def ownership(self) -> str | None:
@@ -199,6 +205,10 @@ class ReopeningTierManager(SecondaryTierManager):
     @ownership.setter
     def ownership(self, name: str) -> None:
         self._name = name
+
+    def __repr__(self) -> str:
+        state = "not open yet" if self._opened_tier is None else repr(self._opened_tier)
+        return f"<{type(self).__name__} {self._name or self.tier_type}: {state}>"
 
     # -- the calls that wait --------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
+from kvoffload_async.facade.representation import counted
 from kvoffload_async.facade.storage import config_of, identity_of
+from kvoffload_async.facade.tier_index import create_index
 from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
@@ -87,6 +88,7 @@ class SecondaryTierManager:
         n_read_threads: int | None = None,
         n_write_threads: int = 1,
         enable_kv_events: bool = False,
+        min_blocks: int = 1,
         backpressure_detector: Backpressure | None = None,
         model: str | None = None,
         fingerprint: str | None = None,
@@ -112,6 +114,9 @@ class SecondaryTierManager:
             n_read_threads: I/O threads that prefer loads; None: one less than usable CPUs, 1 to 3.
             n_write_threads: I/O threads that prefer stores.
             enable_kv_events: Record events for `take_events`.
+            min_blocks: Blocks that a request must miss in the primary and the tiers before this
+                one, at least, for this one to be asked: where loading fewer takes longer than
+                computing them.
             backpressure_detector: See the class.
             model: Name of the model whose blocks these are; by default the spec's.
             fingerprint: Content of the model's weights and whatever else KV bytes depend on; by
@@ -143,6 +148,7 @@ class SecondaryTierManager:
                 "n_read_threads": n_read_threads,
                 "n_write_threads": n_write_threads,
                 "enable_kv_events": enable_kv_events,
+                "min_blocks": min_blocks,
                 **labels,
             }
         )
@@ -165,11 +171,6 @@ class SecondaryTierManager:
         self._view = memoryview(primary_kv_view)
         self._row_bytes = shape[1]
         self._gauges_failed = False
-        index: KeyIndex = (
-            ExactIndex()
-            if tier.capabilities.exclusive
-            else ProbedIndex(tier.bounds.concurrent_probes)
-        )
         capabilities = tier.capabilities
         self._events = EventLog(
             self.medium,
@@ -182,7 +183,7 @@ class SecondaryTierManager:
         )
         self.tier_state = TierState(
             tier_type,
-            index,
+            create_index(tier, min_blocks),
             shape[1],
             self._events,
             medium=self.medium,
@@ -218,17 +219,22 @@ class SecondaryTierManager:
             raise
         self._link.pump()
 
+    def __repr__(self) -> str:
+        jobs = counted(self.tier_state.jobs.unreported_count, "job")
+        place = self._link.actor.place
+        return f"<{type(self).__name__} {self.ownership}: {place}, {jobs} in flight>"
+
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
         """Check a subclass's options before anything is made; see `AsyncTier.check_options`."""
         return ()
 
-    # -- a request's life -----------------------------------------------------------------------
-
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
         """Return what looks after such tiers' stores; None: nothing does."""
         return None
+
+    # -- a request's life -----------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; returns which of its blocks the tier wants."""
@@ -312,18 +318,16 @@ class SecondaryTierManager:
         return self.tier_state.take_events()
 
     def announce_anew(self) -> None:
-        """Announce blocks as stored when they are stored again, although they are announced.
-
-        For consumers of events that have been told to forget everything.
-        """
+        """Announce blocks again when they are stored again: consumers have forgotten everything."""
         self._events.announce_anew()
 
-    def stats(self, state: TierState | None = None) -> TierStatistics:
+    def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
         """Return what the tier has done so far, and how it is now; also when it is closed.
 
         Args:
             state: What the planner knows of the tier, where that is another object than
                 `tier_state`.
+            owed_blocks: What the planner has for the tier, and no room in it.
         """
         try:
             gauges = dict(self.tier.gauges())
@@ -338,6 +342,7 @@ class SecondaryTierManager:
             name=self.ownership or self.tier_type,
             row_bytes=self._row_bytes,
             waiting_jobs=self._link.actor.waiting_jobs,
+            owed_blocks=owed_blocks,
             gauges=gauges,
         )
 
@@ -366,7 +371,7 @@ class SecondaryTierManager:
     def shutdown(self, timeout: float | None = None) -> CloseReport:
         """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.
 
-        Results are still there for `get_finished_jobs`. A job that comes later fails at once.
+        Results wait for `get_finished_jobs`; a job that comes later fails at once.
 
         Args:
             timeout: Seconds for running jobs to end; by default `close_timeout_s`.
@@ -374,8 +379,8 @@ class SecondaryTierManager:
         Returns:
             What was left behind: while a job's copy still runs, the primary's memory must stay.
         """
+        timeout_s = self._close_timeout_s if timeout is None else timeout
         if self._report is None:
-            timeout_s = self._close_timeout_s if timeout is None else timeout
             self._report = self._link.close(timeout_s)
             if self._host is not None:
                 self._host.close(timeout_s)

@@ -20,7 +20,9 @@ from kvoffload_async.facade.opening import naming_tier
 from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.reopening import create_tier
+from kvoffload_async.facade.representation import tiers_text
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
@@ -72,6 +74,11 @@ class _Spec(ABC):
                 found = SecondaryTierFactory.check_config(tier, self.config)
                 places += [(f"secondary_tiers[{index}]: ", place) for place in found]
         check_places(places)
+
+    def __repr__(self) -> str:
+        tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
+        size = f"{self.num_blocks:,} blocks of {self.config.block_bytes:,} bytes"
+        return f"<{type(self).__name__}: {size}, {tiers}>"
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
@@ -198,6 +205,11 @@ class CPUOffloadingSpec(_Spec):
             raise ConfigError(
                 "secondary_tiers: CPUOffloadingSpec has none; use TieringOffloadingSpec"
             )
+        if self.config.status_socket is not None:
+            raise ConfigError(
+                "status_socket: CPUOffloadingSpec has none; use TieringOffloadingSpec, which needs "
+                "no tiers"
+            )
         self._manager: CPUPrimaryTierOffloadingManager | None = None
 
     def get_manager(self) -> CPUPrimaryTierOffloadingManager:
@@ -217,13 +229,17 @@ class TieringOffloadingSpec(_Spec):
     """
 
     def __init__(
-        self, config: Mapping[str, Any] | OffloadConfig, runtime: Bridge | None = None
+        self,
+        config: Mapping[str, Any] | OffloadConfig,
+        runtime: Bridge | None = None,
+        read_stats: ReadStatistics | None = None,
     ) -> None:
         """Check everything that can be checked; nothing is started.
 
         Args:
             config: See `OffloadConfig`.
             runtime: Where the tiers run; by default on threads of this spec's own.
+            read_stats: A method whose figures the status socket shows; by default the manager's.
 
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
@@ -232,6 +248,7 @@ class TieringOffloadingSpec(_Spec):
         super().__init__(config)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
+        self._status = EngineStatus(self.config.model, read_stats)
         self._is_shut_down = False
         self._manager: TieringOffloadingManager | None = None
 
@@ -265,14 +282,25 @@ class TieringOffloadingSpec(_Spec):
         """Return the manager; the first call maps the memory and opens the tiers, and waits.
 
         Raises:
-            ConfigError: A tier cannot work here. What had been started is closed again.
+            ConfigError: A tier cannot work here, or another engine has the status socket. What had
+                been started is closed again.
             TierUnavailableError: A tier's place cannot be reached. Likewise.
             TierTimeoutError: A tier did not open in time. Likewise.
         """
         if self._manager is None:
-            self._manager = self._create_manager()
+            self._status.listen(self._status_path())
+            try:
+                self._manager = self._create_manager()
+                self._status.serve(self._manager.stats, self._manager.slowest_requests)
+            except BaseException:
+                self._status.close()
+                raise
             guard_forks(self, _manager=None, _host=None)
         return self._manager
+
+    def _status_path(self) -> str | None:
+        """Return where the status socket is to be, if there is to be one."""
+        return self.config.status_socket or path_from_environment()
 
     def _get_kv_view(self) -> memoryview:
         return self.get_manager().get_primary_kv_view()
@@ -289,6 +317,7 @@ class TieringOffloadingSpec(_Spec):
         """
         timeout_s = self.config.shutdown_timeout_s if timeout is None else timeout
         self._is_shut_down = True
+        self._status.close()
         try:
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)
@@ -331,6 +360,7 @@ class TieringOffloadingSpec(_Spec):
             check_invariants=config.check_invariants,
             clock=self.runtime.runner.now_s,
             generation=config.generation,
+            explain_requests=config.explain_requests,
         )
 
 

@@ -213,6 +213,14 @@ SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.fs", "FileSyste
 
 SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.slab", "SlabTierManager")
 
+SecondaryTierFactory.register_tier("valkey", "kvoffload_async.facade.valkey", "ValkeyTierManager")
+
+SecondaryTierFactory.register_tier(
+    "mooncake", "kvoffload_async.facade.mooncake", "MooncakeTierManager"
+)
+
+SecondaryTierFactory.register_tier("object", "kvoffload_async.facade.object", "ObjectTierManager")
+
 _GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})
 _HIDDEN = frozenset({"backpressure_detector", "ops"})
 _OF_THE_ENGINE: Mapping[str, Parser] = {"required": parse_bool, "reopen_pause_s": parse_seconds}

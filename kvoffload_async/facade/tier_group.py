@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from kvoffload_async.core.breaker import BreakerSettings
@@ -88,19 +87,36 @@ class TierGroup:
             has_news = bridge.runner.wait_until(has_results, wait_s)
             left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
 
+    def shutdown(self, planner: Planner, deadline_s: float) -> tuple[int, list[Exception]]:
+        """Shut every tier down; return how many copies still run, and what has failed."""
+        self.hand_over(planner)
+        errors: list[Exception] = []
+        unfinished = 0
+        for guard in self.guards:
+            report = guard.shutdown(max(0.0, deadline_s - self._clock()))
+            unfinished += len(report.unfinished_jobs)
+            if report.error is not None and not report.unfinished_jobs:
+                errors.append(report.error)
+        self.collect(planner)
+        for state in self.states:
+            # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
+            unfinished += len(state.abandon_rest())
+        planner.collect()
+        return unfinished, errors
+
     def stats(self, planner: Planner) -> tuple[TierStatistics, ...]:
         """Return how each tier is."""
-        backlogs = planner.cascades.backlogs
         return tuple(
-            replace(self._stats_of(index), owed_blocks=backlog.count)
-            for index, backlog in enumerate(backlogs)
+            self._stats_of(index, backlog.count)
+            for index, backlog in enumerate(planner.cascades.backlogs)
         )
 
-    def _stats_of(self, index: int) -> TierStatistics:
+    def _stats_of(self, index: int, owed_blocks: int) -> TierStatistics:
         manager, state = self._managers[index], self.states[index]
         if isinstance(manager, ReopeningTierManager):
-            return manager.stats(state)
-        return SecondaryTierManager.stats(manager, state)  # its own may be a third party's
+            return manager.stats(state, owed_blocks)
+        # Its own may be a third party's.
+        return SecondaryTierManager.stats(manager, state, owed_blocks)
 
     def _join(self, index: int, breaker: BreakerSettings) -> TierState:
         """Return the state of a tier that the planner is to drive."""

@@ -34,6 +34,7 @@ class TierOptions(TypedDict, total=False):
     n_read_threads: int | None
     n_write_threads: int
     enable_kv_events: bool
+    min_blocks: int
     backpressure_detector: Backpressure | None
     model: str | None
     fingerprint: str | None
@@ -50,6 +51,7 @@ _PARSERS: Final[Mapping[str, Parser]] = {
     "n_read_threads": or_none(at_least(1, MAX_THREADS)),
     "n_write_threads": at_least(1, MAX_THREADS),
     "enable_kv_events": parse_bool,
+    "min_blocks": at_least(1),
     "model": or_none(parse_name),
     "fingerprint": or_none(parse_label),
     "namespace": or_none(parse_label),

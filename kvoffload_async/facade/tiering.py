@@ -12,13 +12,17 @@ from kvoffload_async.config import parse_generation
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.readings import read_planner, read_primary
+from kvoffload_async.core.readings import read_planner
+from kvoffload_async.core.recorder import RequestRecorder
 from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import ClosedError, OffloadError, StateError
+from kvoffload_async.facade.explaining import Explaining, create_planner
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.loss_warnings import LossWarnings
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.facade.owner_steps import OwnerSteps
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.representation import planner_text
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_group import TierGroup
 from kvoffload_async.runtime.bridge import Bridge
@@ -41,7 +45,7 @@ from kvoffload_async.types import (
 logger = logging.getLogger(__name__)
 
 
-class TieringOffloadingManager(OffloadingManager):
+class TieringOffloadingManager(Explaining, OffloadingManager):
     """Cascades stored blocks to every secondary tier and promotes them back on a lookup.
 
     Tiers are polled at most once a step, at the first lookup or store of it; submitted jobs are
@@ -71,6 +75,7 @@ class TieringOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
         check_laws: bool | None = None,
         generation: int | str | None = None,
+        explain_requests: int = 0,
     ) -> None:
         """Compose; primary and tiers are owned from now on.
 
@@ -90,6 +95,7 @@ class TieringOffloadingManager(OffloadingManager):
             clock: Monotonic seconds.
             check_laws: Deprecated: the old name of `check_invariants`.
             generation: Which weights the blocks are of; see `invalidate`.
+            explain_requests: How many requests to keep for `explain`.
         """
         self.generation = Generation(generation)
         self._is_tagged = bool(self.generation.tag)
@@ -105,21 +111,24 @@ class TieringOffloadingManager(OffloadingManager):
         self._check_invariants = check_invariants or bool(check_laws)
         slots = primary.core.num_slots
         self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
-        self.planner = Planner(
-            primary.core,
-            self._tiers.states,
-            PlannerLimits(
-                promotion_slots=max(1, int(slots * promotion_fraction)),
-                cascade_blocks=max(1, int(slots * cascade_fraction)),
-                deferral_s=deferral_timeout_s,
-                reserved_fraction=reserved_fraction,
-            ),
+        seen: Counter[str] = Counter()
+        names = [owner_name(tier.tier_type, seen) for tier in self.secondary_tiers]
+        for tier, name in zip(self.secondary_tiers, names, strict=True):
+            tier.flushes_on_poll = bridge is None
+            tier.ownership = name
+        self.recorder = RequestRecorder(explain_requests) if explain_requests else None
+        limits = PlannerLimits(
+            promotion_slots=max(1, int(slots * promotion_fraction)),
+            cascade_blocks=max(1, int(slots * cascade_fraction)),
+            deferral_s=deferral_timeout_s,
+            reserved_fraction=reserved_fraction,
+        )
+        states = self._tiers.states
+        self.planner = create_planner(
+            primary.core, states, limits, self.recorder, clock=clock, names=names
         )
         self._losses = LossWarnings(self.planner, clock())
-        seen: Counter[str] = Counter()
-        for tier in self.secondary_tiers:
-            tier.flushes_on_poll = bridge is None
-            tier.ownership = owner_name(tier.tier_type, seen)
+        self._steps = OwnerSteps(clock)
         self._polled_this_step = False
         self._closed = False
         guard_forks(self, _closed=True)
@@ -127,6 +136,10 @@ class TieringOffloadingManager(OffloadingManager):
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self.secondary_tiers:
             warn_unclosed(self, "shutdown()")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else planner_text(self.planner)
+        return f"<{type(self).__name__}: {state}>"
 
     @property
     def engine(self) -> Planner:
@@ -228,6 +241,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._polled_this_step:
             self._poll()
         self._polled_this_step = False
+        began_s = self._clock()
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.hand_over(self.planner)
@@ -235,6 +249,10 @@ class TieringOffloadingManager(OffloadingManager):
             guard.end_step(context)
         if self._bridge is not None:
             self._bridge.flush()
+        self._steps.spent(began_s)
+        self._steps.ended()
+        if self.recorder is not None:
+            self._hand_timelines_over(self.recorder)
         if self._check_invariants:
             check_state(self.planner)
 
@@ -257,9 +275,10 @@ class TieringOffloadingManager(OffloadingManager):
     def stats(self) -> OffloadingStatistics:
         """Return what was done so far, and how it is now; also when it is closed."""
         return OffloadingStatistics(
-            primary=read_primary(self._primary.core),
+            primary=self._primary.primary_stats(),
             tiers=self._tiers.stats(self.planner),
             planner=read_planner(self.planner),
+            runtime=self._steps.read(self._bridge),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -348,20 +367,12 @@ class TieringOffloadingManager(OffloadingManager):
         except OffloadError as error:  # the loop is gone, say: the rest of the shutdown must follow
             logger.warning("what the tiers are owed could not be stored: %s", error)
         self.planner.close()
-        self._tiers.hand_over(self.planner)
-        errors: list[Exception] = []
-        unfinished = 0
-        for guard in self._tiers.guards:
-            report = guard.shutdown(max(0.0, deadline_s - self._clock()))
-            unfinished += len(report.unfinished_jobs)
-            if report.error is not None and not report.unfinished_jobs:
-                errors.append(report.error)
-        self._tiers.collect(self.planner)
-        for state in self.planner.tiers:
-            # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
-            unfinished += len(state.abandon_rest())
-        self.planner.collect()
+        unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)
+        if self.recorder is not None:
+            self._hand_timelines_over(self.recorder)
+            self.recorder.give_up()
+            self._hand_timelines_over(self.recorder)
         if unfinished:
             logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
         else:
@@ -380,5 +391,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Take in what the tiers have to report. Once a step."""
         self._ensure_open()
         self._polled_this_step = True
-        self.planner.begin_step(self._clock())
+        began_s = self._clock()
+        self.planner.begin_step(began_s)
         self._tiers.collect(self.planner)
+        self._steps.spent(began_s)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import ReplayOptions, replay
 from kvoffload_async.replay.source import RequestSource
+from kvoffload_async.timeline import RequestTimeline
 
 Follow = Callable[[RequestSource, int], AbstractContextManager[Callable[[], None]]]
 """Given a pass's requests and its number, from 1 on: yields what to call after each step."""
+
+
+Watch = Callable[[int, RequestTimeline], None]
+"""Given a pass's number, and the timeline of one of its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class PassReports:
 
         The second pass is under `warm`, those behind it are a list under `later_passes`.
         """
-        figures, *others = map(asdict, self.passes)
+        figures, *others = (report.to_dict() for report in self.passes)
         if others:
             figures["warm"] = others[0]
         if others[1:]:
@@ -61,6 +67,7 @@ def replay_passes(
     num_passes: int,
     *,
     follow: Follow = _unseen,
+    watch: Watch | None = None,
 ) -> PassReports:
     """Replay the same requests several times, each time on a new engine over the same tiers.
 
@@ -70,6 +77,7 @@ def replay_passes(
         options: How to replay.
         num_passes: How often, at most: an interrupted pass is the last.
         follow: Entered for each pass.
+        watch: Takes the timelines of requests; needs a configuration with `explain_requests`.
 
     Raises:
         OffloadError: See `replay`.
@@ -79,7 +87,9 @@ def replay_passes(
         if reports:
             spec = TieringOffloadingSpec(spec.config)
         with closing(open_source()) as source, follow(source, number) as on_step:
-            reports.append(replay(spec, source, replace(options, on_step=on_step)))
+            on_timeline = None if watch is None else partial(watch, number)
+            run = replace(options, on_step=on_step, on_timeline=on_timeline)
+            reports.append(replay(spec, source, run))
         if reports[-1].interrupted:
             break
     return PassReports(tuple(reports))

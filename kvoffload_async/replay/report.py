@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.tally import Tally
+from kvoffload_async.replay.timeline import Sample
+
+_TIER_FIGURES: Final = (
+    *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),
+    *("failed_jobs", "failed_loads", "failed_blocks"),
+    *("dropped_blocks", "late_blocks", "failed_store_blocks"),
+)
+"""What depends on the requests alone, and not on how often somebody asks for a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +43,8 @@ class Report:
         evictions: Blocks that left the primary to make room.
         stores_refused: Requests that the primary had no room for at all.
         row_bytes: A block's bytes in the primary, over all workers and padded to whole pages.
-        tiers: The engine's counters of each tier.
+        tiers: The engine's counters of each tier, and the `requests` that it has made to a server.
+        samples: How it went, if that was asked for; not among the figures of `to_dict`.
     """
 
     interrupted: bool
@@ -70,6 +80,13 @@ class Report:
     device_blocks: int
     layers: int
     tiers: dict[str, dict[str, int]]
+    samples: tuple[Sample, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures."""
+        figures = asdict(replace(self, samples=()))
+        del figures["samples"]
+        return figures
 
     @property
     def complaints(self) -> list[str]:
@@ -98,6 +115,7 @@ def build_report(
     engine: str,
     device_blocks: int,
     layers: int,
+    samples: tuple[Sample, ...] = (),
 ) -> Report:
     """Gather the figures, once the engine is at rest."""
     core = manager.planner
@@ -140,8 +158,11 @@ def build_report(
         device_blocks=device_blocks,
         layers=layers,
         tiers={
-            name: asdict(tier.counters) for name, tier in zip(tier_names, core.tiers, strict=True)
+            name: {figure: getattr(tier.counters, figure) for figure in _TIER_FIGURES}
+            | {"requests": int(read.gauges.get("requests", 0))}
+            for name, tier, read in zip(tier_names, core.tiers, manager.stats().tiers, strict=True)
         },
+        samples=samples,
     )
 
 

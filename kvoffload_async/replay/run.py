@@ -20,7 +20,9 @@ from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Report, build_report
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.replay.tally import DEVICE, PRIMARY, Tally
+from kvoffload_async.replay.timeline import Sample, Timeline
 from kvoffload_async.runtime.loop import new_event_loop
+from kvoffload_async.timeline import RequestTimeline
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before
     from kvoffload_async.transport.paged import PagedMemory
@@ -46,6 +48,10 @@ class ReplayOptions:
     Attributes:
         device: `"cpu"` or `"cuda"`: where the device's memory lies.
         device_blocks: What the device has room for, and keeps; None: enough, and it keeps nothing.
+        on_timeline: Takes the timelines of requests; needs a configuration with `explain_requests`.
+        on_ready: With the engine `"sync"`, called before the first request, with what returns the
+            figures so far, from then on whenever everything is at rest.
+        has_samples: Whether the report has samples of the statistics, for pictures.
     """
 
     engine: str = SYNC
@@ -54,8 +60,11 @@ class ReplayOptions:
     layers: int = 2
     concurrency: int = 1
     verify: bool = True
+    has_samples: bool = False
     should_stop: Callable[[], bool] = lambda: False
     on_step: Callable[[], None] = lambda: None
+    on_timeline: Callable[[RequestTimeline], None] | None = None
+    on_ready: Callable[[Callable[[], Report]], None] = lambda _report: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class _Outcome:
     tally: Tally
     wall_s: float
     interrupted: bool
+    samples: tuple[Sample, ...]
 
 
 def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
@@ -89,6 +99,12 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
     else:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             outcome = runner.run(_replay_awaited(spec, source, options, pool))
+    return _report(spec, options, pool, outcome)
+
+
+def _report(
+    spec: TieringOffloadingSpec, options: ReplayOptions, pool: FramePool, outcome: _Outcome
+) -> Report:
     return build_report(
         spec,
         outcome.manager,
@@ -98,8 +114,9 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
         concurrency=options.concurrency,
         interrupted=outcome.interrupted,
         engine=options.engine,
-        device_blocks=num_frames,
+        device_blocks=pool.num_frames,
         layers=options.layers,
+        samples=outcome.samples,
     )
 
 
@@ -137,11 +154,13 @@ def _replay_stepwise(
     ]
     with _start_errors():
         manager = spec.get_manager()
+    _watch(manager, options)
     workers: Workers | None = None
     try:
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
         workers = Workers(spec, memories, tally)
+        timeline = Timeline(manager.stats, tally) if options.has_samples else None
         driver = StepwiseDriver(
             manager,
             workers,
@@ -155,18 +174,26 @@ def _replay_stepwise(
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=options.on_step,
+            on_step=_each_step(timeline, options),
         )
         start_s = time.perf_counter()
+
+        def report_so_far() -> Report:
+            wall_s = time.perf_counter() - start_s
+            so_far = _Outcome(manager, tier_names, tally, wall_s, interrupted=False, samples=())
+            return _report(spec, options, pool, so_far)
+
+        options.on_ready(report_so_far)
         driver.run(source)
         interrupted = options.should_stop()
         driver.drain(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
+        samples = () if timeline is None else timeline.finish()
     finally:
         if workers is not None:
             workers.shutdown(_bounded(spec, options))
         spec.shutdown(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
 
 
 async def _replay_awaited(
@@ -181,8 +208,10 @@ async def _replay_awaited(
         await engine.__aenter__()
     try:
         manager = engine.manager
+        _watch(manager, options)
         tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
+        timeline = Timeline(manager.stats, tally) if options.has_samples else None
         driver = AsyncDriver(
             engine,
             memory,
@@ -193,16 +222,33 @@ async def _replay_awaited(
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=options.on_step,
+            on_step=_each_step(timeline, options),
         )
         start_s = time.perf_counter()
         await driver.run(iter(source))
         interrupted = options.should_stop()
         await driver.rest(_bounded(spec, options))
         wall_s = time.perf_counter() - start_s
+        samples = () if timeline is None else timeline.finish()
     finally:
         await engine.close(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted)
+    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
+
+
+def _each_step(timeline: Timeline | None, options: ReplayOptions) -> Callable[[], None]:
+    if timeline is None:
+        return options.on_step
+
+    def on_step() -> None:
+        timeline.note_step()
+        options.on_step()
+
+    return on_step
+
+
+def _watch(manager: TieringOffloadingManager, options: ReplayOptions) -> None:
+    if options.on_timeline is not None:
+        manager.watch_timelines(options.on_timeline)
 
 
 def _open_memory(

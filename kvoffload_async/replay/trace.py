@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from kvoffload_async.errors import InputError
 from kvoffload_async.replay.source import MAX_BLOCK_ID, RequestSource
+
+STDIN = "-"
+"""The path that means standard input."""
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Far above any request, and it keeps a file that is no trace from being read as one line."""
@@ -33,7 +37,7 @@ class TraceFile(RequestSource):
         self._path = path
         self._read_bytes = 0
         try:
-            self._file = path.open("rb")
+            self._file = sys.stdin.buffer if str(path) == STDIN else path.open("rb")
         except OSError as error:
             raise _unreadable(path, error) from error
         status = os.fstat(self._file.fileno())
@@ -49,12 +53,13 @@ class TraceFile(RequestSource):
         Raises:
             InputError: It cannot be read, or a line is malformed.
         """
-        if not self._is_regular:
+        if not self._is_regular or str(self._path) == STDIN:
             return None
         with closing(TraceFile(self._path, self._limit)) as trace:
             return max(map(len, trace), default=0)
 
     def _requests(self) -> Iterator[Sequence[int]]:
+        is_empty = True
         for number, line in enumerate(iter(self._read_line, b""), 1):
             if line.isspace():
                 continue
@@ -62,7 +67,10 @@ class TraceFile(RequestSource):
                 block_ids = parse_line(line)
             except InputError as error:
                 raise InputError(f"{self._path}: Malformed line {number}: {error}") from error
+            is_empty = False
             yield block_ids
+        if is_empty:
+            raise InputError(f"{self._path}: no request; a trace has one a line, with hash_ids")
 
     def _read_line(self) -> bytes:
         try:

@@ -17,6 +17,7 @@ from typing import Protocol, Self
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
+from kvoffload_async.core.histogram import Histogram
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool
@@ -74,6 +75,7 @@ class TierLink:
             ActorEnvironment(kv_view, pool, self._post, identity),
             io_timeout_s=io_timeout_s,
             probe_timeout_s=probe_timeout_s,
+            clock=bridge.runner.now_s,
         )
 
     def pump(self, key_limit: float = math.inf) -> None:
@@ -172,6 +174,8 @@ class Bridge:
         self.create_pool = create_pool
         self.links: list[TierLink] = []
         self.wake_ups = 0
+        self.lag = Histogram()
+        """From a hand-over until the loop gets to it, in seconds; observed by the loop's thread."""
         self.hung_openings: dict[str, PoolRunner] = {}
         """Tier -> the pool of its last opening that failed with a thread in a call."""
 
@@ -194,7 +198,7 @@ class Bridge:
         if batch:
             self.wake_ups += 1
             try:
-                self.runner.call_soon(execute, batch)
+                self.runner.call_soon(self._execute, batch, self.runner.now_s())
             except ClosedError:  # it has ended since it was asked
                 self._give_up()
 
@@ -211,6 +215,11 @@ class Bridge:
                 link.pump()  # what the loop has posted before
                 link.state.close()
                 link.state.abandon_rest()
+
+    def _execute(self, batch: Batch, handed_over_s: float) -> None:
+        """Thread: loop."""
+        self.lag.observe(self.runner.now_s() - handed_over_s)
+        execute(batch)
 
     def _has_events(self) -> bool:
         return any(link.inbox for link in self.links)
@@ -250,7 +259,7 @@ def execute(batch: Batch) -> None:
             match effect:
                 case StartJob(job):
                     actor.start_job(job)
-                case StartProbe(generation, keys):
-                    actor.start_probe(generation, keys)
+                case StartProbe(generation, keys, chains):
+                    actor.start_probe(generation, keys, chains)
                 case TouchBlocks(keys):
                     actor.touch(keys)

@@ -148,6 +148,7 @@ class SameLoopRunner(ThreadsafeRunner):
         """Call `on_progress` on the loop's thread whenever a tier has something to report."""
         super().__init__(loop)
         self._on_progress = on_progress
+        self._clock = clock_of(loop)
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """See `LoopRunner.call_soon`: on the loop's own thread, without a system call."""
@@ -158,12 +159,17 @@ class SameLoopRunner(ThreadsafeRunner):
 
     def now_s(self) -> float:
         """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
-        return self._loop.time()
+        return self._clock()
 
     def notify(self) -> None:
         """See `LoopRunner.notify`."""
         super().notify()
         self.call_soon(self._on_progress)
+
+
+def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """Return the clock of a loop: uvloop's own counts milliseconds, from where `time` does."""
+    return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

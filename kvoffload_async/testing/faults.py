@@ -93,6 +93,10 @@ class FaultyTier(AsyncTier):
         """Ask the wrapped tier."""
         return await self.inner.contains(keys)
 
+    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
+        """Ask the tier."""
+        return await self.inner.longest_prefixes(chains)
+
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Store, with the job's fault."""
         return await self._perform(job)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -22,12 +22,10 @@ from kvoffload_async.abc.events import (
 )
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
-    BlockMissingError,
     RepeatedKeyError,
     TierBusyError,
     TierClosedError,
     TierError,
-    TierFullError,
     TierTimeoutError,
     TierUnavailableError,
     UnknownSlotError,
@@ -44,9 +42,9 @@ from kvoffload_async.tiers._ending import (
     text_of,
 )
 from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.tiers._job_log import JobLog
 from kvoffload_async.tiers._probes import Probes
 from kvoffload_async.tiers._recheck import Recheck
-from kvoffload_async.tiers._refusals import Refusals
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -76,6 +74,9 @@ class _Run:
     job: JobMetadata
     side: _Side
     accepted_s: float
+    """In the loop's time, as deadlines are; the two below are in the actor's, which is finer."""
+    arrived_s: float
+    began_s: float | None = None
     task: asyncio.Task[None] | None = None
     watch: Watch | None = None
     is_settled: bool = False
@@ -99,6 +100,7 @@ class TierActor:
         *,
         io_timeout_s: float,
         probe_timeout_s: float,
+        clock: Callable[[], float],
     ) -> None:
         """Prepare; nothing runs before `open`.
 
@@ -108,6 +110,7 @@ class TierActor:
             env: What the tier may use; its `post` receives every event, in order.
             io_timeout_s: Seconds from a job's acceptance to its deadline, waiting included.
             probe_timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
+            clock: Monotonic seconds, by which durations are measured.
         """
         self.name = name
         self._tier = tier
@@ -121,8 +124,9 @@ class TierActor:
         self._next_deadline: asyncio.TimerHandle | None = None
         self._recheck = Recheck(name, tier, env.announcements, env.post)
         self._probes = Probes(name, tier, env.post, probe_timeout_s)
-        self._refusals = Refusals()
+        self._log = JobLog(name)
         self._closing = False
+        self._clock = clock
         # Asked for once: the interpreter makes a system call for every answer.
         self._loop: asyncio.AbstractEventLoop
 
@@ -160,11 +164,11 @@ class TierActor:
             side = self._loads if job.is_promotion else self._stores
             side.waiting.pop(job.job_id, None)
             failure = TierUnavailableError(f"{self.name} cannot run it: {text_of(error)}")
-            self._settle_unrun(_Run(job, side, self._loop.time()), failure)
+            self._settle_unrun(self._run_of(job, side), failure)
 
     def _accept(self, job: JobMetadata) -> None:
         side = self._loads if job.is_promotion else self._stores
-        run = _Run(job, side, self._loop.time())
+        run = self._run_of(job, side)
         if self._closing:
             self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
         elif (defect := self._defect_of(job)) is not None:
@@ -177,9 +181,17 @@ class TierActor:
                 self._await_deadline(run)
             self._start_ready(side)
 
-    def start_probe(self, generation: int, keys: Sequence[OffloadKey]) -> None:
+    def _run_of(self, job: JobMetadata, side: _Side) -> _Run:
+        return _Run(job, side, self._loop.time(), self._clock())
+
+    def start_probe(
+        self,
+        generation: int,
+        keys: Sequence[OffloadKey],
+        chains: Sequence[Sequence[OffloadKey]] = (),
+    ) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
-        self._probes.start(generation, keys)
+        self._probes.start(generation, keys, chains)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""
@@ -264,6 +276,7 @@ class TierActor:
             del waiting[job_id]
             running[job_id] = run
             side.running_blocks = blocks
+            run.began_s = self._clock()
             run.task = self._loop.create_task(self._perform(run), name=f"{side.name}:{job_id}")
             run.task.add_done_callback(partial(self._job_ended, run))
 
@@ -291,25 +304,7 @@ class TierActor:
         run.is_settled = True
         self._forget_deadline(run)
         outdated = self._outdated(run, failures, error)
-        first = error or next(iter(failures.values()), None)
-        if first is not None:
-            more = (
-                self._refusals.note(self._loop.time()) if isinstance(first, TierFullError) else ""
-            )
-            is_error = more is not None and not isinstance(first, BlockMissingError)
-            if first.__cause__ is not None:
-                log_trace(first)
-            for raised in (error, *failures.values()):
-                drop_tracebacks(raised)
-            logger.log(
-                logging.ERROR if is_error else logging.DEBUG,
-                "tier %s: %s failed: %s%s",
-                self.name,
-                _described(run.job),
-                first,
-                more or "",
-            )
-        self._post(self._settled(run, failures, error, outdated))
+        self._post_end(run, failures, error, outdated)
 
     def _outdated(
         self, run: _Run, failures: BlockFailures, error: TierError | None
@@ -334,17 +329,19 @@ class TierActor:
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
         """Settle a job that never ran: its memory was never touched."""
         self._forget_deadline(run)
-        self._post(self._settled(run, {}, error))
+        self._post_end(run, {}, error)
 
-    def _settled(
+    def _post_end(
         self,
         run: _Run,
         failures: BlockFailures,
         error: TierError | None,
         outdated: frozenset[OffloadKey] = frozenset(),
-    ) -> JobSettled:
-        seconds = self._loop.time() - run.accepted_s
-        return JobSettled(run.job.job_id, failures, error, seconds, outdated)
+    ) -> None:
+        seconds = self._clock() - run.arrived_s
+        queue_s = None if run.began_s is None else run.began_s - run.arrived_s
+        self._log.ended(run.job, failures, error, seconds=seconds, now_s=self._loop.time())
+        self._post(JobSettled(run.job.job_id, failures, error, seconds, outdated, queue_s))
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the one timer to the deadline that is the next."""
@@ -369,19 +366,8 @@ class TierActor:
             self._deadline_passed(run)
 
     def _deadline_passed(self, run: _Run) -> None:
-        error = TierTimeoutError(
-            f"tier {self.name}: {_described(run.job)} timed out after {self._io_timeout_s} s"
-        )
         if run.side.waiting.pop(run.job.job_id, None) is not None:
-            self._settle_unrun(run, error)
+            self._settle_unrun(run, self._log.timeout(run.job, self._io_timeout_s))
         else:
-            logger.error("%s", error)
+            error = self._log.overdue(run.job, self._io_timeout_s)
             self._post(JobOverdue(run.job.job_id, error))
-
-
-def _described(job: JobMetadata) -> str:
-    """Return what a job does, for messages."""
-    what = "load" if job.is_promotion else "store"
-    return (
-        f"{what} of {len(job.keys)} blocks for request {job.req_context.req_id} (job {job.job_id})"
-    )

@@ -49,15 +49,24 @@ class Probes:
         """Those that run, a cancelled one until it has ended."""
         self._closing = False
 
-    def start(self, generation: int, keys: Sequence[OffloadKey]) -> None:
-        """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
+    def start(
+        self,
+        generation: int,
+        keys: Sequence[OffloadKey],
+        chains: Sequence[Sequence[OffloadKey]] = (),
+    ) -> None:
+        """Ask the tier which keys it has; answered exactly once, at the deadline at the latest.
+
+        With `chains`, which are the same keys, it is asked for their longest heads.
+        """
         if (error := self._refusal()) is not None:
             self._post(ProbeAnswered(generation, _NOTHING, error))
             return
         loop = asyncio.get_running_loop()
-        task = loop.create_task(
-            contained(self._tier.contains, keys), name=f"{self._name}:probe:{generation}"
+        question = (
+            contained(self._heads, chains) if chains else contained(self._tier.contains, keys)
         )
+        task = loop.create_task(question, name=f"{self._name}:probe:{generation}")
         self.tasks[task] = None
         self._unanswered[generation] = loop.call_later(
             self._timeout_s, self._deadline_passed, generation, task
@@ -69,6 +78,11 @@ class Probes:
         self._closing = True
 
     # -- inside ---------------------------------------------------------------------------------
+
+    async def _heads(self, chains: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey]:
+        lengths = await self._tier.longest_prefixes(chains)
+        heads = zip(chains, lengths, strict=True)
+        return frozenset(key for chain, length in heads for key in chain[:length])
 
     def _refusal(self) -> TierError | None:
         if self._closing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +80,12 @@ class ExampleTier(AsyncTier):
         """Let go of the buffer; the blocks stay until the tier itself is dropped."""
         self._env = None
         self._rows = None
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return how many blocks are kept, and their bytes; nothing bounds them."""
+        rows, num_blocks = self._rows, len(self._blocks)
+        row_bytes = 0 if rows is None else rows.shape[1]
+        return {"blocks": num_blocks, "used_bytes": num_blocks * row_bytes}
 
     def get_num_blocks(self) -> int:
         """Return how many blocks are kept. Thread: any."""

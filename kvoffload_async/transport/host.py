@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvoffload_async.abc.pages import hold_pages
@@ -29,10 +28,9 @@ from kvoffload_async.abc.transport import (
     Transport,
 )
 from kvoffload_async.errors import StateError, TransportError
+from kvoffload_async.transport.copying import Bytes, Copier, create_copier
 from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.transport.settling import SettlingTransfer
-
-_Bytes = npt.NDArray[np.uint8]
 
 
 class HostEvent:
@@ -76,8 +74,9 @@ class HostTransfer(SettlingTransfer):
 
 @dataclass(slots=True)
 class _DirectionQueue:
-    """One direction: a FIFO and the thread that serves it."""
+    """One direction: a FIFO, the thread that serves it, and what copies for that."""
 
+    copier: Copier
     queue: queue.SimpleQueue[HostTransfer | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
 
@@ -110,10 +109,13 @@ class HostTransport(Transport):
             detects_overwrites: Whether sources of stores are hashed before and after the copy.
 
         Raises:
-            ConfigError: A slot is too small for a chunk.
+            ConfigError: A slot is too small for a chunk, or native code is required and cannot be
+                used.
+            OSError: There are no more threads.
         """
         rows = np.asarray(kv_view)
         layout.require_room(rows.shape[1], cell_offset_bytes)
+        loads, stores = (create_copier(layout, rows, cell_offset_bytes) for _ in range(2))
         self._release_pages = hold_pages(kv_view, "a host transport")
         self._num_slots = rows.shape[0]
         self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
@@ -121,26 +123,17 @@ class HostTransport(Transport):
         self._layout = layout
         self._compute_timeout_s = compute_timeout_s
         self._detects_overwrites = detects_overwrites
-        self._device: list[list[_Bytes]] = [
+        self._device: list[list[Bytes]] = [
             [table.pages.numpy() for table in group] for group in layout.groups
         ]
-        self._host: list[list[_Bytes]] = [
-            [
-                _cells(
-                    rows,
-                    cell_offset_bytes + table.offset_bytes,
-                    layout.blocks_per_chunk,
-                    table.page_bytes,
-                )
-                for table in group
-            ]
-            for group in layout.groups
-        ]
-        self._directions = {Direction.LOAD: _DirectionQueue(), Direction.STORE: _DirectionQueue()}
+        self._directions = {
+            Direction.LOAD: _DirectionQueue(loads),
+            Direction.STORE: _DirectionQueue(stores),
+        }
         for direction, entry in self._directions.items():
             entry.thread = threading.Thread(
                 target=self._serve,
-                args=(direction, entry.queue),
+                args=(direction, entry),
                 name=f"kvoffload-copy-{direction.name.lower()}",
                 daemon=True,
             )
@@ -178,17 +171,14 @@ class HostTransport(Transport):
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             return False
-        self._host.clear()
         self._device.clear()
         self._release_pages()
         return True
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _serve(
-        self, direction: Direction, transfers: queue.SimpleQueue[HostTransfer | None]
-    ) -> None:
-        while (transfer := transfers.get()) is not None:
+    def _serve(self, direction: Direction, entry: _DirectionQueue) -> None:
+        while (transfer := entry.queue.get()) is not None:
             started_s = time.monotonic()
             try:
                 self._perform(direction, transfer)
@@ -198,6 +188,7 @@ class HostTransport(Transport):
                 seconds = time.monotonic() - started_s
                 num_bytes = self._layout.num_bytes(transfer.parts)
                 transfer.end(TransferOutcome(num_bytes, seconds))
+        entry.copier.close()
 
     def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
         if not transfer.after.wait(self._compute_timeout_s):
@@ -215,11 +206,7 @@ class HostTransport(Transport):
             self.violations.append(f"device blocks {blocks} changed under a store")
 
     def _copy_group(self, direction: Direction, index: int, part: GroupCopies) -> None:
-        for device, host in zip(self._device[index], self._host[index], strict=True):
-            if direction is Direction.STORE:
-                host[part.slots, part.places] = device[part.blocks]
-            else:
-                device[part.blocks] = host[part.slots, part.places]
+        self._directions[direction].copier.copy(direction, index, part)
 
     def _digest(self, parts: Sequence[GroupCopies]) -> int:
         hasher = xxhash.xxh3_64()
@@ -227,13 +214,3 @@ class HostTransport(Transport):
             for device in self._device[index]:
                 hasher.update(np.ascontiguousarray(device[part.blocks]).data)
         return hasher.intdigest()
-
-
-def _cells(rows: _Bytes, offset_bytes: int, blocks_per_chunk: int, page_bytes: int) -> _Bytes:
-    """Return a tensor's part of every slot: `[num_slots, blocks_per_chunk, page_bytes]`, a view."""
-    part = rows[:, offset_bytes : offset_bytes + blocks_per_chunk * page_bytes]
-    return np.lib.stride_tricks.as_strided(
-        part,
-        (rows.shape[0], blocks_per_chunk, page_bytes),
-        (rows.strides[0], page_bytes, 1),
-    )

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("histories.py")
 
 
@@ -26,6 +28,7 @@ def histories(hash_seed):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_machine_sees_the_same_again_in_this_process_and_in_another():
     first, *others = histories("1") + histories("2")
     assert len(first) > 250

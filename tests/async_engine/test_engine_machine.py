@@ -306,6 +306,7 @@ class Game:
         self.read += len(blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @on_loop
 async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monkeypatch):

@@ -2,18 +2,18 @@
 
 import functools
 import json
-from pathlib import Path
+from datetime import datetime, timedelta
 
 import pytest
+from bench.witnesses import SMALL
 
+from kvoffload_async.block_io import implementation
 from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 
-SMALL = (
-    *("--total-bytes", "128KiB", "--keys-per-job", "4", "--one-job", "8"),
-    *("--rounds", "2", "--threads", "2"),
-)
 PASSES = {"store", "load", "store_one_job", "load_one_job"}
+KINDS = ["native", "plain"] if implementation().name == "native" else ["plain"]
+"""Of floors; the first is the one that counts."""
 FLOOR_FIGURES = {
     *("gib_per_s", "cpu_s_per_gib", "wall_us_per_job", "wall_us_per_key"),
     *("job_ms_p50", "job_ms_p90", "job_ms_p99"),
@@ -21,92 +21,6 @@ FLOOR_FIGURES = {
 OWNER_FIGURES = {
     *("owner_us_per_job", "owner_us_per_key", "submit_us_per_job", "submit_us_per_key"),
 }
-
-WITNESSES = """
-    import os
-    import signal
-    from kvoffload_async.facade.example import ExampleSecondaryTierManager
-    from kvoffload_async.facade.secondary import SecondaryTierManager
-    from kvoffload_async.errors import TierUnavailableError
-    from kvoffload_async.tiers.example import ExampleTier
-
-    opened = []
-
-    class Witness(SecondaryTierManager):
-        '''Notes what is in its directory when it is opened, and leaves something there.'''
-        def __init__(
-            self, offloading_spec, primary_kv_view, tier_type="Witness", *, root_dir, **options
-        ):
-            opened.append((tier_type, root_dir, os.listdir(root_dir)))
-            os.mkdir(os.path.join(root_dir, "folder"))
-            with open(os.path.join(root_dir, "folder", "file"), "wb") as file:
-                file.write(bytes(1000))
-            tier = ExampleTier()
-            super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
-
-    class Second(Witness):
-        pass
-
-    class SoonBroken(ExampleTier):
-        '''The first blocks are fine.'''
-        count = 0
-        async def load(self, job):
-            SoonBroken.count += 1
-            if SoonBroken.count > 1:
-                raise TierUnavailableError("worn out")
-            return await super().load(job)
-
-    class SoonForgetful(ExampleTier):
-        '''Says that it has loaded the later blocks, and has not.'''
-        count = 0
-        async def load(self, job):
-            SoonForgetful.count += 1
-            return {} if SoonForgetful.count > 1 else await super().load(job)
-
-    class Interrupted(Witness):
-        '''Somebody presses Ctrl-C in the first round, after the rehearsal.'''
-        count = 0
-        def __init__(self, *arguments, **options):
-            Interrupted.count += 1
-            if Interrupted.count == 2:
-                signal.raise_signal(signal.SIGINT)
-            super().__init__(*arguments, **options)
-
-    class FakePeer:
-        '''Another engine's tier, though it is one of this package's.'''
-        def __init__(self, name, options, place):
-            self.name, self.options, self.place = name, options, place
-        def capacity_bytes(self, stored_bytes):
-            return None
-        def open(self, view, directory, stored_bytes):
-            from kvoffload_async.bench.tiers import OpenOwnTier
-            return OpenOwnTier(ExampleSecondaryTierManager(None, view))
-"""
-
-
-@pytest.fixture
-def witnesses(importable) -> str:
-    """The name of the module with the tiers above."""
-    return importable("witnesses", WITNESSES)
-
-
-@pytest.fixture
-def bench(command):
-    """Run the command; return its figures."""
-
-    def run(*arguments: object, exit_code: int = 0) -> dict:
-        result = command.run(*("bench", "--block-bytes", "4KiB", *SMALL, *arguments), "--json", "-")
-        assert result.exit_code == exit_code, result.output
-        return json.loads(result.stdout)
-
-    return run
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return folder
 
 
 def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
@@ -124,9 +38,18 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         "keep": False,
         "warm_up": True,
     }
-    assert report["machine"]["processors"] > 0
+    machine = report["machine"]
+    assert machine["processors"] > 0
+    assert machine["processor"]
+    assert machine["load_average"] >= 0
+    assert machine["block_io"] == str(implementation())
+    assert datetime.fromisoformat(machine["date"]).utcoffset() == timedelta(0)
     assert report["contenders"] == {
-        "fs": {"options": {"root_dir": str(place)}, "directory": str(place), "floor": str(place)}
+        "fs": {
+            "options": {"root_dir": str(place)},
+            "directory": str(place),
+            "floor": {"directory": str(place), "kind": KINDS[0]},
+        }
     }
     assert [size["block_bytes"] for size in report["sizes"]] == [4096, 8192]
     assert [size["num_jobs"] for size in report["sizes"]] == [8, 4]
@@ -134,37 +57,57 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         assert size["keys_per_job"] == 4
         assert size["one_job_keys"] == 8
         assert size["memcpy"].keys() == FLOOR_FIGURES
-        assert {what: f.keys() for what, f in size["floors"][str(place)].items()} == {
-            "store": FLOOR_FIGURES,
-            "load": FLOOR_FIGURES,
-        }
+        floors = size["floors"][str(place)]
+        assert list(floors) == KINDS
+        for passes in floors.values():
+            assert {what: f.keys() for what, f in passes.items()} == dict.fromkeys(
+                PASSES, FLOOR_FIGURES
+            )
         standing = size["contenders"]["fs"]
         assert standing["verified_blocks"] == 2 * (size["num_jobs"] * 4 + 8)
         assert standing["wrong_blocks"] == standing["failed_jobs"] == 0
         passes = standing["passes"]
         assert passes.keys() == PASSES | {"at_rest"}
         for what in PASSES:
-            assert passes[what].keys() == FLOOR_FIGURES | OWNER_FIGURES
+            assert passes[what].keys() == FLOOR_FIGURES | OWNER_FIGURES | {"switches_per_job"}
         assert passes["at_rest"].keys() == {"idle_poll_us", "lookup_us"}
-        for figures in (*passes.values(), size["memcpy"], *size["floors"][str(place)].values()):
+        measured = [figures for kind in floors.values() for figures in kind.values()]
+        for figures in (*passes.values(), size["memcpy"], *measured):
             for figure in figures.values():
                 assert figure["low"] <= figure["median"] <= figure["high"]
 
 
 def test_a_ratio_is_the_quotient_of_the_two_medians_that_it_names(bench, place):
     (size,) = bench("--tier", f"fs:root_dir={place}")["sizes"]
-    for what, floor in (("store", "store"), ("load", "load"), ("load_one_job", "load")):
+    floors = size["floors"][str(place)]
+    for what in PASSES:
         figures = size["contenders"]["fs"]["passes"][what]
-        beside = size["floors"][str(place)][floor]
+        beside = {
+            "of_floor": floors[KINDS[0]][what],
+            "of_plain": floors["plain"][what],
+            "of_memcpy": size["memcpy"],
+        }
+        assert figures.pop("switches_per_job")["of_floor"] is None
         for name, figure in figures.items():
             other = name.replace("owner_", "wall_").replace("submit_", "wall_")
-            for ratio, parts in (("of_floor", beside), ("of_memcpy", size["memcpy"])):
+            for ratio, parts in beside.items():
                 assert figure[ratio] == pytest.approx(figure["median"] / parts[other]["median"])
-    for what in ("store", "load"):
-        for name, figure in size["floors"][str(place)][what].items():
-            assert figure["of_floor"] is None
-            memcpy = size["memcpy"][name]["median"]
-            assert figure["of_memcpy"] == pytest.approx(figure["median"] / memcpy)
+        for passes in floors.values():
+            for name, figure in passes[what].items():
+                assert figure["of_floor"] is figure["of_plain"] is None
+                memcpy = size["memcpy"][name]["median"]
+                assert figure["of_memcpy"] == pytest.approx(figure["median"] / memcpy)
+
+
+def test_without_native_code_the_plain_floor_counts(bench, place, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
+    report = bench("--tier", f"fs:root_dir={place}", "--rounds", "1")
+    assert report["machine"]["block_io"] == "python (KVOFFLOAD_NATIVE=0)"
+    assert report["contenders"]["fs"]["floor"] == {"directory": str(place), "kind": "plain"}
+    (size,) = report["sizes"]
+    assert list(size["floors"][str(place)]) == ["plain"]
+    speed = size["contenders"]["fs"]["passes"]["load"]["gib_per_s"]
+    assert speed["of_floor"] == speed["of_plain"]
 
 
 def test_figures_agree_with_each_other(bench):
@@ -201,7 +144,9 @@ def test_tiers_on_one_filesystem_stand_beside_one_floor(bench, place):
     (place / "a").mkdir()
     report = bench("--tier", f"fs:root_dir={place}/a", "--tier", f"fs:root_dir={place}/b")
     assert list(report["sizes"][0]["floors"]) == [f"{place}/a"]
-    assert [facts["floor"] for facts in report["contenders"].values()] == [f"{place}/a"] * 2
+    assert [facts["floor"] for facts in report["contenders"].values()] == [
+        {"directory": f"{place}/a", "kind": KINDS[0]}
+    ] * 2
 
 
 def test_tiers_of_one_name_are_numbered(bench, place):
@@ -332,7 +277,7 @@ def test_a_tier_that_does_wrong_is_reported_with_exit_status_1(command, witnesse
 def test_after_ctrl_c_it_stops_between_turns_and_cleans_up(command, place, witnesses):
     result = command.run(
         *("bench", "--block-bytes", "4KiB", *SMALL),
-        *("--tier", f"Interrupted:module_path={witnesses},root_dir={place}"),
+        *("--tier", f"Interrupted:module_path={witnesses},root_dir={place}", "--tier", "example"),
     )
     assert result.exit_code == 130
     assert result.stdout == ""
@@ -379,7 +324,9 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
         "Store",
         "Load, one large job",
         "memcpy",
-        "floor, buffered",
+        *(f"floor, {kind}" for kind in KINDS),
+        "switches",
+        "CPU, load",
         "fs / fake",
         "16 KiB",
     ):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvoffload_async.bench import floor as floor_module
 from kvoffload_async.bench.contender import UnfitError
 from kvoffload_async.bench.drive import drive, time_at_rest
-from kvoffload_async.bench.floor import Floor, measure_memcpy
+from kvoffload_async.bench.floor import PlainFloor, measure_memcpy
 from kvoffload_async.bench.payload import Payload
 from kvoffload_async.bench.places import Place
 from kvoffload_async.bench.plan import Jobs, Plan
@@ -113,7 +113,7 @@ def test_the_floor_moves_every_byte_in_large_pieces_of_whole_blocks(
     assert sum(size for _, size in cuts) == jobs.num_bytes
     assert all(size % block_bytes == 0 for _, size in cuts)
     with Payload(jobs.num_keys, block_bytes) as payload, Place(str(tmp_path), "here") as place:
-        samples = Floor(place).measure(PLAN, payload, jobs)
+        samples = PlainFloor(place).measure(PLAN, payload, jobs)
         assert samples.keys() == {"store", "load"}
         assert payload.wrong_rows(jobs.num_keys) == 0
         payload.wipe()
@@ -129,7 +129,7 @@ def test_a_floor_that_moves_too_little_is_no_floor(tmp_path, monkeypatch):
         Place(str(tmp_path), "here") as place,
         pytest.raises(UnfitError, match="a plain call moved 1 of 4096 bytes"),
     ):
-        Floor(place).measure(PLAN, payload, jobs)
+        PlainFloor(place).measure(PLAN, payload, jobs)
 
 
 def test_a_floor_that_returns_other_bytes_is_no_floor(tmp_path, monkeypatch):
@@ -140,7 +140,7 @@ def test_a_floor_that_returns_other_bytes_is_no_floor(tmp_path, monkeypatch):
         Place(str(tmp_path), "here") as place,
         pytest.raises(UnfitError, match="other bytes than were written"),
     ):
-        Floor(place).measure(PLAN, payload, jobs)
+        PlainFloor(place).measure(PLAN, payload, jobs)
 
 
 def test_a_jobs_latency_begins_when_the_one_that_made_way_for_it_ends():

@@ -204,11 +204,12 @@ class TestCheckConfig:
         config = command.config(
             cpu_bytes_to_use="1MiB",
             block_bytes=5000,
+            status_socket="/run/[kv].sock",
             secondary_tiers=[{"type": "example", "custom_param": 3}, {"type": "example"}],
         )
         result = command.run("check-config", config)
         assert result.exit_code == 0
-        for text in ("128", "8,192 bytes", "example: custom_param=3", "lru"):
+        for text in ("128", "8,192 bytes", "example: custom_param=3", "lru", "/run/[kv].sock"):
             assert text in result.stdout
 
     def test_shows_that_there_is_no_tier(self, command):

@@ -119,11 +119,6 @@ def test_a_request_without_blocks_is_a_request(command):
     assert (report["requests"], report["block_refs"]) == (2, 1)
 
 
-def test_an_empty_trace_is_replayed(command):
-    report = command.figures(command.trace([]))
-    assert (report["requests"], report["hit_ratio"]) == (0, 0.0)
-
-
 def test_limit_cuts_the_trace(command):
     assert command.figures(command.trace([[1], [2], [3]]), "--limit", 2)["requests"] == 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_async.cli import store as store_module
+from kvoffload_async.cli import store_runs
 from kvoffload_async.cli.store_tables import shown
 from kvoffload_async.tiers.fs.maintenance import verification
 
@@ -37,14 +37,14 @@ class TestInput:
         dead = store.writer()
         dead.die()
         temp = store.temp(dead.writer_id)
-        find = store_module.find_stores
+        find = store_runs.find_stores
 
         async def and_interrupt(directory):
             stores = await find(directory)
             signal.raise_signal(signal.SIGINT)
             return stores * 2
 
-        monkeypatch.setattr(store_module, "find_stores", and_interrupt)
+        monkeypatch.setattr(store_runs, "find_stores", and_interrupt)
         result = store.command.run("store", verb, store.root)
         assert result.exit_code == 130
         assert temp.exists()
@@ -58,6 +58,16 @@ class TestInput:
 
 def test_names_are_shown_so_that_every_terminal_takes_them():
     assert shown(os.fsdecode(b"caf\xc3\xa9\xff\x1b[2J")) == "café\ufffd\ufffd[2J"
+
+
+def test_verbose_tells_of_each_store_as_it_is_looked_at(store):
+    quiet = store.command.run("store", "verify", store.root)
+    assert quiet.stderr == ""
+    os.truncate(store.blocks[0], 1000)
+    lines = store.command.run("store", "verify", store.root, "-v").stderr.splitlines()
+    assert "a store of the fs tier" in lines[0]
+    assert ".bin: 1000 bytes instead of 4096" in lines[1]
+    assert "done after" in lines[2]
 
 
 class TestOldNames:

@@ -68,7 +68,7 @@ def test_two_jobs_at_once_have_two_ids(world):
 
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_a_copy_that_fails_is_a_result_and_the_next_one_works(world, direction):
+def test_a_copy_that_fails_is_a_result_and_the_next_one_works(world, direction, caplog):
     def fail(_copies):
         raise OSError("injected")
 
@@ -76,6 +76,9 @@ def test_a_copy_that_fails_is_a_result_and_the_next_one_works(world, direction):
     world.transport.faults[direction].before_copy = fail
     submit(1, job((1,), (1,)))
     assert world.worker.wait({1}, DEADLINE_S)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert line.startswith(f"{direction.name.lower()} of 1 blocks for request ")
+    assert "(transfer job 1) failed: " in line
     world.transport.faults[direction].before_copy = None
     submit(2, job((2,), (2,)))
     assert world.worker.wait({2}, DEADLINE_S)

@@ -99,7 +99,7 @@ def test_lookups_ask_the_sources_which_may_be_observed():
             heard.append((self.source.name, key, req_context, answer))
             return answer
 
-    world.planner.sources = [Observed(source) for source in world.planner.sources]
+    world.planner.sources[:] = [Observed(source) for source in world.planner.sources]
     assert world.lookup(ctx, "a") is PENDING
     names = [tier.name for tier in world.planner.tiers]
     answers = zip(names, [MISS, HIT], strict=True)

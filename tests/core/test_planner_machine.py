@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffload_async.core.breaker import BreakerSettings, BreakerState
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
 from kvoffload_async.testing.invariants import check_history
@@ -49,12 +50,29 @@ SETUPS = st.fixed_dictionaries(
         "reserved": st.sampled_from([0.25, 0.0, 0.5]),
         "accept_prefix": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
+        "remote": st.sets(st.integers(0, 2)),
     }
 )
 
 
+class _Nearest:
+    """Sees that a remote tier is not asked for what a tier before it is not sure of."""
+
+    def __init__(self, source, *, is_remote, unsure):
+        self.source, self.is_remote, self.unsure = source, is_remote, unsure
+
+    def lookup(self, key, req_context):
+        assert not (self.is_remote and key in self.unsure)
+        answer = self.source.lookup(key, req_context)
+        if answer is RETRY:
+            self.unsure.add(key)
+        return answer
+
+
 class PlannerMachine(RuleBasedStateMachine):
     """Few rules with much in each: then hypothesis spends its steps on what interacts."""
+
+    create_planner = Planner
 
     @initialize(setup=SETUPS, stored_before=st.sets(st.sampled_from(ALL_KEYS)))
     def build(self, setup, stored_before):
@@ -69,8 +87,16 @@ class PlannerMachine(RuleBasedStateMachine):
             breaker=BreakerSettings(setup["faults"], retry_after_s=3.0),
             request_level=sorted(setup["request_level"] & set(range(tiers))),
             pressed_tier=1,
+            create_planner=self.create_planner,
+            remote=setup["remote"],
             accept_prefix=setup["accept_prefix"],
         )
+        self.unsure = set()
+        sources = self.world.planner.sources
+        for index, source in enumerate(sources):
+            sources[index] = _Nearest(
+                source, is_remote=index in setup["remote"], unsure=self.unsure
+            )
         if tiers:
             self.world.fill(tiers - 1, sorted(stored_before))
         self.ids = itertools.count()
@@ -95,6 +121,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), keys=CHAIN, loads=st.booleans())
     def look_up_and_load_the_head(self, data, keys, loads):
         ctx = self.request(data)
+        self.unsure.clear()
         answers = [self.world.lookup(ctx, key) for key in keys]
         if {PENDING, RETRY} & set(answers):
             self.deferred.add(ctx.req_id)
@@ -255,6 +282,7 @@ class PlannerMachine(RuleBasedStateMachine):
             for write in [write for write in world.writes if not write.stale]:
                 world.written(write)
             for req_id in sorted(self.deferred):
+                self.unsure.clear()
                 answers = {world.lookup(world.live[req_id], key) for key in ALL_KEYS}
                 if answers <= {HIT, MISS}:
                     self.deferred.discard(req_id)

@@ -46,7 +46,7 @@ def test_a_use_of_what_is_no_key_is_refused_at_the_call_and_the_request_can_end(
 def test_a_load_of_nothing_leaves_nothing():
     rig = Rig(names="a")
     assert rig.primary.prepare_load(rig.ctx, []) == []
-    assert not rig.primary._loads._loads
+    assert not rig.primary.loading._loads
 
 
 def test_a_block_goes_from_absent_over_writing_and_idle_to_pinned_and_back():

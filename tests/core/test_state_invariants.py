@@ -20,9 +20,9 @@ from kvoffload_async.testing.invariants import (
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p23():
+def test_the_invariants_are_p1_to_p24():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 24)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 25)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -211,6 +211,34 @@ def damage_p23_unreadable(world):
 
 def damage_p23_unwatched(world):
     world.planner.cascades.backlogs[0].add([slot_of(world, "i")], 0.0)
+
+
+def damage_p24_lookups(world):
+    world.planner.counters.lookups += 1
+
+
+def damage_p24_lookups_of_the_primary(world):
+    world.primary.counters.hits += 1
+
+
+def damage_p24_lookups_of_a_tier(world):
+    world.planner.tiers[0].counters.undecided += 1
+
+
+def damage_p24_jobs(world):
+    world.planner.tiers[0].counters.finished_jobs += 1
+
+
+def damage_p24_failures(world):
+    world.planner.tiers[0].counters.failed_jobs_by_error["other"] = 1000
+
+
+def damage_p24_drops(world):
+    world.planner.tiers[0].counters.dropped_blocks += 1
+
+
+def damage_p24_pins(world):
+    world.primary.loading.num_pins += 1
 
 
 def damage_p1(world):

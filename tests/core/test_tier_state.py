@@ -237,4 +237,4 @@ def test_refused_announcements_are_counted():
     tier = tier_of()
     tier.handle(AnnouncementRefused(3))
     tier.handle(AnnouncementRefused(1))
-    assert tier.counters.refused_keys == 4
+    assert tier.observed.refused_keys == 4

@@ -19,6 +19,7 @@ from kvoffload_async.core.effects import StartJob, StartProbe
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.ledger import JobState
+from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.types import Medium, ReqContext
@@ -40,7 +41,7 @@ class TierStateMachine(RuleBasedStateMachine):
         self.tier = TierState(
             "tier", ProbedIndex(concurrent, batch), 1, EventLog(Medium.STORAGE, enabled=True)
         )
-        self.accepted = 0
+        self.accepted = self.settled = 0
         self.waiting: dict = {}
         self.flying: dict = {}
         self.late: dict = {}
@@ -93,6 +94,7 @@ class TierStateMachine(RuleBasedStateMachine):
             return
         self.flying.pop(job_id, None)
         self.late.pop(job_id, None)
+        self.settled += 1
         if how == "error":
             self.tier.handle(JobSettled(job_id, job_error=TierUnavailableError("down")))
             self.say(ending.keys if ending.is_promotion else (), present=False)
@@ -176,6 +178,10 @@ class TierStateMachine(RuleBasedStateMachine):
             assert self.tier.index.is_waiting == bool(queued | in_flight or self.probes)
         running = self.tier.jobs.ids_in(JobState.FLYING, JobState.DISOWNED)
         assert sorted(running) == sorted(self.flying | self.late)
+        read = read_tier(self.tier, self.tier, name="t", row_bytes=1)
+        assert read.submitted_jobs == self.accepted
+        assert read.jobs_in_flight == self.accepted - self.results.total()
+        assert read.load_seconds.total.count + read.store_seconds.total.count == self.settled
 
     def teardown(self):
         if not hasattr(self, "tier"):

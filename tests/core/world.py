@@ -36,7 +36,7 @@ from kvoffload_async.testing.invariants.history import (
     StepClosed,
     fact_of,
 )
-from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, ReqContext
+from kvoffload_async.types import JobMetadata, JobResult, Locality, OffloadKey, ReqContext
 
 NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
 NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
@@ -74,6 +74,8 @@ class World:
         request_level=(),
         breaker=NEVER_OPENS,
         pressed_tier=None,
+        create_planner=Planner,
+        remote=(),
         **primary_options,
     ):
         self.tiers = [ScriptedTier() for _ in range(tiers)]
@@ -90,11 +92,12 @@ class World:
                 f"tier{i}",
                 tier,
                 breaker=breaker,
+                locality=Locality.REMOTE if i in remote else Locality.LOCAL,
                 backpressure=Backpressure(LOCAL_BACKPRESSURE) if i == pressed_tier else None,
             )
             for i, tier in enumerate(self.tiers)
         ]
-        self.planner = Planner(self.primary, slots, limits)
+        self.planner = create_planner(self.primary, slots, limits)
         self.request_level = tuple(request_level)
         self.running: dict[int, tuple[int, JobMetadata]] = {}
         self.late: dict[int, tuple[int, JobMetadata]] = {}

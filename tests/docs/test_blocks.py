@@ -1,7 +1,14 @@
 """What the documentation shows works: every code block of every page is run."""
 
+import shutil
+import sys
+from contextlib import closing
+from pathlib import Path
+
 import doc_blocks
 import pytest
+
+pytestmark = pytest.mark.slow
 
 PAGES_WITH_CODE = {
     str(page.relative_to(doc_blocks.ROOT)): page
@@ -13,12 +20,16 @@ PAGES_WITH_CODE = {
 @pytest.mark.timeout(175)  # a page starts Python a dozen times
 @pytest.mark.parametrize("name", PAGES_WITH_CODE)
 def test_the_code_of_a_page_does_what_the_page_says(name, tmp_path):
-    runner = doc_blocks.PageRunner(tmp_path)
-    for block in doc_blocks.blocks_of(PAGES_WITH_CODE[name]):
-        try:
-            runner.run(block)
-        except AssertionError as error:
-            pytest.fail(f"{name}, line {block.line}: {error}")
+    blocks = doc_blocks.blocks_of(PAGES_WITH_CODE[name])
+    for program in doc_blocks.SERVERS:
+        if any(f"$ {program} " in block.text for block in blocks):
+            shutil.which(program, path=Path(sys.executable).parent) or pytest.skip(f"no {program}")
+    with closing(doc_blocks.PageRunner(tmp_path)) as runner:
+        for block in blocks:
+            try:
+                runner.run(block)
+            except AssertionError as error:
+                pytest.fail(f"{name}, line {block.line}: {error}")
 
 
 def blocks_in(tmp_path, text):

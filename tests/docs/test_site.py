@@ -100,6 +100,16 @@ def test_the_generated_pages_say_what_the_code_says():
     assert stale == [], "run python docs/_tools/reference.py"
 
 
+def test_every_variable_that_is_read_has_its_line():
+    page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    read = {
+        name
+        for path in (ROOT / "kvoffload_async").rglob("*.py")
+        for name in re.findall(r'"(KVOFFLOAD_\w+)"', path.read_text(encoding="utf-8"))
+    }
+    assert set(re.findall(r"^\| `(KVOFFLOAD_\w+)`", page, re.MULTILINE)) == read
+
+
 @pytest.mark.parametrize("page", BESIDE, ids=lambda page: page.name)
 def test_a_link_of_a_page_beside_the_site_leads_to_a_file_and_a_heading(page):
     links = re.findall(r"\]\(([^)\s]+)", page.read_text(encoding="utf-8"))

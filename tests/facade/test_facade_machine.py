@@ -301,17 +301,22 @@ class Facade(RuleBasedStateMachine):
         """Everything that is counted as it happens is what a walk over everything finds."""
         read, planner = self.manager.stats(), self.manager.planner
         found = Counter(refs for _, _, refs in planner.primary.resident())
-        slots = read.primary.slots
+        slots, pool = read.primary.slots, planner.primary.pool
         assert (slots.writing, slots.idle) == (found[-1], found[0])
         assert slots.pinned == found.total() - found[-1] - found[0]
-        assert slots.held == len(planner.primary.pool.retained_slots())
-        assert slots.free == len(planner.primary.pool.free_slots())
-        assert read.planner.jobs_submitted == self.manager.planner.counters.jobs_submitted
+        assert (slots.held, slots.free) == (len(pool.retained_slots()), len(pool.free_slots()))
+        under_way = read.planner.jobs_submitted - read.planner.job_results
+        assert sum(tier.jobs_in_flight for tier in read.tiers) == under_way
         for tier, state in zip(read.tiers, planner.tiers, strict=True):
-            queued = len(state.jobs.ids_in(JobState.QUEUED))
-            assert tier.queued_jobs >= queued
-            assert tier.jobs_in_flight == queued + len(state.jobs.ids_in(JobState.FLYING))
+            assert tier.queued_jobs >= len(state.jobs.ids_in(JobState.QUEUED))
+            under_way = list(state.jobs.unreported())
+            assert tier.jobs_in_flight == len(under_way) == tier.submitted_jobs - tier.finished_jobs
+            assert tier.loads_in_flight == sum(job.is_promotion for job in under_way)
+            for of in (tier.load_seconds, tier.store_seconds):
+                assert of.queue.count == of.copy.count <= of.total.count
             assert tier.overdue_jobs == len(state.jobs.ids_in(JobState.DISOWNED))
+        loose = self.world.loose.stats()
+        assert loose.submitted_jobs == loose.finished_jobs + loose.jobs_in_flight
 
     @invariant()
     def tiers_have_the_bytes_of_their_keys(self):

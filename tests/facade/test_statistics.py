@@ -16,8 +16,12 @@ from kvoffload_async import (
     TierStatistics,
     statistics,
 )
-from kvoffload_async.core.counters import PlannerCounters, PrimaryCounters
-from kvoffload_async.core.tier_state import TierCounters
+from kvoffload_async.core.counters import (
+    PlannerCounters,
+    PrimaryCounters,
+    TierCounters,
+    TierObservations,
+)
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing import ScriptedTier
 
@@ -41,6 +45,7 @@ def world():
     [
         (PrimaryCounters, PrimaryStatistics),
         (TierCounters, TierStatistics),
+        (TierObservations, TierStatistics),
         (PlannerCounters, PlannerStatistics),
     ],
 )
@@ -53,7 +58,7 @@ def test_every_counter_is_shown_under_its_name(counters, shown):
 
 def test_every_figure_is_documented_and_nothing_can_be_changed():
     trees = [each for each in vars(statistics).values() if dataclasses.is_dataclass(each)]
-    assert len(trees) == 6
+    assert len(trees) == 9
     for tree in trees:
         assert tree.__dataclass_params__.frozen
         for field in dataclasses.fields(tree):

@@ -12,7 +12,7 @@ K = [key_of(number) for number in range(8)]
 ROOMY = 64 * BLOCK
 
 READ = {"open": 1, "preadv": 1, "close": 1}
-WRITTEN = {"stat": 1, "open": 1, "pwrite": 1, "set_xattr": 1, "close": 1, "publish": 1}
+WRITTEN = {"stat": 1, "open": 1, "pwritev": 1, "set_xattr": 1, "close": 1, "publish": 1}
 COUNTED = WRITTEN | {"stat": 4}
 """The folder before and after, and the file: what the block did to the disk."""
 ROOT = {"stat": 1}

@@ -160,7 +160,7 @@ class Sweeping(FaultyFileOps):
         return super()._before(name, path, flags)
 
 
-@pytest.mark.parametrize("on", ["open", "pwrite", "set_xattr", "stat", "publish"])
+@pytest.mark.parametrize("on", ["open", "pwritev", "set_xattr", "stat", "publish"])
 def test_a_store_whose_temporary_file_was_swept_is_made_again(place, on):
     ops = Sweeping(on)
     with place.open(ops, **ROOMY) as harness:
@@ -173,7 +173,7 @@ def test_a_store_whose_temporary_file_was_swept_is_made_again(place, on):
         assert place.counted_bytes() == place.disk_bytes()
 
 
-@pytest.mark.parametrize("on", ["get_xattr", "open", "pwrite", "publish"])
+@pytest.mark.parametrize("on", ["get_xattr", "open", "pwritev", "publish"])
 def test_a_store_in_the_place_of_a_victim_is_made_again_too(place, on):
     ops = Sweeping(on)
     capacity_bytes = 40 * 1024 + 2 * (BLOCK + 8 * 1024) + 3 * 4096

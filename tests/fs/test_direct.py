@@ -13,7 +13,7 @@ from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus
 A, B, C, D = (key_of(number) for number in range(4))
 
 
-@pytest.mark.parametrize("call", ["open", "pwrite"])
+@pytest.mark.parametrize("call", ["open", "pwritev"])
 def test_direct_io_that_a_store_cannot_have_is_given_up_with_one_warning(place, caplog, call):
     """Regressions 43674, 44016, 49734: the tier was silently dead."""
     ops = FaultyFileOps()
@@ -39,7 +39,7 @@ def test_direct_io_that_a_load_cannot_have_is_given_up_with_one_warning(place, c
 
 def test_direct_io_is_given_up_in_a_reused_file_too(place):
     ops = FaultyFileOps()
-    ops.fail(errno.EINVAL, on="pwrite", when=lambda c: bool(c.flags & os.O_DIRECT))
+    ops.fail(errno.EINVAL, on="pwritev", when=lambda c: bool(c.flags & os.O_DIRECT))
     files = place.files(ops, direct_io=True, reuses_inodes=True)
     place.put(B, has_digest=True)
     assert store_key(files, A, victim=B).status is StoreStatus.WRITTEN
@@ -71,5 +71,5 @@ def test_rules_tell_blocks_from_temps(place):
     ops = FaultyFileOps()
     store_key(place.files(ops), A)
     names = {call.name for call in ops.calls if is_temp(call)}
-    assert {"open", "pwrite", "set_xattr", "close", "publish"} <= names
+    assert {"open", "pwritev", "set_xattr", "close", "publish"} <= names
     assert {call.name for call in ops.calls if is_block(call)} == {"stat"}

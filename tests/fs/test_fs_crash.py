@@ -13,6 +13,8 @@ from powercuts import problems
 from kvoffload_async.tiers.files.ops import disk_bytes
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 
+pytestmark = pytest.mark.slow
+
 UNIT = 12 * KIB
 """What a block takes on disk with its folders."""
 
@@ -55,7 +57,7 @@ def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
     server, calls, tmp_path
 ):
     points = [(number, False) for number in range(1, len(calls) + 1)]
-    points += [(n, True) for n, name in enumerate(calls, 1) if name == "pwrite"]
+    points += [(n, True) for n, name in enumerate(calls, 1) if name in {"pwrite", "pwritev"}]
     assert {"publish", "rename", "truncate", "set_xattr", "unlink", "rmdir"} <= set(calls)
     for number, torn in points:
         place = Place(tmp_path / f"{number}-{torn}")

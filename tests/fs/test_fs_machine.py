@@ -37,6 +37,8 @@ from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 
+pytestmark = pytest.mark.slow
+
 K = [key_of(number) for number in range(12)]
 SLOTS = 16
 
@@ -249,19 +251,19 @@ class FsMachine(RuleBasedStateMachine):
 
     @rule(instance=instances, keys=some_keys)
     def the_disk_is_full(self, instance, keys):
-        instance.ops.fail(errno.ENOSPC, on="pwrite mkdir", when=lambda c: c.path != "")
+        instance.ops.fail(errno.ENOSPC, on="pwrite pwritev mkdir", when=lambda c: c.path != "")
         self._try(instance.harness, keys, is_load=False)
         instance.ops.heal()
 
     @rule(instance=instances, keys=some_keys, times=st.integers(1, 3))
     def the_disk_is_full_for_a_moment(self, instance, keys, times):
-        instance.ops.fail(errno.ENOSPC, on="pwrite", when=is_temp, times=times)
+        instance.ops.fail(errno.ENOSPC, on="pwritev", when=is_temp, times=times)
         self._try(instance.harness, keys, is_load=False)
         instance.ops.heal()
 
     @rule(instance=instances, keys=some_keys, max_bytes=st.sampled_from([1000, BLOCK - 1]))
     def calls_are_short(self, instance, keys, max_bytes):
-        instance.ops.shorten(max_bytes, on="pwrite")
+        instance.ops.shorten(max_bytes, on="pwrite pwritev")
         instance.ops.shorten(max_bytes, on="preadv")
         self._try(instance.harness, keys, is_load=False)
         self._try(instance.harness, keys, is_load=True)

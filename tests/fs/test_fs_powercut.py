@@ -16,7 +16,7 @@ from kvoffload_async.testing.powercut import MetadataOrder
 from kvoffload_async.testing.recording import RecordingFileOps
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 
-pytestmark = pytest.mark.timeout(120 + 60 * PER_STEP)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + 60 * PER_STEP)]
 
 K = [key_of(number) for number in range(24)]
 CAPACITY = 28 * KIB + 5 * 12 * KIB

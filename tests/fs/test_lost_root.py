@@ -25,6 +25,11 @@ def turn_into_a_file(place):
     place.root.touch()
 
 
+def blocks_in(folder):
+    """Return the files of blocks, temporary ones included."""
+    return sorted(folder.rglob("*.bin*"))
+
+
 def result_of(harness, job):
     harness.wait()
     return harness.result_of(job)
@@ -44,11 +49,13 @@ def test_a_lost_root_is_a_fault_and_nothing_is_written_in_its_place(place, optio
     with place.manage(**options) as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
         lose(place)
-        left = sorted(place.root.rglob("*"))
+        away = place.root.with_name("away")
+        left, lost = sorted(place.root.rglob("*")), blocks_in(away)
+        assert len(lost) == 4
         assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), place.root)
         assert is_lost(result_of(harness, harness.submit_store(K[:4], range(4))), place.root)
         assert is_lost(result_of(harness, harness.submit_load(K[:4], range(8, 12))), place.root)
-        assert all(harness.is_untouched(slot) for slot in range(8, 12))
+        assert blocks_in(away) == lost, "nor is anything written to what was lost"
     assert sorted(place.root.rglob("*")) == left
 
 

@@ -187,7 +187,7 @@ def harness_load(harness: ManagerHarness, key):
 # -- deadlines ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call", "is_load"), [("preadv", True), ("pwrite", False)])
+@pytest.mark.parametrize(("call", "is_load"), [("preadv", True), ("pwritev", False)])
 def test_a_job_past_its_deadline_is_reported_and_keeps_its_slots(place, ops, call, is_load):
     with place.manage(ops, io_timeout_s=0.1) as harness:
         harness.submit_store(K[:1], [0])

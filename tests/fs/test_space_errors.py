@@ -5,9 +5,10 @@ import concurrent.futures
 import errno
 import gc
 import itertools
+import threading
 
 import pytest
-from fs.places import BLOCK, Place
+from fs.places import BLOCK, TRIES, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
 from log_records import errors_with_frames
 
@@ -68,7 +69,7 @@ def test_a_count_that_cannot_be_told_costs_no_block(place, caplog):
 def test_a_cancelled_store_is_accounted_for(place):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
-        hang = ops.hang(on="pwrite", when=is_temp)
+        hang = ops.hang(on="pwritev", when=is_temp)
         harness.fill(K[:3], range(3))
         job = harness.job(K[:3], range(3), is_promotion=False)
         storing = start(harness, harness.tier.store(job))
@@ -81,6 +82,34 @@ def test_a_cancelled_store_is_accounted_for(place):
         harness.on_loop(gc.collect)  # there, so that the loop has let go of the task
         assert place.blocks() == set(K[:3])
         check(place, harness, ROOM_FOR_8)
+
+
+def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_file(place):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        if harness.tier._native is None:
+            pytest.skip("a job that Python writes has no end of its own")
+        writer = harness.tier._native._writer
+        end_waits, real = threading.Event(), writer._run
+
+        async def run(call):
+            if call.func == writer._end:
+                end_waits.set()
+                await asyncio.get_running_loop().create_future()
+            return await real(call)
+
+        writer._run = run
+        harness.fill(K[:1], range(1))
+        ops.fail(errno.EIO, on="pwritev unlink", when=is_temp, times=2)
+        storing = start(harness, harness.tier.store(harness.job(K[:1], [0], is_promotion=False)))
+        assert end_waits.wait(10)
+        harness.on_loop(storing[0].cancel)
+        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+            harness.run(end_of(storing))
+        storing.clear()
+        assert place.temps()
+        harness.tier._files.writer.sweep_litter()
+        assert not place.temps()
 
 
 def test_a_store_that_the_pool_refuses_gives_its_room_back(place):
@@ -126,12 +155,12 @@ def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=4 * ROOM_FOR_8) as harness:
         harness.fill(K[:1], [0])
-        hang = ops.hang(on="pwrite", when=is_temp, times=1)
+        hang = ops.hang(on="pwritev", when=is_temp, times=1)
 
         jobs = [harness.job(K[:1], [0], is_promotion=False) for _ in range(2)]
         first = start(harness, harness.tier.store(jobs[0]))
         assert hang.entered.wait(10)
-        ops.fail(errno.EIO, on="publish", times=2)
+        ops.fail(errno.EIO, on="publish", times=2 * TRIES)
         assert sorted(harness.run(harness.tier.store(jobs[1]))) == [0]
         hang.release()
         assert sorted(harness.run(end_of(first))) == [0]

@@ -119,7 +119,7 @@ def test_publishing_passes_other_errors_on(place):
 @pytest.mark.parametrize("max_bytes", [1, 100, BLOCK - 1])
 def test_short_writes_are_continued(place, max_bytes):
     ops = FaultyFileOps()
-    ops.shorten(max_bytes, on="pwrite", times=5)
+    ops.shorten(max_bytes, on="pwritev", times=5)
     files = place.files(ops)
     assert store_key(files, A).status is StoreStatus.WRITTEN
     assert load_key(files, A) is None
@@ -127,7 +127,7 @@ def test_short_writes_are_continued(place, max_bytes):
 
 def test_a_write_without_progress_fails_the_block(place):
     ops = FaultyFileOps()
-    ops.shorten(0, on="pwrite")
+    ops.shorten(0, on="pwritev")
     outcome = store_key(place.files(ops), A)
     assert isinstance(outcome.error, TierUnavailableError)
     assert not place.temps()
@@ -137,7 +137,7 @@ def test_a_write_without_progress_fails_the_block(place):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_fails_the_block_as_full(place, code):
     ops = FaultyFileOps()
-    ops.fail(code, on="pwrite", times=1)
+    ops.fail(code, on="pwritev", times=1)
     first, second = store(place.files(ops), item(A), item(B, 1))
     assert isinstance(first.error, TierFullError)
     assert second.status is StoreStatus.WRITTEN
@@ -149,7 +149,7 @@ def test_the_bytes_are_on_the_device_before_the_block_is_published(place):
     ops = FaultyFileOps()
     store_key(place.files(ops, fsync=True), A)
     names = [call.name for call in ops.calls]
-    assert names.index("pwrite") < names.index("fsync") < names.index("publish")
+    assert names.index("pwritev") < names.index("fsync") < names.index("publish")
     assert names.index("set_xattr") < names.index("fsync")
     assert names.index("close") < names.index("publish")
 

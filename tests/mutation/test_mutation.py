@@ -7,6 +7,8 @@ from mutation import driver
 from mutation.guards import GUARDS, guards_of
 from mutation.mutants import mutants_of
 
+pytestmark = pytest.mark.slow
+
 
 def changes(source):
     source = textwrap.dedent(source)

@@ -249,6 +249,7 @@ class TestAsync:
         assert 0 < report["requests"] < 10
         assert_sound(report)
 
+    @pytest.mark.slow
     def test_ctrl_c_while_requests_wait(self, faulty_tiers):
         spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
         stops = threading.Event()

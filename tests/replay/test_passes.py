@@ -144,7 +144,7 @@ def test_complaints_of_later_passes_say_which_pass():
     complaint = "1 loaded blocks had wrong bytes"
     assert PassReports((good, good)).complaints == []
     assert PassReports((bad, good, bad)).complaints == [complaint, f"pass 3: {complaint}"]
-    assert json.loads(PassReports((good,)).to_json()) == dataclasses.asdict(good)
+    assert json.loads(PassReports((good,)).to_json()) == good.to_dict()
 
 
 def test_the_tables_of_one_pass_name_no_passes(command):

@@ -51,7 +51,8 @@ def test_a_trace_tells_how_far_it_is(command):
 
 def test_an_empty_trace_is_no_division_by_zero(command):
     source = TraceFile(command.trace([]))
-    assert list(source) == []
+    with pytest.raises(InputError, match="no request"):
+        list(source)
     assert source.fraction_done == 0.0
     source.close()
 

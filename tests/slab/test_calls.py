@@ -3,12 +3,10 @@
 import asyncio
 from collections import Counter
 
-from slab.stores import BLOCK, KIB, K, SlabStore, entered, sound
+from slab.stores import BLOCK, KIB, K, entered, sound
 
-from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.tiers.slab import transfer_queue
+from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.slab.places import segment_of
 
 
@@ -45,7 +43,8 @@ def test_present_blocks_cost_no_call(slab_store):
         assert not ops.calls[before:]
 
 
-def test_a_large_job_is_cut_into_pieces_for_several_threads(slab_store):
+def test_python_threads_cut_a_large_job_into_pieces_and_share_them(slab_store, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
     ops = FaultyFileOps()
     with slab_store.open(ops, piece_bytes=2 * BLOCK, segment_bytes=512 * KIB) as harness:
         harness.store(K[:20])
@@ -92,76 +91,6 @@ def test_a_large_job_is_written_to_several_files(slab_store):
         sound(harness.tier)
 
 
-def test_a_load_does_not_wait_until_all_that_is_stored_has_been(slab_store, monkeypatch):
-    monkeypatch.setattr(transfer_queue, "_QUANTUM_BYTES", BLOCK)
-    ops = FaultyFileOps()
-    threads = TierBounds().concurrent_loads + TierBounds().concurrent_stores
-    options = {"io_threads": threads, "piece_bytes": BLOCK, "segment_bytes": 512 * KIB}
-    with slab_store.open(ops, **options) as harness:
-        harness.store(K[:1])
-
-        async def scenario():
-            store = make_job(1, K[1:41], range(40), is_promotion=False)
-            hangs = [ops.hang(on="pwritev", times=1) for _ in range(threads)]
-            storing = asyncio.create_task(harness.tier.store(store))
-            for hang in hangs:
-                await entered(hang)
-            rest = ops.hang(on="pwritev")
-            load = make_job(2, K[:1], [50], is_promotion=True)
-            loading = asyncio.create_task(harness.tier.load(load))
-            while not harness.tier._loads._waiting:  # noqa: ASYNC110 - changed by a task
-                await asyncio.sleep(0)
-            hangs[-1].release()
-            assert await asyncio.wait_for(loading, 5) == {}
-            assert not storing.done()
-            for hang in (*hangs, rest):
-                hang.release()
-            assert await storing == {}
-
-        harness.run(scenario())
-
-
-def test_a_thread_writes_to_another_file_than_one_that_is_slow(slab_store):
-    ops = FaultyFileOps()
-    with slab_store.open(ops, stripes=2, io_threads=2) as harness:
-
-        def store(number):
-            job = make_job(number, [K[number]], [number], is_promotion=False)
-            return asyncio.create_task(harness.tier.store(job))
-
-        async def scenario():
-            hangs, tasks = [], []
-            for number in range(2):
-                hangs.append(ops.hang(on="pwritev", times=1))
-                tasks.append(store(number))
-                await entered(hangs[-1])
-            tasks += [store(2), store(3)]
-            while len(harness.tier._stores._waiting) < 2:  # noqa: ASYNC110 - changed by tasks
-                await asyncio.sleep(0)
-            hangs[1].release()
-            await asyncio.wait(tasks[1:])
-            hangs[0].release()
-            await tasks[0]
-
-        harness.run(scenario())
-        written = [call.path for call in ops.calls if call.name == "pwritev"]
-        first, second = written[:2]
-        assert first != second
-        assert written[2:] == [second, first]
-
-
-def test_more_buffers_than_one_call_takes_are_several_calls(tmp_path):
-    slab_store = SlabStore(tmp_path, block_bytes=512)
-    ops = FaultyFileOps()
-    options = {"capacity_bytes": 8192 * KIB, "segment_bytes": 8192 * KIB, "piece_bytes": 8192 * KIB}
-    with slab_store.open(ops, num_slots=700, **options) as harness:
-        keys = [key_of(number) for number in range(700)]
-        assert harness.store(keys) == {}
-        assert ops.counts()["pwritev"] == 2
-        assert harness.load(keys) == {}
-        assert all(harness.holds(key, slot) for slot, key in enumerate(keys))
-
-
 def test_calls_that_move_less_than_asked_are_continued(slab_store):
     ops = FaultyFileOps()
     ops.shorten(1000, on="pwritev")
@@ -173,3 +102,30 @@ def test_calls_that_move_less_than_asked_are_continued(slab_store):
         assert all(harness.holds(K[i], 20 + i) for i in range(6))
     with slab_store.open() as harness:
         assert harness.announced() == set(K[:6])
+
+
+def test_a_look_after_files_that_outlives_its_load_costs_no_other(slab_store):
+    """The segment that it asks for may be removed meanwhile."""
+    ops = FaultyFileOps()
+    with slab_store.open(ops, stripes=2, piece_bytes=2 * BLOCK) as harness:
+        harness.store(K[:16])
+        places = harness.tier._store.catalog.find(K[:16])
+        segments = list(map(segment_of, places))
+        gone, last = segments[0], next(i for i in range(16) if segments[i] != segments[0])
+
+        async def scenario():
+            hang = ops.hang(on="stat", when=lambda call: call.path.endswith("/."), times=1)
+            loads = [
+                asyncio.create_task(
+                    harness.tier.load(make_job(row, [K[row]], [row], is_promotion=True))
+                )
+                for row in (0, last)
+            ]
+            await entered(hang)
+            loads[0].cancel()
+            await asyncio.wait(loads[:1])
+            harness.tier._store.data_path.segments.remove(gone)
+            hang.release()
+            return await loads[1]
+
+        assert harness.run(scenario()) == {}

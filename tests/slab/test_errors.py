@@ -17,7 +17,6 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import make_job
-from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 from kvoffload_async.types import LookupResult, ReqContext
@@ -133,7 +132,13 @@ def test_a_segment_that_was_cut_short_costs_the_blocks_behind_the_cut(slab_store
 def test_a_block_whose_checksum_was_not_computed_is_not_served(slab_store, monkeypatch):
     with slab_store.open() as harness:
         harness.store(K[:2])
-        monkeypatch.setattr(BlockDigester, "digests", lambda self, keys, rows: [b""] * len(keys))
+        block_io = harness.tier._transfers._block_io
+        extents = block_io.extents
+
+        async def without_digests(*args, **kwargs):
+            return (await extents(*args, **kwargs))._replace(digests=b"")
+
+        monkeypatch.setattr(block_io, "extents", without_digests)
         failures = harness.load(K[:2])
         assert {type(error) for error in failures.values()} == {CorruptBlockError}
         assert sorted(failures) == [0, 1]

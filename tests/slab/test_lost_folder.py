@@ -1,14 +1,17 @@
 """A store whose folder or files are not there any more: nothing is served, and nothing stored."""
 
 import errno
+import math
 import shutil
 
+import numpy as np
 import pytest
 from slab.stores import K
 from unmounting import unmounted
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.tiers.slab import transfers
 from kvoffload_async.tiers.slab.layout import LOCK, segment_name
 
 
@@ -67,6 +70,24 @@ def test_a_lost_store_is_a_fault_of_every_job(slab_store, lose):
         lose(slab_store)
         assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), slab_store)
         assert is_lost(result_of(harness, harness.submit_load(K[:4], range(8, 12))), slab_store)
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_loads_look_after_the_store_once_in_a_while_and_have_the_right_bytes_in_between(
+    slab_store, lose, monkeypatch
+):
+    with slab_store.manage() as harness:
+        assert result_of(harness, harness.submit_store(K[:4], range(4))).success
+        stored = harness.rows[:4].copy()
+        monkeypatch.setattr(transfers, "_CHECK_S", math.inf)
+        assert result_of(harness, harness.submit_load(K[:4], range(8, 12))).success
+        lose(slab_store)
+        assert result_of(harness, harness.submit_load(K[:4], range(12, 16))).success
+        assert np.array_equal(harness.rows[12:16], stored)
+        monkeypatch.setattr(transfers, "_CHECK_S", 0.0)
+        for rows in (range(8, 12), range(4, 8)):  # after a look in vain, every load looks
+            assert is_lost(result_of(harness, harness.submit_load(K[:4], rows)), slab_store)
+            monkeypatch.setattr(transfers, "_CHECK_S", math.inf)
 
 
 @pytest.mark.parametrize("lose", [replace, take_away, delete_everything])

@@ -339,3 +339,14 @@ def test_the_time_for_an_opening_grows_with_the_blocks_that_there_may_be(slab_st
     tier = slab_store.tier(capacity_bytes=1_000_000 * BLOCK)
     assert tier.opening_s(BLOCK) == pytest.approx(10.0)
     assert tier.opening_s(10 * BLOCK) == pytest.approx(1.0)
+
+
+def test_a_store_for_which_no_threads_can_be_had_is_closed_again(slab_store, monkeypatch):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "sometimes")
+    ops = FaultyFileOps()
+    with pytest.raises(ConfigError, match="KVOFFLOAD_NATIVE: 'sometimes'"):
+        slab_store.open(ops)
+    assert not ops.open_fds
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
+    with slab_store.open() as harness:
+        assert harness.store(K[:2]) == {}

@@ -8,9 +8,12 @@ from crashes import RANDOM_KILLS, Process
 from powercuts import problems
 from slab.crash_server import BAD, CAPACITY, OPTIONS, K, UnsyncedFileOps
 from slab.stores import SlabStore, sound
+from sweeps import swept
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
+
+pytestmark = pytest.mark.slow
 
 SERVER = Path(__file__).with_name("crash_server.py")
 
@@ -20,6 +23,9 @@ def server():
     with Process(SERVER) as process:
         yield process
 
+
+NEXT = ["the same", "the replaced", "one that replaces back"]
+"""Who opens a store after one that was to replace it."""
 
 CHANGING = {"pwritev", "pwrite", "rename", "truncate", "fallocate", "unlink", "open"}
 TEARABLE = {"pwritev", "pwrite", "fallocate"}
@@ -57,7 +63,7 @@ def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_p
     assert dry[-1] == {"killed": False, "status": 0}
     calls = dry[0]["calls"]
     assert {"pwritev", "pwrite", "rename", "truncate", "fallocate", "preadv", "lock"} <= set(calls)
-    for number, torn in kill_points(calls):
+    for number, torn in swept(kill_points(calls), verify, of=2):
         slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
             "scripted", root=str(slab_store.root), kill_at=number, torn=torn, verify=verify
@@ -71,7 +77,7 @@ def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_p
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-@pytest.mark.parametrize("next_one", ["the same", "the replaced", "one that replaces back"])
+@pytest.mark.parametrize("next_one", NEXT)
 def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
     server, tmp_path, verify, next_one
 ):
@@ -80,7 +86,8 @@ def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
     calls = dry[0]["calls"]
     assert calls.index("unlink") < calls.index("rename") < calls.index("fallocate")
     refused = []
-    for number, torn in kill_points(calls):
+    points = swept(kill_points(calls), NEXT.index(next_one) + verify, of=3)
+    for number, torn in points:
         slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
             "replacing", root=str(slab_store.root), kill_at=number, torn=torn, verify=verify
@@ -105,7 +112,7 @@ def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
             raise
     if next_one == "the replaced":
         manifest = calls.index("rename") + 1
-        assert set(refused) == {n for n, _ in kill_points(calls) if n > manifest}
+        assert set(refused) == {n for n, _ in points if n > manifest}
 
 
 @pytest.mark.timeout(60 + RANDOM_KILLS)

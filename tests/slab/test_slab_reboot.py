@@ -15,7 +15,7 @@ from kvoffload_async.tiers.slab.layout import SESSION
 from kvoffload_async.tiers.slab.reading import read_manifest
 from kvoffload_async.tiers.slab.session import Session
 
-pytestmark = pytest.mark.timeout(120 + 60 * PER_STEP)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + 60 * PER_STEP)]
 
 
 def reboot(root: Path) -> None:

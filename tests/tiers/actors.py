@@ -25,7 +25,12 @@ class World:
         self.buffer = PrimaryBuffer(8, 4096)
         env = ActorEnvironment(self.buffer.view, InlineIo(), self.events.append)
         self.actor = TierActor(
-            "t", self.tier, env, io_timeout_s=IO_TIMEOUT_S, probe_timeout_s=PROBE_TIMEOUT_S
+            "t",
+            self.tier,
+            env,
+            io_timeout_s=IO_TIMEOUT_S,
+            probe_timeout_s=PROBE_TIMEOUT_S,
+            clock=self.runner.now_s,
         )
 
     def open(self):

@@ -140,3 +140,43 @@ def test_a_touch_that_wants_to_end_the_loop_is_only_logged(worlds, error, caplog
     world.settle()
     assert world.settled()[0].job_error is None
     assert "touch failed" in caplog.text
+
+
+def test_a_probe_with_chains_asks_for_their_longest_heads(worlds):
+    world = worlds()
+    asked = []
+
+    async def longest_prefixes(chains):
+        asked.append(chains)
+        return [2, 0]
+
+    world.tier.longest_prefixes = longest_prefixes
+    chains = ((key_of(1), key_of(2), key_of(3)), (key_of(4),))
+    keys = [key for chain in chains for key in chain]
+    world.runner.call_soon(world.actor.start_probe, 1, keys, chains)
+    world.runner.run_ready()
+    assert asked == [chains]
+    assert [event.present for event in world.events] == [{key_of(1), key_of(2)}]
+
+
+def test_an_answer_for_other_chains_than_were_asked_for_is_a_fault(worlds):
+    world = worlds()
+
+    async def longest_prefixes(chains):
+        return [1]
+
+    world.tier.longest_prefixes = longest_prefixes
+    world.runner.call_soon(world.actor.start_probe, 1, [], ((key_of(1),), (key_of(2),)))
+    world.runner.run_ready()
+    assert errors(world) == [TierUnavailableError]
+
+
+def test_a_tier_finds_the_longest_heads_by_what_it_contains(worlds):
+    world = worlds()
+
+    async def contains(keys):
+        return frozenset(key_of(number) for number in (1, 2, 4, 5)).intersection(keys)
+
+    world.tier.contains = contains
+    chains = [[key_of(1), key_of(2), key_of(3), key_of(4)], [key_of(4), key_of(5)], []]
+    assert world.runner.run(world.tier.longest_prefixes(chains), 1.0) == [2, 2, 0]

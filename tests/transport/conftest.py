@@ -1,7 +1,24 @@
-"""The stand-in for an accelerator, before a small device."""
+"""The stand-in for an accelerator, before a small device; with native copies, and without."""
 
 import pytest
 from transport.worlds import DEADLINE_S, FLAT, Device
+
+from kvoffload_async.block_io import choice
+from kvoffload_async.transport import copying
+
+FLAT_BYTES = sum(shape.page_items for group in FLAT.groups for shape in group)
+"""Of a device block."""
+
+
+@pytest.fixture(scope="module", params=["native", "python"])
+def moves(request):
+    """Which implementation copies; of the native one also what is large, and what is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(choice.VARIABLE, {"native": "", "python": "0"}[request.param])
+        if choice.implementation().name != request.param:
+            pytest.skip("the native module was not built")
+        patch.setattr(copying, "LEAST_BYTES", 2 * FLAT_BYTES)
+        yield request.param
 
 
 @pytest.fixture

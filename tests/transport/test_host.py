@@ -20,6 +20,8 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import register_kv_caches
 
+pytestmark = pytest.mark.usefixtures("moves")
+
 
 @st.composite
 def journeys(draw):
@@ -69,3 +71,16 @@ def test_the_bytes_of_every_dtype_pass_unchanged():
                 tensor.view(torch.uint8).zero_()
         assert torch.equal(tensor.view(torch.uint8), before)
         assert transport.close(DEADLINE_S)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_native_threads_copy_what_is_worth_waking_them(transport, moves, blocks, monkeypatch):
+    copied = []
+    copier = transport._directions[STORE].copier
+    if moves == "native":
+        copy = copier._copies.copy
+        monkeypatch.setattr(copier._copies, "copy", lambda b: copied.append(1) or copy(b))
+    which = range(blocks)
+    transfer = transport.submit(simple(STORE, which, which), transport.record_compute())
+    assert outcome_of(transfer).error is None
+    assert len(copied) == (moves == "native" and blocks == 2)

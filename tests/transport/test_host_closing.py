@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from transport.worlds import (
     DEADLINE_S,
     FLAT,
@@ -16,6 +17,8 @@ from transport.worlds import (
 
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.transport.host import HostEvent, HostTransport
+
+pytestmark = pytest.mark.usefixtures("moves")
 
 
 def test_closing_lets_both_directions_end(device):

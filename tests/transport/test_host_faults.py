@@ -16,6 +16,8 @@ from transport.worlds import (
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.transport.host import HostEvent
 
+pytestmark = pytest.mark.usefixtures("moves")
+
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_a_failure_is_an_outcome_and_the_next_transfer_works(device, transport, direction):

@@ -8,6 +8,8 @@ from transport.worlds import DEADLINE_S, LOAD, MOMENT_S, STORE, Wanted, gate, ou
 
 from kvoffload_async.transport.host import HostEvent
 
+pytestmark = pytest.mark.usefixtures("moves")
+
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_transfers_of_a_direction_run_in_order(device, transport, direction):

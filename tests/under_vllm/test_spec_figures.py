@@ -1,10 +1,12 @@
 """What `KVOffloadSpec` tells people: figures, events, and the length of copies."""
 
+import pytest
 from engine_world import EXAMPLE, PAGE_BYTES
 from vllm.v1.kv_offload import base
 from vllm_world import keys_of
 
 from kvoffload_async.integrations.vllm import KVOffloadSpec, engine_metrics
+from kvoffload_async.observe.status import ask, parse_report
 
 
 def test_every_figure_has_a_definition(pair):
@@ -129,3 +131,40 @@ def test_pages_are_counted(pair):
     assert result.transfer_size == 2 * PAGE_BYTES
     assert result.transfer_time >= 0
     assert worker.get_finished() == []
+
+
+def test_what_tiers_hold_and_whether_they_are_left_alone_is_told(pair):
+    here = pair(EXAMPLE)
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.settle()
+    ours = "vllm:kvoffload_async_"
+    data = here.manager.get_stats().data["data"]
+    assert data[f"{ours}used_bytes"] == {("1:example",): 2 * 4096}
+    assert f"{ours}capacity_bytes" not in data, "the tier has none"
+    assert data[f"{ours}suspended_directions"] == {("1:example",): 0}
+    here.manager.manager.planner.tiers[0].observed.corrupt_blocks = 3
+    for _ in range(3):
+        here.manager.manager.planner.tiers[0].health.lookup_failed(OSError("down"))
+    data = here.manager.get_stats().data["data"]
+    assert data[f"{ours}corrupt_blocks"] == {("1:example",): 3}
+    assert data[f"{ours}suspended_directions"] == {("1:example",): 1}
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "kv.sock"), (2, "kv.sock-2")])
+def test_the_status_socket_shows_the_engine_one_for_each_replica(
+    pair, tmp_path_factory, index, name
+):
+    folder = tmp_path_factory.mktemp("s")
+    given = {"status_socket": str(folder / "kv.sock")}
+    here = pair(EXAMPLE, extra=given, data_parallel_index=index)
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.settle()
+    path = str(folder / name)
+    report = parse_report(ask(path), path)
+    assert report.statistics == here.manager.manager.stats()
+    assert report.model == "org/model"
+    assert [file.name for file in folder.iterdir()] == [name]
+    here.manager.shutdown()
+    assert not list(folder.iterdir())

@@ -127,7 +127,12 @@ class OffloadingConnectorWorker:
             return True
         late = [job_id for job_id in meta.jobs_to_flush if job_id in self._running]
         stores = [job_id for job_id in late if self._running[job_id] is None]
-        logger.error("transfer jobs %s did not end within %s s", late, self._flush_timeout_s)
+        logger.error(
+            "transfer jobs %s did not end within %s s; stores among them count as failed; if the "
+            "device is only slow, raise flush_timeout_s",
+            late,
+            self._flush_timeout_s,
+        )
         self._overrun.update(stores)
         return len(stores) == len(late)
 
@@ -194,14 +199,18 @@ class OffloadingConnectorWorker:
                 BlockCopies(direction, spec.device, spec.host), self.transport.record_compute()
             )
         except Exception:
-            logger.exception("transfer job %d could not be submitted", job_id)
+            logger.exception(
+                "%s could not be submitted; the blocks are computed, or stored another time",
+                _described(job_id, spec, direction),
+            )
             self._report(TransferResult(job_id, success=False))
         else:
-            self._loop.call_soon(self._follow, job_id, transfer)
+            name = _described(job_id, spec, direction)
+            self._loop.call_soon(self._follow, job_id, transfer, name)
 
-    def _follow(self, job_id: JobId, transfer: Transfer) -> None:
+    def _follow(self, job_id: JobId, transfer: Transfer, name: str) -> None:
         """Await a transfer's end in a task of its own. Thread: loop."""
-        task = asyncio.get_running_loop().create_task(transfer.outcome(), name=f"transfer:{job_id}")
+        task = asyncio.get_running_loop().create_task(transfer.outcome(), name=name)
         self._tasks[task] = None
         task.add_done_callback(partial(self._note_end, job_id))
 
@@ -236,12 +245,20 @@ class OffloadingConnectorWorker:
         return reports
 
 
+def _described(job_id: JobId, spec: TransferJobSpec, direction: Direction) -> str:
+    num_blocks = len(spec.host.block_ids)
+    what = direction.name.lower()
+    return f"{what} of {num_blocks} blocks for request {spec.req_id} (transfer job {job_id})"
+
+
 def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResult:
     if task.cancelled():  # given up
         return TransferResult(job_id, success=False)
     error = task.exception() or task.result().error
     if error is not None:
-        logger.error("transfer job %d failed: %s", job_id, error)
+        logger.error(
+            "%s failed: %s; the blocks are computed, or stored another time", task.get_name(), error
+        )
         return TransferResult(job_id, success=False)
     outcome = task.result()
     return TransferResult(job_id, True, outcome.num_bytes, outcome.seconds)

@@ -18,7 +18,10 @@ _HOMES = {
     "HostTieringOffloadingSpec": "kvoffload_async.integrations.vllm.host_tiering",
     "KVOffloadConnector": "kvoffload_async.integrations.vllm.connector",
     "KVOffloadSpec": "kvoffload_async.integrations.vllm.spec",
+    "MooncakeTier": "kvoffload_async.integrations.vllm.tiers",
+    "ObjectTier": "kvoffload_async.integrations.vllm.tiers",
     "SlabTier": "kvoffload_async.integrations.vllm.tiers",
+    "ValkeyTier": "kvoffload_async.integrations.vllm.tiers",
 }
 
 

@@ -14,7 +14,9 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert
+from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
 
 _FINAL: Final = {LookupResult.HIT, LookupResult.MISS}
@@ -58,6 +60,22 @@ _TIER_GAUGES: Final = {
     TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC: "Share of the primary that they write.",
     TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC: "Share of the primary that they read.",
 }
+_OBSERVED_COUNTERS: Final = {
+    "corrupt_blocks": "Blocks of a secondary tier that did not verify.",
+    "missing_blocks": "Blocks of a secondary tier that were gone before they were loaded.",
+    "evicted_blocks": "Blocks that a secondary tier has announced as gone.",
+    "failed_store_blocks": "Blocks that were given up after their stores had failed.",
+}
+"""Counters of `TierStatistics` that are told under their own names."""
+_OBSERVED_GAUGES: Final = {
+    "used_bytes": "Bytes that a secondary tier occupies, where it says so.",
+    "capacity_bytes": "Bytes that it may occupy, where it says so.",
+    "queued_jobs": "Jobs that a secondary tier has not begun.",
+    "overdue_jobs": "Jobs that were given up, and whose copies still run.",
+    "owed_blocks": "Blocks that wait for room in a secondary tier.",
+}
+"""Gauges of `TierStatistics` that are told under their own names."""
+_SUSPENDED: Final = "vllm:kvoffload_async_suspended_directions"
 _ALLOCATIONS: Final = CPUOffloadingMetrics.CPU_ALLOCATION_SIZE
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
@@ -72,7 +90,12 @@ def definitions() -> dict[str, Any]:
         convert.counter_definitions(_COUNTERS, ())
         | convert.counter_definitions(_LOOKUP_COUNTERS | _TIER_COUNTERS, ("tier",))
         | convert.gauge_definitions(_GAUGES, ())
-        | convert.gauge_definitions(_TIER_GAUGES, ("tier",))
+        | convert.counter_definitions(_named(_OBSERVED_COUNTERS), ("tier",))
+        | convert.gauge_definitions(_TIER_GAUGES | _named(_OBSERVED_GAUGES), ("tier",))
+        | convert.gauge_definitions(
+            {_SUSPENDED: "Directions, of loads and stores, in which a tier is left alone."},
+            ("tier",),
+        )
         | convert.block_histogram_definition(
             _ALLOCATIONS, "Blocks that one call of prepare_store was granted."
         )
@@ -96,7 +119,7 @@ class LookupCounts:
         """Request that was not scheduled yet -> what is counted already, by tier, primary first."""
         self._has_asked = False
         self.totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        planner.sources = [
+        planner.sources[:] = [
             _Observed(source, partial(self._answered, index))
             for index, source in enumerate(planner.sources, 1)
         ]
@@ -161,8 +184,9 @@ class EngineCounts:
         lost_tails: Blocks that there was no room for, behind a head; the caller adds to it.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, manager: TieringOffloadingManager) -> None:
+        self._manager = manager
+        self._planner = planner = manager.planner
         self.lookups = LookupCounts(planner)
         self._reported: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
@@ -171,7 +195,8 @@ class EngineCounts:
 
     def take_stats(self) -> Any:  # noqa: ANN401 - vLLM's stats have no type of ours
         """Return the increments since the last call, and the present state, in vLLM's form."""
-        now = self._totals()
+        tiers = self._manager.stats().tiers
+        now = self._totals(tiers)
         increments = now - self._reported
         self._reported = now
         allocations, self.allocations = self.allocations, []
@@ -183,6 +208,7 @@ class EngineCounts:
             [
                 *zip(_GAUGES, repeat(()), (writing + reading, writing, reading), strict=False),
                 *self._transfers(),
+                *self._observed(tiers),
             ],
             {_ALLOCATIONS: allocations},
         )
@@ -194,7 +220,7 @@ class EngineCounts:
         values = (version("kvoffload-async"), blocks, tiers)
         return [dict(zip(CONFIG_INFO_KEYS, values, strict=True))]
 
-    def _totals(self) -> Counter[tuple[str, tuple[str, ...]]]:
+    def _totals(self, tiers: Sequence[TierStatistics]) -> Counter[tuple[str, tuple[str, ...]]]:
         counters = self._planner.counters
         values = (
             counters.promotions_refused,
@@ -219,7 +245,21 @@ class EngineCounts:
             )
             for name, value in zip(_TIER_COUNTERS, values_of_tier, strict=True):
                 totals[name, label] = value
+            for field in _OBSERVED_COUNTERS:
+                totals[_name_of(field), label] = getattr(tiers[index], field)
         return totals
+
+    def _observed(
+        self, tiers: Sequence[TierStatistics]
+    ) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        """Yield the gauges of each tier that are those of its statistics."""
+        for index, (tier, state) in enumerate(zip(tiers, self._planner.tiers, strict=True)):
+            label = _label(index, state)
+            for field in _OBSERVED_GAUGES:
+                value = getattr(tier, field)
+                if value is not None:
+                    yield _name_of(field), label, value
+            yield _SUSPENDED, label, sum(word != "closed" for word in tier.breakers.values())
 
     def _transfers(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
         """Yield the gauges of each tier."""
@@ -232,6 +272,14 @@ class EngineCounts:
         for index, tier in enumerate(self._planner.tiers):
             values = (*jobs[index], *(count / slots for count in blocks[index]))
             yield from zip(_TIER_GAUGES, repeat(_label(index, tier)), values, strict=False)
+
+
+def _name_of(field: str) -> str:
+    return f"vllm:kvoffload_async_{field}"
+
+
+def _named(documentation: Mapping[str, str]) -> dict[str, str]:
+    return {_name_of(field): text for field, text in documentation.items()}
 
 
 def _label(index: int, tier: TierState) -> tuple[str]:

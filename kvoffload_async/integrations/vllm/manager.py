@@ -53,7 +53,7 @@ class KVOffloadManager(base.OffloadingManager):
         self._promotion_source = _source_of(tier.medium for tier in manager.secondary_tiers)
         self._jobs_in_flight = 0
         self._awaits_flush = False
-        self._counts = EngineCounts(manager.planner)
+        self._counts = EngineCounts(manager)
         self._retained_removals: list[OffloadingEvent] = []
 
     # -- a request's life -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tiers that somebody else has written, under this package's engine: whose blocks they keep.
+"""Tiers without a directory of their own under this package's engine: whose blocks they keep.
 
 They find it in their environment, as everywhere: what vLLM knows of model and layout is their
 `run_config`, unless their configuration gives one.
@@ -14,7 +14,12 @@ from vllm.v1.kv_offload import base
 
 from kvoffload_async.abc.tier import AsyncTier
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
-from kvoffload_async.integrations.vllm.identity import IdentityOptions, ModelContent, identify
+from kvoffload_async.integrations.vllm.identity import (
+    Identity,
+    IdentityOptions,
+    ModelContent,
+    identify,
+)
 from kvoffload_async.registry import load_class
 
 _OWN: Final = __name__.partition(".")[0]
@@ -46,7 +51,12 @@ def identified(
     """
     options = IdentityOptions(tier.get("namespace"), tier.get("fingerprint"))
     identity = identify(spec, options, layout, content, must_stay=False)
-    run_config = identity.run_config
-    if identity.unknown:
-        run_config = run_config | {"process": _PROCESS}
-    return {"run_config": run_config, "rank": identity.rank, **tier}
+    return {"run_config": of_this_process(identity), "rank": identity.rank, **tier}
+
+
+def of_this_process(identity: Identity) -> dict[str, Any]:
+    """Return the `run_config` of blocks that others share, unless nobody knows what they are of.
+
+    For a tier that has no folder of its own for those.
+    """
+    return identity.run_config | ({"process": _PROCESS} if identity.unknown else {})

@@ -23,6 +23,7 @@ from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.opening import naming_tier
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.storage import parse_directory
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -34,7 +35,11 @@ from kvoffload_async.integrations.vllm.identity import (
     identify,
 )
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
-from kvoffload_async.integrations.vllm.others import identified, takes_identity
+from kvoffload_async.integrations.vllm.others import (
+    identified,
+    of_this_process,
+    takes_identity,
+)
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
@@ -44,6 +49,7 @@ from kvoffload_async.integrations.vllm.row_layout import (
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.machine import Limit, filesystem_limit
 from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
 
@@ -62,7 +68,13 @@ _DECIDED: Final = {
 _DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
 """Keys of a tier's configuration that follow from vLLM's own."""
 
-_UNDER_VLLM: Final = {"FsTier": "fs", "SlabTier": "slab"}
+_UNDER_VLLM: Final = {
+    "FsTier": "fs",
+    "MooncakeTier": "mooncake",
+    "ObjectTier": "object",
+    "SlabTier": "slab",
+    "ValkeyTier": "valkey",
+}
 """What a tier is called under vLLM's own spec, and what under this one."""
 
 _VLLMS_OWN: Final = {
@@ -93,6 +105,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         Raises:
             ConfigError: A key or a value is unusable; the message names it and the remedy.
         """
+        show_log()
         super().__init__(config)
         if config.canonical_layout:
             raise ConfigError("canonical_layout: true is not supported here; leave it out")
@@ -184,6 +197,12 @@ class KVOffloadSpec(base.OffloadingSpec):
                 yield identified(tier, self, layout, self._content)
                 continue
             identity = identify(self, options, layout, self._content)
+            if "root_dir" not in tier:
+                if identity.unknown:
+                    self._content.warn_of_unknown(tier["type"], "names of their own")
+                run_config = of_this_process(identity)
+                yield {**tier, "run_config": run_config, "rank": identity.rank}
+                continue
             is_slab = tier["type"] == "slab"
             rank = self.config.parallel.data_parallel_index if is_slab else identity.rank
             directory = self._own_directory(tier, identity)
@@ -257,7 +276,8 @@ class KVOffloadSpec(base.OffloadingSpec):
                 raise ConfigError(
                     f"{key}: {tier[key]!r} is not for vLLM, which knows it itself; leave it out"
                 )
-        if "root_dir" not in accepted_options(SecondaryTierFactory.get_tier_class(name)):
+        places = {"root_dir", "url", "master"}
+        if not places & accepted_options(SecondaryTierFactory.get_tier_class(name)):
             return tier  # it does not outlive the process
         options = dict(tier)
         self._identity_options[-1] = identity = IdentityOptions.take_from(options)
@@ -289,6 +309,7 @@ class _SharedSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         super().__init__(config)
+        self._status = EngineStatus(outer.config.model.name)
         self._outer = outer
         self._buffer: SharedBuffer | None = None
 
@@ -306,6 +327,12 @@ class _SharedSpec(TieringOffloadingSpec):
             if self._buffer is not None:
                 self._buffer.remove_name()
             self._outer.remove_process_folders()
+
+    def _status_path(self) -> str | None:
+        """Return the path; of data-parallel replicas, all but the first have their number in it."""
+        path = super()._status_path()
+        index = self._outer.config.parallel.data_parallel_index
+        return f"{path}-{index}" if path is not None and index else path
 
     def _memory_limits(self) -> Sequence[Limit]:
         limit = filesystem_limit(SHARED_MEMORY)

@@ -40,6 +40,7 @@ from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class VllmTier(tiering.SecondaryTierManager):
     decided: ClassVar[frozenset[str]] = frozenset()
     """Options of the tier that a user does not give, as `layout` does."""
     medium: ClassVar[base.Medium] = base.Medium.STORAGE
+    fixed_locality: ClassVar[base.Locality | None] = None
+    """How far away the tier's blocks always are; None: a user says."""
 
     def __init__(
         self,
@@ -107,14 +110,20 @@ class VllmTier(tiering.SecondaryTierManager):
             TierUnavailableError: The tier's place cannot be reached.
             TierTimeoutError: It did not open in time.
         """
+        show_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._reject_unknown(options)
         self.identity_options = IdentityOptions.take_from(options)
         self._process_folder: ProcessFolder | None = None
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         check_tier_options(own)
-        self.locality = convert.locality_of(locality)
-        if self.locality is not None:
+        self.locality = self.fixed_locality or convert.locality_of(locality)
+        if self.fixed_locality is not None and locality is not None:
+            raise ConfigError(
+                f"locality: {locality!r} is not for {self.kind!r}, whose blocks always are "
+                f"{self.fixed_locality.value}; leave it out"
+            )
+        if self.fixed_locality is None and self.locality is not None:
             options["locality"] = self.locality.value
         if enable_kv_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
             logger.warning(

@@ -11,6 +11,7 @@ from vllm.v1.kv_offload import base
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.identity import Identity
+from kvoffload_async.integrations.vllm.others import of_this_process
 from kvoffload_async.integrations.vllm.tier import VllmTier
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import make_offload_key
@@ -70,6 +71,48 @@ class SlabTier(VllmTier):
             "run_config": identity.run_config,
             "rank": offloading_spec.config.parallel.data_parallel_index,
         }
+
+
+class RemoteTier(VllmTier):
+    """A tier behind a network, which all hosts share that serve the same model.
+
+    Blocks of a model whose content is not known are for this process alone, and are left behind.
+    """
+
+    decided: ClassVar[frozenset[str]] = _DECIDED
+    fixed_locality: ClassVar[base.Locality | None] = base.Locality.REMOTE
+
+    def layout(
+        self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what blocks of this identity are called by."""
+        identity = self.identify(offloading_spec)
+        if self.identity_options.trust_vllm_directory:
+            raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
+        if identity.unknown:
+            self._content.warn_of_unknown(self.tier_type, "names of their own")
+        return {
+            "run_config": of_this_process(identity),
+            "rank": identity.rank,
+        }
+
+
+class ObjectTier(RemoteTier):
+    """One object per block in S3, Google Cloud Storage or Azure."""
+
+    kind: ClassVar[str] = "object"
+
+
+class MooncakeTier(RemoteTier):
+    """Blocks in a Mooncake Store, from and into the primary's memory without a copy between."""
+
+    kind: ClassVar[str] = "mooncake"
+
+
+class ValkeyTier(RemoteTier):
+    """Blocks in the memory of Valkey or Redis servers."""
+
+    kind: ClassVar[str] = "valkey"
 
 
 def _check_common_name(

@@ -6,6 +6,9 @@ that was deleted: nobody would find them again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.files.ops import FileOps
 
 
@@ -48,6 +51,23 @@ class Anchor:
         """Check that an open file of the directory was not deleted; raises as `check` does."""
         if not self._ops.fstat(fd).st_nlink:
             raise self._lost(f"{name} was deleted")
+
+    def once(self) -> Callable[[], None]:
+        """Return a check for one job: made by the first call, again only if that failed.
+
+        It raises TierUnavailableError, of whatever number the error is: a fault, no want of room.
+        """
+        unchecked = [self]
+
+        def check() -> None:
+            if unchecked:
+                try:
+                    self.check()
+                except OSError as error:
+                    raise TierUnavailableError(str(error)) from error
+                unchecked.clear()
+
+        return check
 
     def _find(self) -> tuple[int, int]:
         status = self._ops.leads_to(self._path)

@@ -25,21 +25,25 @@ _FOR_BLOCKS: Final = b"kvoffload-block"
 
 
 class BlockDigester:
-    """Computes the checksums of blocks of one layout. Thread: any; hashing releases the GIL."""
+    """Computes the checksums of blocks of one layout. Thread: any; hashing releases the GIL.
+
+    Attributes:
+        prefix: What the seed is computed of, before the block's key.
+    """
 
     is_keyed: ClassVar[bool] = False
     """Whether the checksums are made with an integrity key."""
 
     def __init__(self, layout: str) -> None:
-        self._prefix = layout.encode() + b"\0"
+        self.prefix = layout.encode() + b"\0"
 
     def digest(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the checksum of a block's bytes, `DIGEST_BYTES` long."""
-        return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(self._prefix + key))
+        return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(self.prefix + key))
 
     def digests(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bytes]:
         """Return the checksums of several blocks."""
-        seed, digest, prefix = xxhash.xxh3_64_intdigest, xxhash.xxh3_128_digest, self._prefix
+        seed, digest, prefix = xxhash.xxh3_64_intdigest, xxhash.xxh3_128_digest, self.prefix
         return [digest(data, seed(prefix + key)) for key, data in zip(keys, blocks, strict=True)]
 
 

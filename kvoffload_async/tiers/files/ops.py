@@ -218,6 +218,11 @@ class FileOps:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         self.rename(source, target)
 
+    @property
+    def can_refuse_to_replace(self) -> bool:
+        """Whether `publish` needs one call, as far as is known."""
+        return self._renameat2 is not None
+
     def unlink(self, path: str) -> None:
         """Remove a file."""
         self._tree.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))

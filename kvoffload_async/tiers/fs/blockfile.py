@@ -46,6 +46,9 @@ class BlockFiles:
 
     Attributes:
         writer: Writes them.
+        folders: Those in which they are.
+        digester: Computes the values of their attributes.
+        digest_cache: Those that are known.
     """
 
     def __init__(
@@ -82,18 +85,18 @@ class BlockFiles:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._verify = verify
-        self._folders = LeafFolders(ops, namespace.bucket_of_folder, counts_bytes=counts_bytes)
+        self.folders = LeafFolders(ops, namespace.bucket_of_folder, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
-        self._digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
-        self._digest_cache = DigestCache()
+        self.digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
+        self.digest_cache = DigestCache()
         self.writer = BlockWriter(
             ops,
             namespace,
-            self._folders,
+            self.folders,
             self._direct,
             writer_id,
-            digester=self._digester,
-            digest_cache=self._digest_cache,
+            digester=self.digester,
+            digest_cache=self.digest_cache,
             block_bytes=block_bytes,
             verify=verify,
             fsync=fsync,
@@ -104,7 +107,7 @@ class BlockFiles:
     def rename_writer(self, writer_id: str) -> None:
         """Name new temporary files for another writer; nothing is known of the folders any more."""
         self.writer.writer_id = writer_id
-        self._folders.forget_all()
+        self.folders.forget_all()
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ class BlockFiles:
         self, items: Iterable[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
         """Load blocks one after the other; each is judged on its own, its failure appended."""
-        path_of, recall = self._namespace.get_file_name, self._digest_cache.recall
+        path_of, recall = self._namespace.get_file_name, self.digest_cache.recall
         # All that needs no file comes first: the less there is to do between two system calls,
         # the less the threads wait for the interpreter's lock.
         for index, key, row, path, digest in [
@@ -163,13 +166,13 @@ class BlockFiles:
         """
         buffers = (row,) if direct else (row, _SPARE)
         count = self._ops.preadv(fd, buffers, 0)
-        return count == self._block_bytes and self._digester.attribute_value(key, row) == digest
+        return count == self._block_bytes and self.digester.attribute_value(key, row) == digest
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
         """Read a block into the row; return why it must not be served, or None."""
         # Before the bytes: of a file that is overwritten meanwhile, they must not match.
         digest = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
-        if digest is not None and (why := _INCOMPARABLE.get(self._digester.origin_of(digest))):
+        if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
             return BlockMissingError(f"block {key.hex()} has a checksum {why}")  # the file stays
         lacks_digest = digest is None and self._verify is Verify.REQUIRED
         # A file that is not whole is nobody's; and behind its end a direct read is misaligned.
@@ -188,9 +191,9 @@ class BlockFiles:
                 f"block {key.hex()} {how} after {min(done, self._block_bytes)} bytes"
             )
         if digest is not None:
-            if self._digester.attribute_value(key, row) != digest:
+            if self.digester.attribute_value(key, row) != digest:
                 return CorruptBlockError(f"block {key.hex()} has a wrong checksum")
-            self._digest_cache.remember(key, digest)
+            self.digest_cache.remember(key, digest)
         return None
 
     def _fill(self, fd: int, row: memoryview, *, beyond: bool) -> int:
@@ -210,7 +213,7 @@ class BlockFiles:
 
     def _is_newer(self, fd: int) -> bool:
         value = self._ops.get_xattr(fd, ATTRIBUTE)
-        return value is not None and self._digester.origin_of(value) is Origin.NEWER
+        return value is not None and self.digester.origin_of(value) is Origin.NEWER
 
     def _remove_bad(self, fd: int, path: str) -> int | None:
         """Delete a bad file, unless its path names another by now; see `LoadFailure`."""
@@ -253,5 +256,5 @@ class BlockFiles:
                 logger.warning("an evicted block stays behind: %s", str(error))
                 continue
             change.remove(bucket_of(key), disk_bytes(status))
-            self._folders.remove_empty(self._namespace.leaf_of(key), change)
+            self.folders.remove_empty(self._namespace.leaf_of(key), change)
         return change

@@ -37,16 +37,18 @@ class AttributeDigester:
     """Computes the attributes of blocks of one layout. Thread: any; hashing releases the GIL."""
 
     def __init__(self, layout: str, integrity_key: IntegrityKey | None = None) -> None:
-        self._digester = create_digester(layout, integrity_key)
-        self.is_keyed = self._digester.is_keyed
+        self.digester = create_digester(layout, integrity_key)
+        """Computes the checksums."""
+        self.is_keyed = self.digester.is_keyed
         """Whether they are made with an integrity key."""
-        self._prefix = (
+        self.prefix = (
             bytes([_PLAIN]) if integrity_key is None else bytes([_KEYED]) + integrity_key.id
         )
+        """What is before the checksum."""
 
     def attribute_value(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the attribute's value for a block's bytes."""
-        return self._prefix + self._digester.digest(key, data)
+        return self.prefix + self.digester.digest(key, data)
 
     def origin_of(self, value: bytes) -> Origin:
         """Tell whose an attribute's value is; only one of `OWN` can be compared."""
@@ -55,7 +57,7 @@ class AttributeDigester:
             return Origin.NEWER
         if _LENGTHS.get(version) != len(value):
             return Origin.NOBODY
-        return Origin.OWN if value.startswith(self._prefix) else Origin.OTHER_KEY
+        return Origin.OWN if value.startswith(self.prefix) else Origin.OTHER_KEY
 
 
 class DigestCache:

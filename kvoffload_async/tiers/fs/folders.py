@@ -91,16 +91,20 @@ class LeafFolders:
 
     @contextlib.contextmanager
     def _measured(self, folder: str, change: DiskChange) -> Iterator[None]:
-        before_bytes = self._size_of(folder)
+        before_bytes = self.size_of(folder)
         try:
             yield
         finally:
-            after_bytes = self._size_of(folder)
-            with self._mutex:
-                counted_bytes = max(before_bytes, self._grown.get(folder, 0))
-                if before_bytes and after_bytes > counted_bytes:
-                    change.add(self._bucket_of(folder), after_bytes - counted_bytes)
-                    self._grown[folder] = after_bytes
+            self.count_growth(folder, before_bytes, change)
+
+    def count_growth(self, folder: str, before_bytes: int, change: DiskChange) -> None:
+        """Count by how much a folder has grown since it had that size; see `growing`."""
+        after_bytes = self.size_of(folder)
+        with self._mutex:
+            counted_bytes = max(before_bytes, self._grown.get(folder, 0))
+            if before_bytes and after_bytes > counted_bytes:
+                change.add(self._bucket_of(folder), after_bytes - counted_bytes)
+                self._grown[folder] = after_bytes
 
     def remove_empty(self, leaf: str, change: DiskChange) -> None:
         """Delete a leaf folder if it is empty, and then its parent if that is."""
@@ -117,11 +121,11 @@ class LeafFolders:
         with self.growing(_parent_of(folder), change), contextlib.suppress(FileExistsError):
             self._ops.mkdir_own(folder)
             # Also if it was removed and taken off the count at once: then as much as the last.
-            self._new_bytes = self._size_of(folder) or self._new_bytes
+            self._new_bytes = self.size_of(folder) or self._new_bytes
             change.add(self._bucket_of(folder), self._new_bytes)
         self._made.add(folder)
 
-    def _size_of(self, folder: str) -> int:
+    def size_of(self, folder: str) -> int:
         """Return a folder's disk bytes; 0 if it is gone, cannot be asked, or nobody counts."""
         with contextlib.suppress(OSError):
             return disk_bytes(self._ops.stat(folder)) if self._counts_bytes else 0

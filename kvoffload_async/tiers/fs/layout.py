@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvoffload_async.tiers.files.naming import safe_name
@@ -60,6 +60,15 @@ class Namespace:
         digits = get_offload_block_hash(key).hex()
         leaf = f"{self.folder}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}"
         return f"{leaf}/{digits}{BLOCK_SUFFIX}"
+
+    def names_of(self, keys: Iterable[OffloadKey], start: int) -> list[str]:
+        """Return the paths of blocks without their first `start` characters, of the folder's."""
+        folder = self.folder[start:]
+        names = []
+        for key in keys:
+            digits, group = get_offload_block_hash(key).hex(), get_offload_group_idx(key)
+            names.append(f"{folder}/{digits[:3]}/{digits[3:5]}_g{group}/{digits}{BLOCK_SUFFIX}")
+        return names
 
     def leaf_of(self, key: OffloadKey) -> str:
         """Return the folder of a key's block."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvoffload_async.errors import TierError
+from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.types import OffloadKey
 
 
@@ -88,6 +89,7 @@ class StoreItem:
         row: Its bytes.
         may_write: False if no room was set aside: then it is only looked for.
         victim: An evicted key whose file makes room for this one.
+        slot: Which row of the primary that is.
     """
 
     index: int
@@ -95,6 +97,7 @@ class StoreItem:
     row: memoryview
     may_write: bool = True
     victim: OffloadKey | None = None
+    slot: int = -1
 
 
 @dataclass(slots=True)
@@ -129,3 +132,18 @@ class LoadFailure:
     index: int
     error: TierError
     freed_bytes: int | None = None
+
+
+LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
+"""Whose block may be stored once there is room."""
+
+
+def failures_of(outcomes: Sequence[StoreOutcome]) -> dict[int, TierError]:
+    """Return why blocks failed; one that lost its room to others counts as without room."""
+    failures: dict[int, TierError] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            failures[outcome.item.index] = outcome.error
+        elif outcome.status in LOST_ROOM:
+            failures[outcome.item.index] = TierFullError("others took the block's room")
+    return failures

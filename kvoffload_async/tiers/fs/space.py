@@ -124,6 +124,13 @@ class Space:
         is_over = self._usage.total_bytes > self._settings.capacity_bytes
         return self._usage.is_complete and not (is_over and self.blocks.ages is not None)
 
+    def gauges(self) -> dict[str, float]:
+        """Return how full the directory is, as far as this process knows. Thread: any."""
+        return {
+            "used_bytes": self._usage.total_bytes,
+            "capacity_bytes": self._settings.capacity_bytes,
+        }
+
     # -- what is there --------------------------------------------------------------------------
 
     def known(self) -> frozenset[OffloadKey]:

@@ -21,10 +21,10 @@ from kvoffload_async.errors import (
     TierError,
     TierFullError,
     TierTimeoutError,
-    TierUnavailableError,
 )
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.failure import mapped, unusable
+from kvoffload_async.tiers.files.grouping import SharedThread
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
@@ -32,13 +32,15 @@ from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import (
+    LOST_ROOM,
     DiskChange,
     LoadFailure,
     StoreItem,
     StoreOutcome,
-    StoreStatus,
     Verify,
+    failures_of,
 )
+from kvoffload_async.tiers.fs.payload import NativeFiles, create_native_files
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
@@ -91,22 +93,24 @@ class FsTier(AsyncTier):
             create_policy: Makes the eviction policy, given the blocks that fit.
             ops: The system calls; tests put a fault layer here.
         """
+        # Without a capacity nobody keeps account of what there is.
+        has_account = settings.space is not None
         self.capabilities = TierCapabilities(
             exclusive=False,
             persistent=True,
             locality=settings.locality,
-            # Without a capacity nobody keeps account of what there is.
-            announces_removals=settings.space is not None,
+            announces_removals=has_account,
         )
         self.bounds = TierBounds()
-        self._settings = settings
-        self._create_policy = create_policy
+        self._settings, self._create_policy = settings, create_policy
         self._ops = ops or FileOps()
         self._env: TierEnvironment | None = None
         self._rows: memoryview | None = None
         self._row_bytes = 0
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
+        self._native: NativeFiles | None = None
+        self._calls: SharedThread | None = None
         self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
@@ -151,10 +155,22 @@ class FsTier(AsyncTier):
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
+        self._calls = SharedThread("fs:store", self._run)
+        if not settings.direct_io:
+            self._native = create_native_files(
+                *(env, self._ops, namespace, self._files, settings.verify),
+                threads=settings.io_threads,
+                check=self._root.check,
+                run_store=self._run_store,
+                fsync=settings.fsync,
+                counts_bytes=settings.space is not None,
+            )
         self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
+        if self._native is not None:
+            return await self._native.present(keys)
         return await self._opened().io.run(Direction.NONE, partial(self._files.present, keys))
 
     async def store(self, job: JobMetadata) -> BlockFailures:
@@ -163,20 +179,15 @@ class FsTier(AsyncTier):
         Raises:
             TierUnavailableError: The root is not the directory that was opened.
         """
-        keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
-        if self._space is None:
-            outcomes: list[StoreOutcome] = []
-
-            def write(turn: range) -> None:
-                items = [StoreItem(index, keys[index], self._row(slots[index])) for index in turn]
-                self._files.writer.store(items, outcomes)
-
-            await self._spread(Direction.STORE, check, write, len(keys))
-            return _failures(outcomes)
+        keys, slots, check = job.keys, job.block_ids.tolist(), self._root.once()
         items = [
-            StoreItem(index, key, self._row(slot))
+            StoreItem(index, key, self._row(slot), slot=slot)
             for index, (key, slot) in enumerate(zip(keys, slots, strict=True))
         ]
+        if self._space is None:
+            outcomes = list(map(StoreOutcome, items))
+            await self._write(outcomes, check)
+            return failures_of(outcomes)
         self._space.pin(keys)
         try:
             return await self._store_on(self._space, items, check)
@@ -193,19 +204,27 @@ class FsTier(AsyncTier):
         Raises:
             TierUnavailableError: The root is not the directory that was opened.
         """
-        keys, slots, check = job.keys, job.block_ids.tolist(), self._check_once()
+        keys, slots, check = job.keys, job.block_ids.tolist(), self._root.once()
         failures: list[LoadFailure] = []
 
-        def read(turn: range) -> None:
-            items = [(index, keys[index], self._row(slots[index])) for index in turn]
-            self._files.load(items, failures)
+        async def read_all() -> None:
+            left: Sequence[int] = range(len(keys))
+            if self._native is not None:
+                left = await self._native.load(keys, slots)
+
+            def read(turn: range) -> None:
+                items = [(i, keys[i], self._row(slots[i])) for i in left[turn.start : turn.stop]]
+                self._files.load(items, failures)
+
+            if left:
+                await self._spread(Direction.LOAD, check, read, len(left))
 
         if self._space is None:
-            await self._spread(Direction.LOAD, check, read, len(keys))
+            await read_all()
         else:
             self._space.pin(keys)
             try:
-                await self._spread(Direction.LOAD, check, read, len(keys))
+                await read_all()
             finally:
                 self._space.unpin(keys)
                 await self._note_loads(self._space, job, failures)
@@ -219,9 +238,17 @@ class FsTier(AsyncTier):
     async def close(self) -> None:
         """Stop housekeeping, give back what was reserved, unregister; idempotent."""
         housekeeping, self._housekeeping = self._housekeeping, None
+        native, self._native = self._native, None
+        calls, self._calls = self._calls, None
         try:
-            if housekeeping is not None:
-                await housekeeping.leave()
+            try:
+                if native is not None:
+                    await native.close()
+                if calls is not None:
+                    await calls.close()
+            finally:
+                if housekeeping is not None:
+                    await housekeeping.leave()
         finally:
             if self._has_entered:
                 self._has_entered = False
@@ -230,6 +257,10 @@ class FsTier(AsyncTier):
             rows, self._rows = self._rows, None
             if rows is not None:
                 rows.release()
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return what all processes occupy of the capacity; without one nobody counts."""
+        return {} if self._space is None else self._space.gauges()
 
     def describe(self) -> str:
         """Return where the blocks are."""
@@ -267,20 +298,19 @@ class FsTier(AsyncTier):
         is_full = has_looked = False
         for _ in range(_ROUNDS):
             plan = await space.plan(items, run_checked, squeeze=is_full)
-            outcomes: list[StoreOutcome] = []
+            outcomes = list(map(StoreOutcome, plan.items))
             try:
-                write = partial(self._write, plan.items, outcomes)
-                await self._spread(Direction.STORE, check, write, len(plan.items))
+                await self._write(outcomes, check)
             finally:
                 await space.account(plan, outcomes, self._run_store)
             roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
             failures |= {item.index: roomless for item in plan.roomless}
             for outcome in outcomes:
                 failures.pop(outcome.item.index, None)  # from the round before
-            failures |= _failures(outcomes)
+            failures |= failures_of(outcomes)
             full = [] if is_full else [o for o in outcomes if isinstance(o.error, TierFullError)]
             is_full = is_full or bool(full)  # evict, and retry once
-            again = [o.item for o in outcomes if o.status in _AGAIN] + [o.item for o in full]
+            again = [o.item for o in outcomes if o.status in LOST_ROOM] + [o.item for o in full]
             if plan.roomless and space.can_evict:  # others have taken what was freed
                 again += plan.roomless
             elif plan.roomless and not has_looked and self._housekeeping is not None:
@@ -308,7 +338,13 @@ class FsTier(AsyncTier):
             await space.settle(0, change, self._run_store)
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
-        return await self._opened().io.run(Direction.STORE, call)
+        """Run a call that a store needs, and moves no payload, with those of other jobs."""
+        if self._calls is None:
+            raise TierClosedError("the fs tier is not open")
+        return await self._calls.run(call)
+
+    async def _run(self, call: Callable[[], None], /) -> None:
+        await self._opened().io.run(Direction.STORE, call)
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -319,26 +355,16 @@ class FsTier(AsyncTier):
         self._has_entered = True
         warn_of_others(root_dir, self._ops.stat(root_dir))
 
-    def _write(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome], turn: range) -> None:
-        self._files.writer.store(items[turn.start : turn.stop], outcomes)
+    async def _write(self, outcomes: Sequence[StoreOutcome], check: Callable[[], None]) -> None:
+        """Store blocks; their outcomes are filled in, also if this fails."""
+        native = self._native
+        left = outcomes if native is None else await native.store(outcomes, check)
 
-    def _check_once(self) -> Callable[[], None]:
-        """Return a check of the root for one job: made once, before its first block.
+        def store(turn: range) -> None:
+            self._files.writer.store(left[turn.start : turn.stop])
 
-        Raises:
-            TierUnavailableError: The root is not the directory that was opened.
-        """
-        unchecked = [self._root]
-
-        def check() -> None:
-            if unchecked:
-                try:
-                    self._root.check()
-                except OSError as error:  # of whatever number: a fault, and no want of room
-                    raise TierUnavailableError(str(error)) from error
-                unchecked.clear()
-
-        return check
+        if left:
+            await self._spread(Direction.STORE, check, store, len(left))
 
     async def _spread(
         self,
@@ -369,17 +395,3 @@ class FsTier(AsyncTier):
         if self._env is None:
             raise TierClosedError("the fs tier is not open")
         return self._env
-
-
-_AGAIN = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
-
-
-def _failures(outcomes: Sequence[StoreOutcome]) -> dict[int, TierError]:
-    """Return why blocks failed; one that lost its room to others counts as without room."""
-    failures: dict[int, TierError] = {}
-    for outcome in outcomes:
-        if outcome.error is not None:
-            failures[outcome.item.index] = outcome.error
-        elif outcome.status in _AGAIN:
-            failures[outcome.item.index] = TierFullError("others took the block's room")
-    return failures

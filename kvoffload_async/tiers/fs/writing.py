@@ -49,6 +49,7 @@ class BlockWriter:
     """Writes the block files of one namespace.
 
     Attributes:
+        lacks_attributes: Whether a file could not have its checksum.
         writer_id: Part of every temporary file's name.
         litter: Temporary files that could not be removed; `sweep_litter` tries again.
     """
@@ -84,30 +85,34 @@ class BlockWriter:
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
         self._digester = digester
         self._serial = itertools.count()
-        self._warned = False
+        self.lacks_attributes = False
         self.litter: list[str] = []
 
-    def store(self, items: Sequence[StoreItem], outcomes: list[StoreOutcome]) -> None:
+    def store(self, outcomes: Sequence[StoreOutcome]) -> None:
         """Store blocks one after the other; each is judged on its own.
 
-        The outcomes are appended one by one, so that none is lost if the caller is.
+        Args:
+            outcomes: What is to be stored. It is filled in one by one, so that nothing is lost if
+                the caller is. Where a victim was taken already, another is not.
         """
-        leaves: dict[str, list[StoreOutcome]] = {}
-        for item in items:
-            outcome = StoreOutcome(item)
+        for outcome in outcomes:
             try:
                 with self._ops.batch():
-                    outcome.status = self._store_one(item, outcome)
+                    outcome.status = self._store_one(outcome.item, outcome)
             except OSError as error:
                 outcome.error = mapped(error)
-            outcomes.append(outcome)
-            if outcome.status in _STORED:
-                leaves.setdefault(self._namespace.leaf_of(item.key), []).append(outcome)
-        if self._fsync:
-            for leaf, stored in leaves.items():
-                self._sync_names(leaf, stored)
+        self.sync_names(outcomes)
 
-    def _sync_names(self, leaf: str, stored: Sequence[StoreOutcome]) -> None:
+    def sync_names(self, outcomes: Sequence[StoreOutcome]) -> None:
+        """Wait until blocks that are stored will be found again, if that is wanted."""
+        leaves: dict[str, list[StoreOutcome]] = {}
+        for outcome in outcomes if self._fsync else ():
+            if outcome.status in _STORED:
+                leaves.setdefault(self._namespace.leaf_of(outcome.item.key), []).append(outcome)
+        for leaf, stored in leaves.items():
+            self._sync_leaf(leaf, stored)
+
+    def _sync_leaf(self, leaf: str, stored: Sequence[StoreOutcome]) -> None:
         """Wait until blocks in a leaf folder will be found again; those that may not be, fail."""
         try:
             self._folders.sync(leaf)
@@ -157,12 +162,13 @@ class BlockWriter:
         self._folders.ensure(leaf, outcome.change)
         with self._folders.growing(leaf, outcome.change):
             try:
-                return self._store_by_way_of(self._temp_of(path), path, item, outcome)
+                return self._store_by_way_of(self.temp_of(path), path, item, outcome)
             except FileNotFoundError:
                 # Swept by somebody who took this writer for dead, or removed with its folder.
-                return self._store_by_way_of(self._temp_of(path), path, item, outcome)
+                return self._store_by_way_of(self.temp_of(path), path, item, outcome)
 
-    def _temp_of(self, path: str) -> str:
+    def temp_of(self, path: str) -> str:
+        """Return what a block's file is called until it is whole. Thread: any."""
         return f"{path}.{self.writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
 
     def _store_by_way_of(
@@ -170,10 +176,10 @@ class BlockWriter:
     ) -> StoreStatus:
         try:
             recycled = False
-            if item.victim is not None:
-                if not self._take_victim(item.key, item.victim, temp, outcome):
+            if item.victim is not None and not outcome.victim_taken:
+                if not self.take_victim(item.key, item.victim, temp, outcome):
                     return StoreStatus.VICTIM_GONE
-                recycled = self._may_overwrite(temp)
+                recycled = self.may_overwrite(temp)
             digest = self._fill(temp, item, outcome, recycled=recycled)
             file_bytes = disk_bytes(self._ops.stat(temp)) if self._counts_bytes else 0
             is_published = self._publish(temp, path)
@@ -228,7 +234,7 @@ class BlockWriter:
 
     # -- the victim -----------------------------------------------------------------------------
 
-    def _take_victim(
+    def take_victim(
         self, key: OffloadKey, victim: OffloadKey, temp: str, outcome: StoreOutcome
     ) -> bool:
         """Rename an evicted block's file away, so that nobody can open it under its old name."""
@@ -255,7 +261,7 @@ class BlockWriter:
         self._folders.remove_empty(self._namespace.leaf_of(victim), outcome.change)
         return True
 
-    def _may_overwrite(self, temp: str) -> bool:
+    def may_overwrite(self, temp: str) -> bool:
         """Tell whether a renamed victim's inode may be overwritten; else it is removed.
 
         Asked after the rename: a reader that does not verify has made the marker before it opens
@@ -330,7 +336,7 @@ class BlockWriter:
     def _write_row(self, fd: int, row: memoryview) -> None:
         done = 0
         while done < len(row):
-            written = self._ops.pwrite(fd, row[done:] if done else row, done)
+            written = self._ops.pwritev(fd, (row[done:] if done else row,), done)
             if written <= 0:
                 raise OSError(errno.EIO, "a write made no progress")
             done += written
@@ -341,8 +347,8 @@ class BlockWriter:
         except OSError as error:
             if is_vital or error.errno not in _NO_XATTR or self._verify is Verify.REQUIRED:
                 raise
-            if not self._warned:
-                self._warned = True
+            if not self.lacks_attributes:
+                self.lacks_attributes = True
                 logger.warning(
                     "%s: no extended attributes: blocks are stored without a checksum",
                     self._namespace.folder,

@@ -8,6 +8,7 @@ goes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,20 @@ from kvoffload_async.tiers.slab.places import Place, SlotNumbers, place_of, segm
 from kvoffload_async.tiers.slab.runs import joined
 from kvoffload_async.tiers.slab.slots import FreeRuns
 from kvoffload_async.types import OffloadKey
+
+
+class Found(NamedTuple):
+    """Where blocks were found; parallel to their keys.
+
+    Attributes:
+        slots: Those of the ranking.
+        places: None for blocks that are absent.
+        num_dropped: How many pinned blocks had been dropped by then.
+    """
+
+    slots: list[int | None]
+    places: list[Place | None]
+    num_dropped: int
 
 
 class Catalog:
@@ -39,6 +54,7 @@ class Catalog:
         """Place of a block that could not go when its turn came, for its pins -> its slot."""
         self._doomed: set[Place] = set()
         self._claimed: set[Place] = set()
+        self._num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._ranking)
@@ -69,9 +85,14 @@ class Catalog:
 
     def find(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each key, None for those that are absent."""
+        return self.look_up(keys).places
+
+    def look_up(self, keys: Sequence[OffloadKey]) -> Found:
+        """Return where blocks are, for `used` as well."""
         place_of = self._place_of
-        found = self._ranking.find(keys)
-        return [None if slot is None else place_of[slot] for slot in found]
+        slots = self._ranking.find(keys)
+        places = [None if slot is None else place_of[slot] for slot in slots]
+        return Found(slots, places, self._num_dropped)
 
     # -- segments -------------------------------------------------------------------------------
 
@@ -211,12 +232,22 @@ class Catalog:
         """Forget a pinned block, if it still is at this place."""
         if self.find([key]) == [place]:
             self._ranking.discard([key])
+            self._num_dropped += 1
             self._passed.pop(place, None)
             self._doomed.add(place)
 
-    def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that a request used blocks, head to tail; absent ones are ignored."""
-        self._ranking.access(keys)
+    def used(self, keys: Sequence[OffloadKey], found: Found | None = None) -> None:
+        """Note that a request used blocks, head to tail; absent ones are ignored.
+
+        Args:
+            keys: Theirs.
+            found: Where all of them were found, if they are pinned since: they need not be looked
+                up again.
+        """
+        if found is not None and found.num_dropped == self._num_dropped:
+            self._ranking.access_slots([slot for slot in found.slots if slot is not None])
+        else:
+            self._ranking.access(keys)
 
     def violations(self) -> Iterable[str]:
         """Return which invariants do not hold, in words."""

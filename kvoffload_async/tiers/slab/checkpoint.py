@@ -26,6 +26,9 @@ from kvoffload_async.tiers.slab.table import RecordTable
 _STEP_SLOTS: Final = 1 << 13
 """How many slots are looked at, and their records written, at a time."""
 
+_SYNC_BYTES: Final = 8 << 20
+"""How much of it may wait for the device before somebody waits for it."""
+
 
 class NextJournal:
     """A journal that is not in use yet.
@@ -96,6 +99,13 @@ class NextJournal:
     def unsynced_bytes(self) -> int:
         """How much is not on the device."""
         return self.size_bytes - self.synced_bytes
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to wait for the device, or to put it in use."""
+        if self.is_syncing or not self.has_begun:
+            return False
+        return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
 
     def fits(self, units: int) -> bool:
         """Tell whether an append of so many units fits, beside all that is still to be written."""

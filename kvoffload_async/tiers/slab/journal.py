@@ -5,8 +5,7 @@ before the slots that they free are written to again: whoever is about to do tha
 
 When half of the log is full, the next journal is begun beside it; see `checkpoint`. Every append
 then writes a part of that as well, in proportion to itself: so much that it is complete before the
-log is full. It is waited for on the device by `tend`, which no store waits for, and renamed over
-the one in use.
+log is full. `tend`, which no store waits for, has it on the device and renames it over the other.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import (
     RECORD_BYTES,
+    PackedRun,
     Records,
     checkpoint_units,
     frame,
@@ -41,14 +41,8 @@ logger = logging.getLogger(__name__)
 _LEAST_SHARE = 32
 """A journal is written anew at the opening where less room than this part of it is left."""
 
-_SYNC_BYTES = 8 << 20
-"""How much of the next journal may wait for the device before somebody waits for it."""
-
 _POLL_S = 0.02
 """How often an append without room looks whether anybody still waits for it."""
-
-PackedRun = tuple[Place, bytes]
-"""The first place of a run of blocks, and their packed records."""
 
 
 class Journal:
@@ -175,9 +169,8 @@ class Journal:
         with self._mutex:
             while True:
                 noted = len(self._removed)
-                body = b"".join(
-                    [*itertools.islice(self._removed, noted), *(packed for _, packed in puts)]
-                )
+                removed = itertools.islice(self._removed, noted)
+                body = b"".join([*removed, *(packed for _, packed in puts)])
                 if not body:
                     return
                 has_room = self._end_units + len(body) // RECORD_BYTES < self._max_units
@@ -200,13 +193,21 @@ class Journal:
             for _ in range(noted):
                 self._removed.popleft()
 
+    @property
+    def has_removals(self) -> bool:
+        """Whether removals are noted that are not written yet."""
+        return bool(self._removed)
+
+    @property
+    def is_to_be_tended(self) -> bool:
+        """Whether there is something for `tend` to do; about, while another thread appends."""
+        return self._next is not None and self._next.is_due
+
     def tend(self) -> None:
         """Put the next journal in use once it is on the device: to be called when nobody waits."""
         with self._mutex:
             following = self._next
-            if following is None or following.is_syncing or not following.has_begun:
-                return
-            if not following.is_complete and following.unsynced_bytes < _SYNC_BYTES:
+            if following is None or not following.is_due:
                 return
             following.is_syncing = True
         failure: OSError | None = None

@@ -44,7 +44,6 @@ from kvoffload_async.tiers.slab.reading import (
     read_manifest,
 )
 from kvoffload_async.tiers.slab.recovery import Recovered, Recovery
-from kvoffload_async.tiers.slab.rows import Rows
 from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.tiers.slab.session import Session, write_header, write_session
 from kvoffload_async.tiers.slab.table import RecordTable
@@ -91,7 +90,6 @@ class OpenStore:
         layout: StoreLayout,
         settings: StoreSettings,
         create_policy: Callable[[int], CachePolicy],
-        rows: Rows,
     ) -> None:
         """Open the store, or make it; after a failure nothing is left open.
 
@@ -119,9 +117,8 @@ class OpenStore:
         table = RecordTable()
         direct = DirectIo(wanted=settings.direct_io, where=self.folder)
         self.data_path = DataPath(
-            rows=rows,
             anchor=anchor,
-            segments=Segments(ops, self.folder, anchor, rows, direct, manifest=self.manifest),
+            segments=Segments(ops, self.folder, anchor, direct, manifest=self.manifest),
             table=table,
             journal=Journal(
                 ops,
@@ -132,6 +129,7 @@ class OpenStore:
                 fdatasync=settings.fdatasync,
             ),
             digester=create_digester(self.manifest.layout, settings.integrity_key),
+            slot_bytes=settings.budget.slot_bytes,
             verify=settings.verify,
             fdatasync=settings.fdatasync,
             piece_bytes=settings.piece_bytes,
@@ -172,6 +170,16 @@ class OpenStore:
             if session_fd is not None:
                 self._ops.close(session_fd)
             self._unlock()
+
+    def gauges(self) -> dict[str, float]:
+        """Return how full it is. Thread: any."""
+        num_blocks = len(self.catalog)
+        return {
+            "blocks": num_blocks,
+            "free_slots": self.catalog.num_free,
+            "used_bytes": num_blocks * self.manifest.slot_bytes,
+            "capacity_bytes": self.budget.capacity_bytes,
+        }
 
     # -- inside ---------------------------------------------------------------------------------
 

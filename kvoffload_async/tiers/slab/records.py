@@ -64,6 +64,9 @@ _PREFIX = struct.Struct("<8sQII")
 _CHECK = struct.Struct("<Q")
 _HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
 
+PackedRun = tuple[Place, bytes]
+"""The first place of a run of blocks, and their packed records."""
+
 
 def seed_of(layout: str, store_uuid: str = "") -> int:
     """Return what binds frames to the layout of their store, and to the store if it has an id."""

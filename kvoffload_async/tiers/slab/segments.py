@@ -1,32 +1,26 @@
-"""The segment files: preallocated, and moved to and from in few, large, vectored calls.
+"""The segment files: preallocated, and where in them the slots are.
 
-Thread: an I/O thread; a call blocks for as long as the filesystem does.
+Thread: an I/O thread, but for what says otherwise; calls block for as long as the filesystem does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from kvoffload_async.block_io import Run as Extent
 from kvoffload_async.tiers.files.anchor import Anchor
 from kvoffload_async.tiers.files.direct import DirectIo
 from kvoffload_async.tiers.files.ops import FileOps, write_all
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
-from kvoffload_async.tiers.slab.rows import Rows
+from kvoffload_async.tiers.slab.places import segment_of, slot_of
+from kvoffload_async.tiers.slab.runs import Run
 from kvoffload_async.tiers.slab.segment_header import SegmentHeader
-
-_IOV_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,6 @@ class Segments:
         ops: FileOps,
         folder: str,
         anchor: Anchor,
-        rows: Rows,
         direct: DirectIo,
         *,
         manifest: Manifest,
@@ -63,10 +56,8 @@ class Segments:
         self._manifest = manifest
         self._folder = folder
         self._anchor = anchor
-        self._rows = rows
         self._direct = direct
         self._open: dict[int, Segment] = {}
-        self._bounce: deque[mmap.mmap] = deque()
         self._next = 0
         self._syncing = threading.Condition()
         self._waits: set[object] = set()
@@ -131,20 +122,28 @@ class Segments:
     def remove(self, number: int) -> None:
         """Delete a segment that nobody reads or writes; raises OSError, and then it stays."""
         self._anchor.check()  # else it would be another store's
-        self._ops.unlink(self._path(number))
-        self._close(self._open.pop(number))
+        segment = self._open.pop(number)  # first: `check` must not take it for lost
+        try:
+            self._ops.unlink(self._path(number))
+        except OSError:
+            self._open[number] = segment
+            raise
+        self._close(segment)
 
     def close(self) -> None:
         """Close every file; idempotent."""
         while self._open:
             self._close(self._open.popitem()[1])
-        while self._bounce:
-            self._bounce.pop().close()
 
     def check(self, numbers: set[int]) -> None:
-        """Raise an OSError if one of these was deleted: its open file goes on as if nothing had."""
+        """Raise an OSError if one of these was deleted: its open file goes on as if nothing had.
+
+        One that was removed here is nobody's any more: whoever asks for it was cancelled meanwhile.
+        """
         for number in numbers:
-            self._anchor.check_file(self._open[number].fd, segment_name(number))
+            segment = self._open.get(number)
+            if segment is not None:
+                self._anchor.check_file(segment.fd, segment_name(number))
 
     def sync(self, numbers: Iterable[int], failures_before: int | None = None) -> None:
         """Wait until what was written to these segments is on the device.
@@ -179,109 +178,29 @@ class Segments:
         if failures_before is not None and failures_before != self.sync_failures:
             raise OSError(errno.EIO, "what was written beside it could not be synced")
 
-    # -- bytes ----------------------------------------------------------------------------------
+    # -- payload --------------------------------------------------------------------------------
 
-    def write(self, place: Place, rows: Sequence[memoryview]) -> None:
-        """Write rows into neighbouring slots, from a place on; raises OSError."""
-        segment = self._open[segment_of(place)]
-        offset = self._manifest.offset_of(slot_of(place))
-        if segment.direct_fd >= 0 and (direct := self._direct.flag):
-            try:
-                self._move_direct(segment.direct_fd, rows, offset, is_write=True)
-            except OSError as error:
-                if not self._direct.refused(direct, error):
-                    raise
-            else:
-                return
-        self._transfer(segment.fd, self._rows.padded(rows), offset, is_write=True)
+    @property
+    def direct_flag(self) -> int:
+        """The flag by which the page cache is bypassed; 0 where it is not. Thread: any."""
+        return self._direct.flag
 
-    def read(self, place: Place, rows: Sequence[memoryview]) -> int:
-        """Read neighbouring slots, from a place on, into rows; return how many blocks are whole.
+    def refuse(self, flag: int, codes: Collection[int]) -> bool:
+        """Tell whether errors mean that the flag does not work here; then it is given up.
 
-        Raises:
-            OSError: Some could not be read; no row may be believed.
+        Thread: any.
         """
-        segment = self._open[segment_of(place)]
-        offset = self._manifest.offset_of(slot_of(place))
-        if segment.direct_fd >= 0 and (direct := self._direct.flag):
-            try:
-                return self._move_direct(segment.direct_fd, rows, offset, is_write=False)
-            except OSError as error:
-                if not self._direct.refused(direct, error):
-                    raise
-        done = self._transfer(segment.fd, self._rows.padded(rows), offset, is_write=False)
-        return self._whole(rows, done)
+        error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return errno.EINVAL in codes and self._direct.refused(flag, error)
 
-    def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
-        """Return how many slots lie within the first bytes of a transfer; the last needs no pad."""
-        slot_bytes, row_bytes = self._rows.slot_bytes, self._rows.row_bytes
-        return min(len(rows), (done_bytes + slot_bytes - row_bytes) // slot_bytes)
-
-    def _move_direct(
-        self, fd: int, rows: Sequence[memoryview], offset: int, *, is_write: bool
-    ) -> int:
-        """Move past the page cache, by way of aligned memory where the rows are not."""
-        if self._rows.is_aligned:
-            return self._whole(rows, self._transfer(fd, rows, offset, is_write=is_write))
-        size_bytes = len(rows) * self._rows.slot_bytes
-        with self._borrowed(size_bytes) as memory:
-            if is_write:
-                self._stage(memory, rows)
-            staged = memoryview(memory)[:size_bytes]
-            try:
-                count = self._whole(rows, self._transfer(fd, [staged], offset, is_write=is_write))
-            finally:
-                staged.release()
-            if not is_write:
-                self._unstage(memory, rows[:count])
-            return count
-
-    def _stage(self, memory: mmap.mmap, rows: Sequence[memoryview]) -> None:
-        for index, row in enumerate(rows):
-            slot = _array(memory, index * self._rows.slot_bytes, len(row))
-            np.copyto(slot, np.frombuffer(row, dtype=np.uint8))
-
-    def _unstage(self, memory: mmap.mmap, rows: Sequence[memoryview]) -> None:
-        for index, row in enumerate(rows):
-            slot = _array(memory, index * self._rows.slot_bytes, len(row))
-            np.copyto(np.frombuffer(row, dtype=np.uint8), slot)
-
-    @contextlib.contextmanager
-    def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
-        """Lend page-aligned memory; extents are of about one size, so it is used again."""
-        try:
-            memory = self._bounce.pop()
-        except IndexError:
-            memory = mmap.mmap(-1, size_bytes)
-        if len(memory) < size_bytes:
-            memory.close()
-            memory = mmap.mmap(-1, size_bytes)
-        try:
-            yield memory
-        finally:
-            self._bounce.append(memory)
-
-    def _transfer(
-        self, fd: int, buffers: Sequence[memoryview], offset: int, *, is_write: bool
-    ) -> int:
-        """Move all bytes; return how many, which are fewer only at the end of a file read."""
-        move = self._ops.pwritev if is_write else self._ops.preadv
-        done = 0
-        for start in range(0, len(buffers), _IOV_MAX):
-            part = buffers[start : start + _IOV_MAX]
-            left = sum(map(len, part))
-            while left:
-                moved = move(fd, part, offset + done)
-                done += moved
-                left -= moved
-                if not left:
-                    break
-                if moved <= 0:
-                    if is_write:
-                        raise OSError(errno.EIO, "a write made no progress")
-                    return done
-                part = _behind(part, moved)
-        return done
+    def extents(self, runs: Iterable[Run], *, is_direct: bool) -> list[Extent]:
+        """Return where runs are, in open files. Thread: any."""
+        manifest, found = self._manifest, []
+        for place, _, length in runs:
+            segment = self._open[segment_of(place)]
+            fd = segment.direct_fd if is_direct and segment.direct_fd >= 0 else segment.fd
+            found.append(Extent(fd, manifest.offset_of(slot_of(place)), length))
+        return found
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -304,17 +223,3 @@ class Segments:
 
     def _path(self, number: int) -> str:
         return f"{self._folder}/{segment_name(number)}"
-
-
-def _array(memory: mmap.mmap, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(memory, dtype=np.uint8, count=size_bytes, offset=offset)
-
-
-def _behind(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
-    """Return what is left of buffers behind their first bytes."""
-    rest: list[memoryview] = []
-    for buffer in buffers:
-        if done_bytes < len(buffer):
-            rest.append(buffer[done_bytes:])
-        done_bytes = max(0, done_bytes - len(buffer))
-    return rest

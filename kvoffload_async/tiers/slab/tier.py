@@ -31,14 +31,18 @@ from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
-from kvoffload_async.tiers.slab.batches import Blocks, LoadBatch, StoreBatch, in_order_of_places
+from kvoffload_async.tiers.slab.batches import (
+    Blocks,
+    LoadBatch,
+    StoreBatch,
+    in_order_of_places,
+)
 from kvoffload_async.tiers.slab.budget import Budget
 from kvoffload_async.tiers.slab.layout import StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
-from kvoffload_async.tiers.slab.rows import Rows
-from kvoffload_async.tiers.slab.transfer_queue import TransferQueue
+from kvoffload_async.tiers.slab.transfers import create_transfers
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20
@@ -105,9 +109,8 @@ class SlabSettings:
 class SlabTier(AsyncTier):
     """Keeps blocks in the slots of preallocated files.
 
-    A job's blocks are moved in extents of a few MiB, each one vectored call, by as many threads
-    as there are, each of which takes an extent after the other. What is where is known to the loop
-    alone; threads move bytes, compute checksums, and write the journal.
+    What is where is known to the loop alone. A job's blocks are moved, and their checksums
+    computed, by `BlockIo`; I/O threads look after the files and write the journal.
     """
 
     def __init__(
@@ -134,7 +137,6 @@ class SlabTier(AsyncTier):
         self._create_policy = create_policy
         self._ops = ops or FileOps()
         self._env: TierEnvironment | None = None
-        self._rows: Rows | None = None
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
 
@@ -154,7 +156,6 @@ class SlabTier(AsyncTier):
         self._loop = asyncio.get_running_loop()
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
         budget = settings.budget(block_bytes)
-        self._rows = Rows(env.kv_view, budget.slot_bytes)
         key_id = None if (key := settings.integrity_key) is None else key.id.hex()
         identity = settings.run_config, settings.rank, block_bytes, key_id
         layout = StoreLayout(settings.root_dir, *identity)
@@ -167,20 +168,22 @@ class SlabTier(AsyncTier):
             fdatasync=settings.fdatasync,
             piece_bytes=settings.piece_bytes,
         )
-        construct = partial(self._open_store, layout, store_settings, self._rows)
+        construct = partial(self._open_store, layout, store_settings)
         try:
-            self._store = await env.io.run(Direction.NONE, construct)
+            store = await env.io.run(Direction.NONE, construct)
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._allocator = Allocator(self._store, self._store.budget, env)
+        try:
+            threads = settings.io_threads
+            self._transfers = create_transfers(env, self._ops, store.data_path, threads)
+        except BaseException:
+            await env.io.run(Direction.NONE, partial(self._close_store, store))
+            raise
+        self._store = store
+        self._allocator = Allocator(store, store.budget, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
-        work = self._store.data_path, env.io, settings.io_threads
-        tend = self._store.data_path.journal.tend
-        self._loads = TransferQueue(Direction.LOAD, LoadBatch.finish, *work)
-        self._stores = TransferQueue(Direction.STORE, StoreBatch.finish, *work, tend=tend)
-        self._loads.other_direction, self._stores.other_direction = self._stores, self._loads
-        env.blocks_appeared(self._store.found_keys)
+        env.blocks_appeared(store.found_keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are there."""
@@ -218,27 +221,27 @@ class SlabTier(AsyncTier):
     async def load(self, job: JobMetadata) -> BlockFailures:
         """Read blocks straight into the job's slots, and verify them there."""
         store = self._opened()
-        found = store.catalog.find(job.keys)
+        found = store.catalog.look_up(job.keys)
         failures: dict[int, TierError] = {
             index: BlockMissingError(f"block {job.keys[index].hex()} is not stored")
-            for index, place in enumerate(found)
+            for index, place in enumerate(found.places)
             if place is None
         }
-        blocks, order = in_order_of_places(job, found)
+        blocks, order = in_order_of_places(job, found.places)
         if not order:
             return failures
         batch = LoadBatch(store.data_path, blocks)
         store.catalog.pin(blocks.places)
         try:
-            await self._loads.move(batch)
-            for index in batch.corrupt:
-                store.catalog.drop(blocks.keys[index], blocks.places[index])
+            await self._transfers.load(batch)
             failures |= {order[index]: error for index, error in batch.failures.items()}
-            loaded: Sequence[OffloadKey] = job.keys
             if failures:
-                loaded = [key for i, key in enumerate(job.keys) if i not in failures]
-            store.catalog.used(loaded)
+                store.catalog.used([key for i, key in enumerate(job.keys) if i not in failures])
+            else:
+                store.catalog.used(job.keys, found)
         finally:
+            for index in batch.corrupt:  # also if it was cancelled: their records are gone
+                store.catalog.drop(blocks.keys[index], blocks.places[index])
             store.catalog.unpin(blocks.places)
         return failures
 
@@ -251,22 +254,13 @@ class SlabTier(AsyncTier):
         """Write what is not yet written, close every file, give up the lock; idempotent."""
         env, self._env = self._env, None
         store, self._store = self._store, None
-        rows, self._rows = self._rows, None
-        try:
-            if store is not None and env is not None:
-                await self._loads.close()
-                await self._stores.close()
-                await env.io.run(Direction.NONE, partial(self._close_store, store))
-        finally:
-            if rows is not None:
-                rows.release()
+        if store is not None and env is not None:
+            await self._transfers.close()
+            await env.io.run(Direction.NONE, partial(self._close_store, store))
 
     def gauges(self) -> Mapping[str, float]:
-        """Return how many blocks are there, and how many slots are free."""
-        store = self._store
-        if store is None:
-            return {}
-        return {"blocks": len(store.catalog), "free_slots": store.catalog.num_free}
+        """Return how many blocks are there, how many slots are free, and bytes."""
+        return {} if self._store is None else self._store.gauges()
 
     def describe(self) -> str:
         """Return where the blocks are."""
@@ -335,7 +329,7 @@ class SlabTier(AsyncTier):
         mine = keys[: len(places)]
         batch = StoreBatch(store.data_path, Blocks(mine, places, rows[: len(places)]))
         try:
-            await self._stores.move(batch)
+            await self._transfers.store(batch)
         except BaseException:
             if batch.is_journalled:
                 self._take_in(store, batch, mine, places)
@@ -360,7 +354,7 @@ class SlabTier(AsyncTier):
 
     # -- the rest -------------------------------------------------------------------------------
 
-    def _open_store(self, layout: StoreLayout, settings: StoreSettings, rows: Rows) -> OpenStore:
+    def _open_store(self, layout: StoreLayout, settings: StoreSettings) -> OpenStore:
         """Open the root, which is made if it is not there, and the store in it.
 
         Thread: an I/O thread.
@@ -369,7 +363,7 @@ class SlabTier(AsyncTier):
         self._ops.enter(root_dir, self._settings.modes)
         try:
             warn_of_others(root_dir, self._ops.stat(root_dir))
-            return OpenStore(self._ops, layout, settings, self._create_policy, rows)
+            return OpenStore(self._ops, layout, settings, self._create_policy)
         except BaseException:
             self._ops.leave(root_dir)
             raise

@@ -1,4 +1,4 @@
-"""The way between primary and segments: who moves which extent, and when a batch has ended."""
+"""The Python threads' queue: who moves which part, and when a batch has ended."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.abc.tier import Direction
+from kvoffload_async.block_io.transfer_queue import Part, TransferQueue
 from kvoffload_async.errors import BusyError, TierUnavailableError
-from kvoffload_async.tiers.slab.transfer_queue import TransferQueue
 
 MIB = 1 << 20
 THREADS = 2
-DATA_PATH = SimpleNamespace(piece_bytes=MIB, rows=SimpleNamespace(slot_bytes=MIB))
 
 
 class SteppedIo:
@@ -39,26 +38,23 @@ class SteppedIo:
 class Batch:
     """A batch that moves nothing, and counts it."""
 
-    def __init__(self, num_extents, defect=None):
-        self._extents = [range(i, i + 1) for i in range(num_extents)]
+    def __init__(self, num_parts, defect=None):
+        self._count = num_parts
         self._defect = defect
         self.moved = []
-        self.times_finished = 0
+        self.times_ended = 0
         self.error = None
         self.file = None
         self.on_move = None
         self.idle_threads = None
 
-    def extents(self, idle_threads):
+    def parts(self, idle_threads):
         self.idle_threads = idle_threads
-        return self._extents
+        return [Part(index, (), self.file, MIB) for index in range(self._count)]
 
-    def file_of(self, extent):
-        return self.file
-
-    def move(self, extent):
-        assert not self.times_finished
-        self.moved.append(extent)
+    def move(self, part):
+        assert not self.times_ended
+        self.moved.append(part.start)
         if self.on_move is not None:
             self.on_move()
         if self._defect is not None:
@@ -73,18 +69,20 @@ class World:
 
     def __init__(self):
         self.io = SteppedIo()
-        self.queue = TransferQueue(Direction.STORE, self.finish, DATA_PATH, self.io, THREADS)
-        self.finished = []
+        self.queue = TransferQueue(Direction.STORE, self.io, THREADS, MIB)
+        self.reported = []
+        self._report, self.queue._report = self.queue._report, self.report
         self.tasks = []
 
-    def finish(self, data_path, batches):
-        assert data_path is DATA_PATH
-        self.finished.append(batches)
-        for batch in batches:
-            batch.times_finished += 1
+    def report(self, ended):
+        self.reported.append(len(ended))
+        for transfer in ended:
+            transfer.batch.times_ended += 1
+        self._report(ended)
 
-    def submit(self, *args):
+    def submit(self, *args, file=None):
         batch = Batch(*args)
+        batch.file = file
         self.tasks.append((batch, asyncio.create_task(self.queue.move(batch))))
         return batch
 
@@ -130,7 +128,7 @@ def test_small_jobs_that_wait_together_are_ended_together():
         world.io.step()
 
     world = run(scenario)
-    assert [len(batches) for batches in world.finished] == [4]
+    assert world.reported == [4]
 
 
 def test_only_a_job_that_finds_nothing_to_do_is_shared_by_all_threads():
@@ -150,23 +148,17 @@ def test_only_a_job_that_finds_nothing_to_do_is_shared_by_all_threads():
 
 def test_a_thread_moves_several_quanta_and_what_ends_is_reported_after_each():
     async def scenario(world):
-        reported = []
-        report = world.queue._report
-        world.queue._report = lambda ended: (
-            reported.append((len(ended), log.copy())) or report(ended)
-        )
         log: list[str] = []
-        for name, num_extents in [("large", 6), *[("small", 1)] * 6]:
-            batch = world.submit(num_extents)
-            batch.on_move = lambda name=name: log.append(name)
+        for name, num_parts in [("large", 6), *[("small", 1)] * 6]:
+            batch = world.submit(num_parts)
+            batch.on_move = lambda name=name: log.append(f"{name} {world.reported}")
         await world.settle()
         world.io.step()
-        assert [count for count, _ in reported] == [3, 4], (
-            "two of the last quantum's extents are large"
-        )
-        assert reported[0][1] == ["large"] * 6 + ["small"] * 2, "reported before the rest is moved"
+        assert world.reported == [3, 4], "two of the last quantum's parts are large"
+        assert log[:8] == ["large []"] * 6 + ["small []"] * 2
+        assert set(log[8:]) == {"small [3]"}, "reported before the rest is moved"
 
-    assert all(batch.times_finished == 1 for batch, _ in run(scenario).tasks)
+    assert all(batch.times_ended == 1 for batch, _ in run(scenario).tasks)
 
 
 def test_a_thread_leaves_after_a_while_so_that_something_more_urgent_may_come():
@@ -174,9 +166,9 @@ def test_a_thread_leaves_after_a_while_so_that_something_more_urgent_may_come():
         large = world.submit(70)
         await world.settle()
         world.io.step()
-        assert (len(large.moved), large.times_finished) == (64, 0)
+        assert (len(large.moved), large.times_ended) == (64, 0)
         world.io.step()
-        assert (len(large.moved), large.times_finished) == (70, 1)
+        assert (len(large.moved), large.times_ended) == (70, 1)
 
     run(scenario)
 
@@ -222,15 +214,13 @@ def test_a_piece_whose_file_is_busy_lets_others_go_first_and_goes_if_there_are_n
                 world.io.step()  # another thread comes in meanwhile
 
         for name, file in [("first", 1), ("second", 1), ("third", 2)]:
-            batch = world.submit(1)
-            batch.file = file
+            batch = world.submit(1, file=file)
             batch.on_move = first_moves if name == "first" else lambda n=name: moved.append(n)
         await world.settle()
         world.io.step()
         assert moved == ["first", "third", "second"]
         for file in (1, 2, 1, 2):
-            batch = world.submit(1)
-            batch.file = file
+            batch = world.submit(1, file=file)
             batch.on_move = lambda n=file: moved.append(n)
         await world.settle()
         world.io.step()
@@ -241,7 +231,7 @@ def test_a_piece_whose_file_is_busy_lets_others_go_first_and_goes_if_there_are_n
 
 def test_what_ends_after_the_loop_has_gone_is_no_error():
     async def make_queue():
-        return TransferQueue(Direction.STORE, None, DATA_PATH, SteppedIo(), THREADS)
+        return TransferQueue(Direction.STORE, SteppedIo(), THREADS, MIB)
 
     queue = asyncio.run(make_queue())
     queue._report([None])
@@ -272,7 +262,7 @@ def test_what_comes_while_the_last_quanta_end_is_moved():
             world.io.step()
         world.submit(1)
 
-    assert sum(map(len, run(scenario).finished)) == THREADS + 1
+    assert sum(run(scenario).reported) == THREADS + 1
 
 
 def test_a_defect_fails_its_job_and_no_other():
@@ -285,15 +275,6 @@ def test_a_defect_fails_its_job_and_no_other():
         bad.result()
     assert fine.result() is None
     assert len(good.moved) == 2
-
-
-def test_what_cannot_be_ended_fails():
-    async def scenario(world):
-        world.queue._finish = lambda data_path, batches: 1 / 0
-        world.submit(1)
-
-    ((_, task),) = run(scenario).tasks
-    assert isinstance(task.exception(), ZeroDivisionError)
 
 
 def test_what_waits_for_a_pool_that_takes_no_more_fails():
@@ -331,11 +312,11 @@ def test_every_batch_ends_once_when_all_of_it_that_was_begun_has_been_moved(step
     cancelled = {argument for step, argument in steps if step == "cancel"}
     is_refusing = ("refuse", True) in steps
     for index, (batch, task) in enumerate(world.tasks):
-        assert len(set(map(str, batch.moved))) == len(batch.moved), "an extent was moved twice"
-        assert batch.times_finished <= 1
+        assert len(set(map(str, batch.moved))) == len(batch.moved), "a part was moved twice"
+        assert batch.times_ended <= 1
         if not task.cancelled() and task.exception() is None:
-            assert batch.moved == batch._extents
-            assert batch.times_finished == 1
+            assert batch.moved == list(range(batch._count))
+            assert batch.times_ended == 1
         else:
             assert index in cancelled or is_refusing
     assert not world.queue._waiting

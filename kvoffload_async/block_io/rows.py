@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Final
 
-from kvoffload_async.tiers.slab.budget import PAGE_BYTES
+_ALIGNMENT_BYTES: Final = 4096
+"""What O_DIRECT asks of memory, at most."""
 
 
 class Rows:
@@ -25,7 +27,7 @@ class Rows:
         self.slot_bytes = slot_bytes
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._pad = memoryview(bytearray(slot_bytes - self.row_bytes))
-        self.is_aligned = not self._pad and _address_of(self._flat) % PAGE_BYTES == 0
+        self.is_aligned = not self._pad and _address_of(self._flat) % _ALIGNMENT_BYTES == 0
 
     def each(self, numbers: Sequence[int]) -> list[memoryview]:
         """Return rows one by one."""

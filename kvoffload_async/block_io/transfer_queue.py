@@ -1,9 +1,9 @@
-"""The transfer queue of one direction: extents of many jobs, moved by a few threads.
+"""The transfer queue of one direction: parts of many batches, moved by a few Python threads.
 
-A thread moves extents of whatever jobs are waiting. After each quantum of a few MiB it ends the
-batches whose last extent was in it, together: with one append to the journal, and one wake-up of
-the loop. So the overhead is paid per quantum, not per job; and all threads work on one large job.
-The price is that a call which hangs delays what has ended in the same quantum.
+A thread moves parts of whatever batches are waiting. After each quantum of a few MiB it ends the
+batches whose last part was in it, with one wake-up of the loop. So the overhead is paid per
+quantum, not per batch; and all threads work on one large batch. The price is that a call which
+hangs delays what has ended in the same quantum.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
 
 from kvoffload_async.abc.tier import Direction, IoRunner
+from kvoffload_async.block_io.contract import Run
 from kvoffload_async.errors import JobCancelledError
-from kvoffload_async.tiers.slab.batches import Batch, DataPath
-
-BatchT = TypeVar("BatchT", bound=Batch)
 
 _QUANTUM_BYTES: Final = 8 << 20
 """What a thread moves before it reports what has ended."""
@@ -28,17 +26,56 @@ _CALL_BYTES: Final = 64 << 20
 """What it moves before it may switch to something more urgent, if the other direction can wait."""
 
 _LOOK_AHEAD: Final = 16
-"""How many extents a thread passes over to find one whose file nobody is busy with."""
+"""How many parts a thread passes over to find one whose file nobody is busy with."""
 
 
-class _Transfer(Generic[BatchT]):
+class Part(NamedTuple):
+    """A part of a batch.
+
+    Attributes:
+        start: Index of its first block.
+        runs: Where its blocks are.
+        file: The file that it should have to itself, if any: the kernel lets one write at a time
+            into a file.
+        size_bytes: What it moves.
+    """
+
+    start: int
+    runs: Sequence[Run]
+    file: int | None
+    size_bytes: int
+
+
+class Batch(Protocol):
+    """What the queue moves.
+
+    Attributes:
+        error: Why it failed as a whole, if it did.
+    """
+
+    error: BaseException | None
+
+    def parts(self, idle_threads: int) -> Sequence[Part]:
+        """Return the parts; smaller ones where threads wait for them. Thread: loop."""
+        ...
+
+    def move(self, part: Part) -> None:
+        """Move a part; what goes wrong is noted. Thread: an I/O thread."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Fail as a whole; only the first reason counts. Thread: any."""
+        ...
+
+
+class _Transfer:
     """A batch in the queue."""
 
     __slots__ = ("batch", "future", "has_ended", "num_unfinished")
 
-    def __init__(self, batch: BatchT, num_extents: int, future: asyncio.Future[None]) -> None:
+    def __init__(self, batch: Batch, num_parts: int, future: asyncio.Future[None]) -> None:
         self.batch = batch
-        self.num_unfinished = num_extents
+        self.num_unfinished = num_parts
         self.future = future
         self.has_ended = False
 
@@ -49,20 +86,10 @@ class _Transfer(Generic[BatchT]):
             self.future.set_result(None)
 
 
-class _Extent(NamedTuple, Generic[BatchT]):
-    """An extent that waits.
-
-    Attributes:
-        indices: Which blocks of its batch.
-        file: See `Batch.file_of`.
-    """
-
-    transfer: _Transfer[BatchT]
-    indices: range
-    file: int | None
+_Waiting = tuple[_Transfer, Part]
 
 
-class TransferQueue(Generic[BatchT]):
+class TransferQueue:
     """Moves batches. Thread: loop, but for what says otherwise.
 
     Attributes:
@@ -73,56 +100,45 @@ class TransferQueue(Generic[BatchT]):
     def __init__(
         self,
         direction: Direction,
-        finish: Callable[[DataPath, Sequence[BatchT]], None],
-        data_path: DataPath,
         io: IoRunner,
         threads: int,
-        *,
-        tend: Callable[[], None] | None = None,
+        piece_bytes: int,
     ) -> None:
         """Create the queue, on the loop that it belongs to.
 
         Args:
             direction: Which of the pool's threads prefer it.
-            finish: Ends batches; see `Batch.finish`.
-            data_path: What is moved to and from.
             io: The pool.
             threads: How many threads work here at once.
-            tend: What a thread does after it has reported what has ended, so that no batch waits
-                for it.
+            piece_bytes: What a part has, about.
         """
-        self.other_direction: TransferQueue[Any] | None = None
+        self.other_direction: TransferQueue | None = None
         self._direction = direction
-        self._name = f"slab:{direction.name.lower()}:quanta"
-        self._finish = finish
-        self._data_path = data_path
+        self._name = f"block-io:{direction.name.lower()}:quanta"
         self._io = io
         self._threads = threads
-        self._tend = tend
-        self._extents_per_call = max(1, _CALL_BYTES // data_path.piece_bytes)
-        self._waiting: deque[_Extent[BatchT]] = deque()
+        self._parts_per_call = max(1, _CALL_BYTES // piece_bytes)
+        self._waiting: deque[_Waiting] = deque()
         self._busy: list[int] = []
-        """The files of the extents that are moved now."""
+        """The files of the parts that are moved now."""
         self._num_serving = 0
         """Threads that move quanta now."""
         self._mutex = threading.Lock()
-        """Guards who has which extent; never held for longer than that takes."""
+        """Guards who has which part; never held for longer than that takes."""
         self._loop = asyncio.get_running_loop()
         self._num_calls = 0
         """Calls that will look for something to move once more."""
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def move(self, batch: BatchT) -> None:
+    async def move(self, batch: Batch) -> None:
         """Move a batch; returns when no byte of it moves any more, also if cancelled.
 
         Raises:
             TierError: The batch has failed as a whole.
         """
-        extents = batch.extents(0 if self._waiting or self._num_serving else self._threads)
-        transfer = _Transfer(batch, len(extents), self._loop.create_future())
-        self._waiting.extend(
-            [_Extent(transfer, extent, batch.file_of(extent)) for extent in extents]
-        )
+        parts = batch.parts(0 if self._waiting or self._num_serving else self._threads)
+        transfer = _Transfer(batch, len(parts), self._loop.create_future())
+        self._waiting.extend([(transfer, part) for part in parts])
         self._call()
         cancelled: asyncio.CancelledError | None = None
         while not transfer.has_ended:
@@ -149,12 +165,12 @@ class TransferQueue(Generic[BatchT]):
     # -- quanta ---------------------------------------------------------------------------------
 
     def _call(self) -> None:
-        """Call one thread per waiting extent; where there is much to do, keep one call in reserve.
+        """Call one thread per waiting part; where there is much to do, keep one call in reserve.
 
         A thread that is serving already may be in a call that hangs, so it does not count.
         """
         waiting = len(self._waiting)
-        most = self._threads + (waiting > self._threads * self._extents_per_call)
+        most = self._threads + (waiting > self._threads * self._parts_per_call)
         for _ in range(min(waiting, most - self._num_calls)):
             self._num_calls += 1
             call = self._loop.create_task(self._serve(), name=self._name)
@@ -193,61 +209,52 @@ class TransferQueue(Generic[BatchT]):
                 self._num_serving -= 1
 
     def _move_quantum(self, most_bytes: int) -> int:
-        """Move extents, end what is complete; return the bytes. Thread: an I/O thread."""
-        ended: list[_Transfer[BatchT]] = []
+        """Move parts, end what is complete; return the bytes. Thread: an I/O thread."""
+        ended: list[_Transfer] = []
         moved_bytes = 0
-        slot_bytes = self._data_path.rows.slot_bytes
         while moved_bytes < most_bytes:
             with self._mutex:
                 if not self._waiting:
                     break
-                transfer, indices, file = self._next()
-                if file is not None:
-                    self._busy.append(file)
-            transfer.batch.move(indices)
-            moved_bytes += len(indices) * slot_bytes
+                transfer, part = self._next()
+                if part.file is not None:
+                    self._busy.append(part.file)
+            transfer.batch.move(part)
+            moved_bytes += part.size_bytes
             with self._mutex:
-                if file is not None:
-                    self._busy.remove(file)
+                if part.file is not None:
+                    self._busy.remove(part.file)
                 transfer.num_unfinished -= 1
                 is_last = not transfer.num_unfinished
             if is_last:
                 ended.append(transfer)
         if ended:
-            batches = [transfer.batch for transfer in ended]
-            try:
-                self._finish(self._data_path, batches)
-            except BaseException as error:  # noqa: BLE001 - a defect fails these jobs, and no other
-                for batch in batches:
-                    batch.fail(error)
             self._report(ended)
-            if self._tend is not None:
-                self._tend()
         return moved_bytes
 
-    def _report(self, ended: Sequence[_Transfer[BatchT]]) -> None:
+    def _report(self, ended: Sequence[_Transfer]) -> None:
         """Have the loop end transfers. Thread: an I/O thread."""
         with contextlib.suppress(RuntimeError):  # the loop was closed while a call hung
             self._loop.call_soon_threadsafe(_end_all, ended)
 
-    def _next(self) -> _Extent[BatchT]:
-        """Take the first extent whose file nobody is busy with, or the first. Under the mutex."""
+    def _next(self) -> _Waiting:
+        """Take the first part whose file nobody is busy with, or the first. Under the mutex."""
         waiting, busy = self._waiting, self._busy
         if busy:
             for at in range(min(len(waiting), _LOOK_AHEAD)):
-                extent = waiting[at]
-                if extent.file not in busy:
+                if waiting[at][1].file not in busy:
+                    found = waiting[at]
                     del waiting[at]
-                    return extent
+                    return found
         return waiting.popleft()
 
-    def _withdraw(self, transfer: _Transfer[BatchT]) -> None:
+    def _withdraw(self, transfer: _Transfer) -> None:
         """Take back what nobody has begun; the batch fails."""
         transfer.batch.fail(JobCancelledError("the job was cancelled"))
         with self._mutex:
-            mine = [extent for extent in self._waiting if extent.transfer is transfer]
-            for extent in mine:
-                self._waiting.remove(extent)
+            mine = [waiting for waiting in self._waiting if waiting[0] is transfer]
+            for waiting in mine:
+                self._waiting.remove(waiting)
             self._forget(mine)
 
     def _refuse(self, error: Exception) -> None:
@@ -255,19 +262,19 @@ class TransferQueue(Generic[BatchT]):
         with self._mutex:
             waiting = list(self._waiting)
             self._waiting.clear()
-            for transfer, _, _ in waiting:
+            for transfer, _ in waiting:
                 transfer.batch.fail(error)
             self._forget(waiting)
 
-    def _forget(self, extents: Sequence[_Extent[BatchT]]) -> None:
-        """Count extents as done that will not be; under the mutex."""
-        for transfer, _, _ in extents:
+    def _forget(self, parts: Sequence[_Waiting]) -> None:
+        """Count parts as done that will not be; under the mutex."""
+        for transfer, _ in parts:
             transfer.num_unfinished -= 1
             if not transfer.num_unfinished:
                 transfer.end()
 
 
-def _end_all(ended: Sequence[_Transfer[BatchT]]) -> None:
+def _end_all(ended: Sequence[_Transfer]) -> None:
     """End transfers. Thread: loop."""
     for transfer in ended:
         transfer.end()

@@ -1,0 +1,147 @@
+"""Writes the figures of a bench into the page of benchmarks, and the README's lines of speed.
+
+`python docs/_tools/figures.py bench.json`, with what `kvoffload bench --json bench.json` has
+written; the page of benchmarks has the whole command.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1]
+PAGE = DOCS / "benchmarks.md"
+README = DOCS.parent / "README.md"
+PASSES = {
+    "store": "store",
+    "load": "load",
+    "store_one_job": "store, one job of {keys} blocks",
+    "load_one_job": "load, one job of {keys} blocks",
+}
+NAMES = {"vllm-fs": "vLLM's `fs`", "lmcache-fs": "LMCache's files"}
+_WHOLE = 100
+NOT_MEASURED = "not measured"
+_FIGURES = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
+_SPEED = re.compile(r"^\| (store|load), .*$", re.MULTILINE)
+
+Report = dict[str, Any]
+
+
+def page(text: str, report: Report) -> str:
+    """Return the page with the figures of a report, as `kvoffload bench --json` writes it."""
+    return _FIGURES.sub(lambda _: "\n".join(["", *_figures(report), ""]), text)
+
+
+def readme(text: str, report: Report) -> str:
+    """Return the README with the speeds of the smallest and the largest blocks."""
+    first, last = report["sizes"][0], report["sizes"][-1]
+
+    def line(found: re.Match[str]) -> str:
+        what = found[1]
+        suffixes = {"slab": ", verified", "vllm-fs": ", unverified", "lmcache-fs": ", unverified"}
+        cells = [
+            _speeds(first, last, name, what, suffix if what == "load" else "")
+            for name, suffix in suffixes.items()
+        ]
+        return _row([f"{what}, {_size(first)} and {_size(last)} blocks", *cells])
+
+    return _SPEED.sub(line, text)
+
+
+def _speeds(first: Report, last: Report, name: str, what: str, suffix: str) -> str:
+    if name not in first["contenders"]:
+        return NOT_MEASURED
+    low, high = (_number(_median(size["contenders"][name], what)) for size in (first, last))
+    return f"{low} and {high} GiB/s{suffix}"
+
+
+def _figures(report: Report) -> Iterator[str]:
+    machine, settings = report["machine"], report["settings"]
+    floors = {name: facts["floor"] for name, facts in report["contenders"].items()}
+    yield (
+        f"{machine['date'][:10]}: {machine['processors']} x {machine['processor']}, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}, load "
+        f"{machine['load_average']:.1f}; kvoffload-async {machine['kvoffload_async']}, blocks "
+        f"moved by {machine['block_io']}. {settings['in_flight']} jobs of "
+        f"{settings['keys_per_job']} blocks under way, medians of {settings['rounds']} rounds."
+    )
+    (first, *_) = [floor for floor in floors.values() if floor]
+    kinds = list(report["sizes"][0]["floors"][first["directory"]])
+    names = list(report["contenders"])
+    for what, template in PASSES.items():
+        if what not in report["sizes"][0]["contenders"][names[0]]["passes"]:
+            continue
+        title = template.format(keys=settings["one_job"])
+        yield ""
+        yield from _head([f"GiB/s, {title}", *(f"{kind} floor" for kind in kinds), *names])
+        for size in report["sizes"]:
+            beneath = size["floors"][first["directory"]]
+            yield _row(
+                [
+                    _size(size),
+                    *(_number(beneath[kind][what]["gib_per_s"]["median"]) for kind in kinds),
+                    *(_with_share(size["contenders"][name]["passes"][what]) for name in names),
+                ]
+            )
+    for figure, title in (
+        ("cpu_s_per_gib", "CPU seconds a GiB"),
+        ("owner_us_per_key", "the owner's microseconds a block"),
+        ("switches_per_job", "switches a job"),
+    ):
+        yield ""
+        yield from _head([f"{title}, store / load", *names])
+        for size in report["sizes"]:
+            yield _row(
+                [
+                    _size(size),
+                    *(
+                        " / ".join(
+                            _number(_median(size["contenders"][name], what, figure))
+                            for what in ("store", "load")
+                        )
+                        for name in names
+                    ),
+                ]
+            )
+
+
+def _median(standing: Report, what: str, figure: str = "gib_per_s") -> float:
+    median: float = standing["passes"][what][figure]["median"]
+    return median
+
+
+def _with_share(figures: Report) -> str:
+    speed = figures["gib_per_s"]
+    return f"{_number(speed['median'])} ({speed['of_floor']:.2f})"
+
+
+def _head(titles: list[str]) -> Iterator[str]:
+    shown = [NAMES.get(title, title) for title in titles]
+    yield _row(shown)
+    yield _row(["---"] * len(shown))
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= _WHOLE else f"{value:.2g}"
+
+
+def _size(size: Report) -> str:
+    kib = size["block_bytes"] >> 10
+    return f"{kib >> 10} MiB" if kib % 1024 == 0 else f"{kib} KiB"
+
+
+def main() -> None:
+    """Rewrite both."""
+    report = json.loads(Path(sys.argv[1]).read_text())
+    for path, written in ((PAGE, page), (README, readme)):
+        path.write_text(written(path.read_text(), report))
+
+
+if __name__ == "__main__":
+    main()

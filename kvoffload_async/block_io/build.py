@@ -1,0 +1,115 @@
+"""Compiles the native module: `python kvoffload_async/block_io/build.py [FILE]`, or in place.
+
+The package's build uses it as well (hatch_build.py), so that it imports nothing but the standard
+library. `KVOFFLOAD_NATIVE=0` skips the module, `=require` makes its absence an error; `CC` names
+the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+FILE_NAME: Final = "_native.abi3.so"
+"""Of the module."""
+
+WHEEL_TAG: Final = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+WARNINGS: Final = (
+    *("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes"),
+    *("-Wpointer-arith", "-Wvla", "-Wformat=2", "-Wundef"),
+)
+FLAGS: Final = ("-std=c11", "-D_GNU_SOURCE", "-pthread", *WARNINGS)
+
+_LIMITED_API: Final = "-DPy_LIMITED_API=0x030B0000"
+_NATIVE: Final = "KVOFFLOAD_NATIVE"
+_COMPILERS: Final = ("cc", "gcc", "clang")
+_TIMEOUT_S: Final = 300
+
+
+class UnavailableError(Exception):
+    """The module cannot be built here; the message says why, and what helps."""
+
+
+def sources() -> list[Path]:
+    """Return the C files."""
+    return sorted((Path(__file__).parent / "native").glob("*.c"))
+
+
+def compiler() -> list[str]:
+    """Return how the compiler is called; raises UnavailableError if there is none."""
+    if named := os.environ.get("CC"):
+        try:
+            return shlex.split(named)
+        except ValueError as error:
+            raise UnavailableError(f"CC={named!r}: {error}") from None
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    raise UnavailableError("there is no C compiler; install gcc or clang, or set CC")
+
+
+def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
+    """Compile the module into a file.
+
+    Raises:
+        UnavailableError: It cannot be built, or does not compile.
+    """
+    if sys.platform != "linux" or platform.python_implementation() != "CPython":
+        raise UnavailableError("it is for CPython on Linux")
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise UnavailableError("free-threaded Python has no stable ABI; use the other build of it")
+    include = sysconfig.get_path("include")
+    if not (Path(include) / "Python.h").exists():
+        raise UnavailableError(
+            f"there is no Python.h in {include}; install Python's development files (python3-dev)"
+        )
+    part = target.with_name(f"{target.name}.{os.getpid()}")  # whoever has it mapped keeps the old
+    command = [*compiler(), *FLAGS, *flags, _LIMITED_API, f"-I{include}"]
+    command += ["-fPIC", "-shared", "-fvisibility=hidden", *map(str, sources()), "-o", str(part)]
+    try:
+        done = subprocess.run(  # noqa: S603 - the compiler that whoever builds has chosen
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            raise UnavailableError(f"{shlex.join(command)} failed:\n{done.stderr or done.stdout}")
+        part.replace(target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"{shlex.join(command)} did not run: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def build_if_wanted(target: Path) -> bool:
+    """Compile the module, if the environment wants it and it can be; else say why not.
+
+    Raises:
+        UnavailableError: It cannot be built, and is required.
+    """
+    wanted = os.environ.get(_NATIVE, "")
+    if wanted not in {"", "0", "require"}:
+        raise UnavailableError(f"{_NATIVE}={wanted!r}: give 0, require, or nothing")
+    if wanted == "0":
+        return False
+    try:
+        build(target)
+    except UnavailableError as error:
+        if wanted == "require":
+            raise
+        sys.stderr.write(f"kvoffload: the native module is left out: {error}\n")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_name(FILE_NAME)
+    if build_if_wanted(place):
+        sys.stdout.write(f"{place}\n")

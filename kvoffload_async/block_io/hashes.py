@@ -1,0 +1,40 @@
+"""The addresses of the `xxhash` package's functions, for native code that hashes as it does.
+
+The shared object of the package exports the C library's functions, those for streams included, so
+that neither the algorithm nor a private structure has to be copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from typing import Final
+
+_NAMES: Final = (
+    "XXH3_64bits",
+    "XXH3_createState",
+    "XXH3_128bits_reset_withSeed",
+    "XXH3_128bits_update",
+    "XXH3_128bits_digest",
+    "XXH3_freeState",
+)
+"""As the native engine takes them."""
+
+
+def addresses() -> tuple[int, ...]:
+    """Return where they are; of those made for several processors the one that chooses.
+
+    Raises:
+        OSError: There is no shared object, or it cannot be opened.
+        AttributeError: A function is not exported.
+    """
+    found = importlib.util.find_spec("xxhash._xxhash")
+    if found is None or found.origin is None:
+        raise OSError("the xxhash package has no shared object")
+    library = ctypes.CDLL(found.origin)
+    return tuple(_address(library, name) for name in _NAMES)
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    function = getattr(library, f"{name}_dispatch", None) or getattr(library, name)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

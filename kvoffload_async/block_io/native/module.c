@@ -1,0 +1,586 @@
+/* The Python binding: checks what could lead a thread astray, and keeps what a batch points to.
+
+   engine.py is its only user, and checks what concerns nobody's memory.
+
+   Threads: the methods run with the interpreter's lock. The engine's threads never take it, but for
+   a table of calls that is a function of Python (file_calls.py), which is for tests.
+
+   Ownership: a `Submission` is a batch with the space and the objects that it points into: buffers,
+   and the arguments, of which nothing can change. It lives from its call until `take`. What a thread
+   that hangs may still touch when an engine is deallocated is kept for ever. A child of fork has no
+   threads: it frees nothing. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "block_io.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+    MAX_SEED_BYTES = 4096, /* of a prefix and a key */
+    ALIGNMENT = 16,
+};
+
+typedef struct {
+    PyObject_HEAD
+    struct engine *engine;
+    PyObject *callable; /* whose code `engine->call` may be */
+    pid_t pid;
+    int fd;
+} Engine;
+
+typedef struct {
+    struct batch batch; /* first: a batch that was taken is its submission */
+    PyObject *arguments;
+    Py_buffer buffers[2];
+    char *free_space;
+} Submission;
+
+static bool check_process(const Engine *self)
+{
+    if (self->pid == getpid())
+        return true;
+    PyErr_Format(PyExc_RuntimeError,
+                 "the engine was opened by process %ld, and does not work in a child of it: open "
+                 "another",
+                 (long)self->pid);
+    return false;
+}
+
+/* -- submissions -------------------------------------------------------------------------------- */
+
+static void free_submission(Submission *submission)
+{
+    PyBuffer_Release(&submission->buffers[0]);
+    PyBuffer_Release(&submission->buffers[1]);
+    Py_DECREF(submission->arguments);
+    free(submission);
+}
+
+static void *take_space(Submission *submission, size_t bytes)
+{
+    void *space = submission->free_space;
+    submission->free_space += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return space;
+}
+
+/* Returns one with space for all that there is of each block; NULL with an exception. */
+static Submission *new_submission(PyObject *arguments, int kind, bool is_store, Py_ssize_t count)
+{
+    enum { COLUMNS = 10 };
+    const size_t block_bytes = sizeof(struct part) + sizeof(struct run) + DIGEST_BYTES + 1 +
+                               3 * sizeof(int64_t) + 3 * sizeof(char *);
+    if (count < 0 || count > INT32_MAX || kind < 0 || kind > BATCH_COPIES)
+        return (Submission *)PyErr_Format(PyExc_ValueError, "no batch: kind %d, %zd blocks", kind,
+                                          count);
+    size_t num = (size_t)count + 1; /* a batch of nothing has a part, too */
+    size_t head_bytes = (sizeof(Submission) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    Submission *self = calloc(1, head_bytes + num * block_bytes + COLUMNS * ALIGNMENT);
+    if (self == NULL)
+        return (Submission *)PyErr_NoMemory();
+    self->arguments = Py_NewRef(arguments);
+    self->free_space = (char *)self + head_bytes;
+    self->batch = (struct batch){
+        .kind = (enum batch_kind)kind,
+        .is_store = is_store,
+        .count = (size_t)count,
+        .parts = take_space(self, num * sizeof(struct part)),
+        .runs = take_space(self, num * sizeof(struct run)),
+        .digests = take_space(self, num * DIGEST_BYTES),
+        .statuses = take_space(self, num),
+        .disk_bytes = take_space(self, num * sizeof(int64_t)),
+        .rows = take_space(self, num * sizeof(int64_t)),
+        .names = take_space(self, num * sizeof(char *)),
+        .temps = take_space(self, num * sizeof(char *)),
+        .expected = take_space(self, num * sizeof(char *)),
+    };
+    return self;
+}
+
+static bool take_memory(Submission *submission, PyObject *buffer, Py_ssize_t row_bytes,
+                        Py_ssize_t slot_bytes)
+{
+    struct batch *batch = &submission->batch;
+    Py_buffer *view = &submission->buffers[0];
+    if (row_bytes <= 0 || slot_bytes < row_bytes || slot_bytes - row_bytes > MAX_PAD_BYTES) {
+        PyErr_Format(PyExc_ValueError, "memory: rows of %zd bytes do not fit slots of %zd",
+                     row_bytes, slot_bytes);
+        return false;
+    }
+    if (PyObject_GetBuffer(buffer, view, batch->is_store ? PyBUF_SIMPLE : PyBUF_WRITABLE) != 0)
+        return false;
+    batch->memory = (struct memory){view->buf, (size_t)row_bytes, (size_t)slot_bytes};
+    return true;
+}
+
+/* Tells whether an argument has an item for each block. */
+static bool has_items(Py_ssize_t num, size_t expected, const char *name)
+{
+    if (num == (Py_ssize_t)expected)
+        return true;
+    PyErr_Format(PyExc_ValueError, "%s: %zd items instead of %zu", name, num, expected);
+    return false;
+}
+
+static bool is_tuple_of(PyObject *object, size_t num, const char *name)
+{
+    if (PyTuple_Check(object))
+        return has_items(PyTuple_Size(object), num, name);
+    PyErr_Format(PyExc_TypeError, "%s: %R is no tuple", name, object);
+    return false;
+}
+
+static bool take_numbers(PyObject *tuple, int64_t *numbers, size_t num, const char *name)
+{
+    if (!is_tuple_of(tuple, num, name))
+        return false;
+    for (size_t i = 0; i < num; i++) {
+        numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, (Py_ssize_t)i));
+        if (numbers[i] == -1 && PyErr_Occurred())
+            return false;
+    }
+    return true;
+}
+
+static bool take_rows(Submission *submission, PyObject *rows)
+{
+    struct batch *batch = &submission->batch;
+    int64_t num_rows = submission->buffers[0].len / (Py_ssize_t)batch->memory.row_bytes;
+    if (!take_numbers(rows, batch->rows, batch->count, "rows"))
+        return false;
+    for (size_t i = 0; i < batch->count; i++) {
+        if (batch->rows[i] < 0 || batch->rows[i] >= num_rows) {
+            PyErr_Format(PyExc_ValueError, "rows: %lld is no row of a memory of %lld",
+                         (long long)batch->rows[i], (long long)num_rows);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Computes the seeds of the blocks' digests, unless `keys` is None. */
+static bool take_keys(Engine *self, Submission *submission, PyObject *keys, const char *prefix,
+                      Py_ssize_t prefix_bytes)
+{
+    struct batch *batch = &submission->batch;
+    char seed[MAX_SEED_BYTES], *key;
+    Py_ssize_t key_bytes;
+    if (keys == Py_None)
+        return true;
+    if (!is_tuple_of(keys, batch->count, "keys"))
+        return false;
+    batch->seeds = take_space(submission, batch->count * sizeof *batch->seeds);
+    for (size_t i = 0; i < batch->count; i++) {
+        if (PyBytes_AsStringAndSize(PyTuple_GetItem(keys, (Py_ssize_t)i), &key, &key_bytes) != 0)
+            return false;
+        if (prefix_bytes + key_bytes > MAX_SEED_BYTES) {
+            PyErr_Format(PyExc_ValueError, "keys: one has %zd bytes, more than %d with the prefix",
+                         key_bytes, MAX_SEED_BYTES);
+            return false;
+        }
+        memcpy(seed, prefix, (size_t)prefix_bytes);
+        memcpy(seed + prefix_bytes, key, (size_t)key_bytes);
+        batch->seeds[i] =
+            self->engine->hashes.hash64(seed, (size_t)(prefix_bytes + key_bytes));
+    }
+    return true;
+}
+
+static bool take_runs(Submission *submission, PyObject *runs)
+{
+    struct batch *batch = &submission->batch;
+    size_t left = batch->count;
+    Py_ssize_t num_runs = PyTuple_Check(runs) ? PyTuple_Size(runs) : 0;
+    int64_t numbers[3], most = INT64_MAX / (int64_t)batch->memory.slot_bytes; /* of slots */
+    for (Py_ssize_t i = 0; i < num_runs; i++) {
+        PyObject *item = PyTuple_GetItem(runs, i);
+        if (!take_numbers(item, numbers, 3, "runs"))
+            return false;
+        struct run run = {numbers[0], numbers[1], numbers[2]};
+        if (run.fd < 0 || run.fd > INT32_MAX || run.offset < 0 || run.length <= 0 ||
+            run.length > (int64_t)left ||
+            run.offset / (int64_t)batch->memory.slot_bytes > most - run.length - 2) {
+            PyErr_Format(PyExc_ValueError, "runs: %R is no extent for the %zu rows that are left",
+                         item, left);
+            return false;
+        }
+        batch->runs[i] = run; /* no more than rows: none is empty */
+        left -= (size_t)run.length;
+    }
+    if (left == 0)
+        return true;
+    PyErr_Format(PyExc_ValueError, "runs: %zu of %zu rows are in none", left, batch->count);
+    return false;
+}
+
+static bool take_copies(Submission *submission, PyObject *source, PyObject *copies)
+{
+    struct batch *batch = &submission->batch;
+    Py_ssize_t bytes;
+    char *packed;
+    if (PyObject_GetBuffer(source, &submission->buffers[1], PyBUF_SIMPLE) != 0 ||
+        PyBytes_AsStringAndSize(copies, &packed, &bytes) != 0 ||
+        !has_items(bytes, batch->count * sizeof(struct copy), "parts"))
+        return false;
+    batch->source = submission->buffers[1].buf;
+    batch->copies = (const struct copy *)packed;
+    for (size_t i = 0; i < batch->count; i++) {
+        const struct copy *copy = &batch->copies[i];
+        if (copy->bytes < 0 || copy->target < 0 || copy->source < 0 ||
+            copy->target > submission->buffers[0].len - copy->bytes ||
+            copy->source > submission->buffers[1].len - copy->bytes) {
+            PyErr_Format(PyExc_ValueError, "parts: (%lld, %lld, %lld) is not within the memories",
+                         (long long)copy->target, (long long)copy->source, (long long)copy->bytes);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool is_name(const char *name)
+{
+    if (strlen(name) >= MAX_NAME_BYTES)
+        return false;
+    for (;;) {
+        size_t bytes = strcspn(name, "/");
+        if (bytes == 0 || (name[0] == '.' && (bytes == 1 || (bytes == 2 && name[1] == '.'))))
+            return false;
+        if (name[bytes] == '\0')
+            return true;
+        name += bytes + 1;
+    }
+}
+
+/* Takes names that are joined by NUL: one for each block, and each beneath the root. */
+static bool take_names(PyObject *joined, const char **names, size_t num, const char *argument)
+{
+    char *name;
+    Py_ssize_t bytes;
+    if (PyBytes_AsStringAndSize(joined, &name, &bytes) != 0)
+        return false;
+    const char *end = name + bytes + (num > 0); /* there is a NUL behind the last, too */
+    for (size_t i = 0; i < num && name != end; i++) {
+        if (!is_name(name)) {
+            PyErr_Format(PyExc_ValueError, "%s: '%s' does not lead to a file beneath the root",
+                         argument, name);
+            return false;
+        }
+        names[i] = name;
+        name += strlen(name) + 1;
+    }
+    if (name == end && (num == 0 || names[num - 1] != NULL))
+        return true;
+    PyErr_Format(PyExc_ValueError, "%s: they are not %zu, or there is a NUL in one", argument, num);
+    return false;
+}
+
+static bool take_expected(struct batch *batch, PyObject *expected)
+{
+    if (!is_tuple_of(expected, batch->count, "expected"))
+        return false;
+    for (size_t i = 0; i < batch->count; i++) {
+        char *value;
+        Py_ssize_t bytes;
+        PyObject *item = PyTuple_GetItem(expected, (Py_ssize_t)i);
+        if (item == Py_None)
+            continue;
+        if (PyBytes_AsStringAndSize(item, &value, &bytes) != 0)
+            return false;
+        if ((size_t)bytes == batch->value_prefix_bytes + DIGEST_BYTES)
+            batch->expected[i] = value; /* another cannot be right: the file is asked */
+    }
+    return true;
+}
+
+static bool take_files(Submission *submission, PyObject *files)
+{
+    struct batch *batch = &submission->batch;
+    PyObject *names, *temps, *expected;
+    Py_ssize_t num_recycled, value_prefix_bytes;
+    const char *value_prefix;
+    int fsync, wants_disk_bytes;
+    if (!PyArg_ParseTuple(files, "iyOsy#OOy#ipp:files", &batch->root.fd, &batch->root.path, &names,
+                          &batch->attribute, &value_prefix, &value_prefix_bytes, &expected, &temps,
+                          &batch->recycled, &num_recycled, &batch->file_mode, &fsync,
+                          &wants_disk_bytes) ||
+        !take_names(names, batch->names, batch->count, "names"))
+        return false;
+    if (value_prefix_bytes > MAX_VALUE_BYTES - DIGEST_BYTES) {
+        PyErr_Format(PyExc_ValueError, "value_prefix: %zd bytes are more than %d",
+                     value_prefix_bytes, MAX_VALUE_BYTES - DIGEST_BYTES);
+        return false;
+    }
+    batch->value_prefix = value_prefix;
+    batch->value_prefix_bytes = (size_t)value_prefix_bytes;
+    batch->fsync = fsync;
+    batch->wants_disk_bytes = wants_disk_bytes;
+    if (batch->kind == BATCH_LOAD_FILES)
+        return take_expected(batch, expected);
+    return batch->kind == BATCH_HAS_FILES ||
+           (take_names(temps, batch->temps, batch->count, "temps") &&
+            has_items(num_recycled, batch->count, "recycled"));
+}
+
+/* Takes what a batch of its kind needs; the other arguments are not looked at. */
+static PyObject *engine_submit_batch(Engine *self, PyObject *args)
+{
+    PyObject *buffer, *rows, *keys, *places, *other;
+    Py_ssize_t count, row_bytes, slot_bytes, prefix_bytes;
+    const char *prefix;
+    int kind, is_store;
+    if (!check_process(self) ||
+        !PyArg_ParseTuple(args, "ipn(Onn)O!Oy#OO:submit", &kind, &is_store, &count, &buffer,
+                          &row_bytes, &slot_bytes, &PyTuple_Type, &rows, &keys, &prefix,
+                          &prefix_bytes, &places, &other))
+        return NULL;
+    Submission *submission = new_submission(args, kind, is_store, count);
+    if (submission == NULL)
+        return NULL;
+    bool has_rows = kind != BATCH_HAS_FILES && kind != BATCH_COPIES;
+    bool is_complete =
+        (kind == BATCH_HAS_FILES || take_memory(submission, buffer, row_bytes, slot_bytes)) &&
+        (!has_rows || (take_rows(submission, rows) &&
+                       take_keys(self, submission, keys, prefix, prefix_bytes))) &&
+        (kind == BATCH_EXTENTS  ? take_runs(submission, places)
+         : kind == BATCH_COPIES ? take_copies(submission, other, places)
+                                : take_files(submission, other));
+    int error = is_complete ? engine_submit(self->engine, &submission->batch) : 0;
+    if (is_complete && error == 0)
+        return PyLong_FromUnsignedLongLong(submission->batch.ticket);
+    if (error == ESHUTDOWN) {
+        PyErr_SetString(PyExc_RuntimeError, "the engine is closed");
+    } else if (error != 0) {
+        errno = error;
+        PyErr_SetFromErrno(PyExc_OSError); /* EAGAIN is BlockingIOError */
+    }
+    free_submission(submission);
+    return NULL;
+}
+
+static PyObject *errors_of(const struct batch *batch)
+{
+    PyObject *errors = PyDict_New();
+    for (size_t i = 0; i < batch->count && errors != NULL; i++) {
+        if (batch->statuses[i] == 0)
+            continue;
+        long code = batch->statuses[i] == STATUS_ENDED_EARLY ? -1 : batch->statuses[i];
+        PyObject *item = Py_BuildValue("(nl)", (Py_ssize_t)i, code);
+        if (item == NULL || PyDict_SetItem(errors, PyTuple_GetItem(item, 0),
+                                           PyTuple_GetItem(item, 1)) != 0)
+            Py_CLEAR(errors);
+        Py_XDECREF(item);
+    }
+    return errors;
+}
+
+static PyObject *outcome_of(const struct batch *batch)
+{
+    Py_ssize_t num = (Py_ssize_t)batch->count;
+    Py_ssize_t digest_bytes = batch->seeds == NULL ? 0 : num * DIGEST_BYTES;
+    PyObject *numbers;
+    switch (batch->kind) {
+    case BATCH_EXTENTS:
+        return Py_BuildValue("(Ny#)", errors_of(batch), batch->digests, digest_bytes);
+    case BATCH_LOAD_FILES:
+        return Py_BuildValue("(y#y#)", batch->statuses, num, batch->digests, digest_bytes);
+    case BATCH_STORE_FILES:
+        numbers = PyList_New(num);
+        for (Py_ssize_t i = 0; i < num && numbers != NULL; i++) {
+            if (PyList_SetItem(numbers, i, PyLong_FromLongLong(batch->disk_bytes[i])) != 0)
+                Py_CLEAR(numbers);
+        }
+        return Py_BuildValue("(y#y#N)", batch->statuses, num, batch->digests, digest_bytes,
+                             numbers);
+    case BATCH_HAS_FILES:
+        return Py_BuildValue("y#", batch->statuses, num);
+    default:
+        return memchr(batch->statuses, ECANCELED, batch->count) == NULL
+                   ? Py_NewRef(Py_None)
+                   : PyLong_FromLong(ECANCELED);
+    }
+}
+
+/* Returns outcomes, and frees what has ended. */
+static PyObject *take_ended(Engine *self)
+{
+    PyObject *ended = PyList_New(0);
+    for (struct batch *batch = engine_take(self->engine), *next; batch != NULL; batch = next) {
+        next = batch->next;
+        PyObject *outcome = NULL;
+        if (ended != NULL)
+            outcome = Py_BuildValue("(KN)", (unsigned long long)batch->ticket, outcome_of(batch));
+        if (outcome == NULL || PyList_Append(ended, outcome) != 0)
+            Py_CLEAR(ended); /* short of memory, the outcomes are lost, and nothing else */
+        Py_XDECREF(outcome);
+        free_submission((Submission *)batch);
+    }
+    return ended;
+}
+
+/* -- the engine --------------------------------------------------------------------------------- */
+
+static PyObject *engine_take_ended(Engine *self, PyObject *Py_UNUSED(ignored))
+{
+    return check_process(self) ? take_ended(self) : NULL;
+}
+
+static bool take_number(Engine *self, PyObject *object, int64_t *number)
+{
+    *number = check_process(self) ? PyLong_AsLongLong(object) : 0;
+    return !PyErr_Occurred();
+}
+
+static PyObject *engine_withdraw_ticket(Engine *self, PyObject *object)
+{
+    int64_t ticket;
+    if (!take_number(self, object, &ticket))
+        return NULL;
+    engine_withdraw(self->engine, (uint64_t)ticket);
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_tend_threads(Engine *self, PyObject *hung_after_ns)
+{
+    int64_t ns;
+    return take_number(self, hung_after_ns, &ns) ? PyLong_FromLong(engine_tend(self->engine, ns))
+                                                 : NULL;
+}
+
+static PyObject *engine_close_threads(Engine *self, PyObject *timeout_ns)
+{
+    int num_left;
+    int64_t ns;
+    if (!take_number(self, timeout_ns, &ns))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    num_left = engine_close(self->engine, ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(num_left);
+}
+
+static PyObject *engine_counts(Engine *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!check_process(self))
+        return NULL;
+    PyObject *counts = PyTuple_New(NUM_COUNTERS);
+    for (int i = 0; i < NUM_COUNTERS && counts != NULL; i++) {
+        if (PyTuple_SetItem(counts, i, PyLong_FromUnsignedLongLong(self->engine->counters[i])) != 0)
+            Py_CLEAR(counts);
+    }
+    return counts;
+}
+
+static void engine_dealloc(Engine *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->engine != NULL && self->pid == getpid()) {
+        int num_left;
+        Py_BEGIN_ALLOW_THREADS
+        num_left = engine_close(self->engine, self->engine->is_closing ? 0 : 1000000000);
+        Py_END_ALLOW_THREADS
+        if (num_left == 0) {
+            Py_XDECREF(take_ended(self));
+            engine_free(self->engine);
+            Py_DECREF(self->callable);
+        }
+    }
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    struct limits limits;
+    struct hashes hashes;
+    const char *name, *addresses;
+    Py_ssize_t num_bytes;
+    unsigned long long call;
+    PyObject *callable;
+    if (kwargs != NULL || !PyArg_ParseTuple(args, "iiiinny#KOs:Engine", &limits.threads[LOADS],
+                                            &limits.threads[STORES], &limits.spare_threads,
+                                            &limits.queued, &limits.piece_bytes, &limits.part_bytes,
+                                            &addresses, &num_bytes, &call, &callable, &name))
+        return NULL;
+    if (limits.piece_bytes == 0)
+        return PyErr_Format(PyExc_ValueError, "piece_bytes: 0 bytes move nothing");
+    if (!has_items(num_bytes, sizeof hashes, "hashes"))
+        return NULL;
+    memcpy(&hashes, addresses, sizeof hashes);
+    Engine *self = (Engine *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->pid = getpid();
+    self->engine = engine_open(
+        name, &limits, call == 0 ? make_system_call : (file_caller *)(uintptr_t)call, &hashes);
+    if (self->engine == NULL) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->callable = Py_NewRef(callable);
+    self->fd = self->engine->event_fd;
+    return (PyObject *)self;
+}
+
+static PyMethodDef engine_methods[] = {
+    {"submit", (PyCFunction)engine_submit_batch, METH_VARARGS, NULL},
+    {"take", (PyCFunction)engine_take_ended, METH_NOARGS, NULL},
+    {"withdraw", (PyCFunction)engine_withdraw_ticket, METH_O, NULL},
+    {"tend", (PyCFunction)engine_tend_threads, METH_O, NULL},
+    {"close", (PyCFunction)engine_close_threads, METH_O, NULL},
+    {"counters", (PyCFunction)engine_counts, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef engine_members[] = {
+    {"fd", T_INT, offsetof(Engine, fd), READONLY, "An eventfd: readable if a batch has ended."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_new, (void *)engine_new},
+    {Py_tp_dealloc, (void *)engine_dealloc},
+    {Py_tp_methods, engine_methods},
+    {Py_tp_members, engine_members},
+    {Py_tp_doc, "Moves and hashes batches of blocks in threads of its own; see `_native.pyi`."},
+    {0, NULL},
+};
+
+static PyType_Spec engine_spec = {
+    .name = "kvoffload_async.block_io._native.Engine",
+    .basicsize = sizeof(Engine),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = engine_slots,
+};
+
+static int module_exec(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &engine_spec, NULL);
+    int error = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return error;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, (void *)module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef module_def = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_native",
+    .m_doc = "Moves and hashes blocks without the interpreter's lock.",
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void); /* which Python.h does not declare */
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&module_def);
+}

@@ -1,0 +1,228 @@
+"""The native implementation: the engine's threads move bytes, one descriptor wakes the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final
+
+from kvoffload_async.abc.tier import Direction, IoRunner
+from kvoffload_async.block_io.contract import (
+    Attribute,
+    BlockDigests,
+    BlockIo,
+    FileBatch,
+    FileCalls,
+    FileStores,
+    LoadedFiles,
+    Moved,
+    Run,
+    StoredFiles,
+)
+from kvoffload_async.block_io.engine import Engine, Memory
+from kvoffload_async.block_io.hashes import addresses
+from kvoffload_async.errors import BusyError, TierClosedError
+from kvoffload_async.types import OffloadKey
+
+__all__ = ["Engine", "Memory", "NativeBlockIo", "open_engine"]
+
+logger = logging.getLogger(__name__)
+
+_QUEUED: Final = 4096
+"""Batches that may wait in each direction."""
+
+_HUNG_AFTER_S: Final = 1.0
+"""A thread whose system call lasts longer than that is replaced by a spare one."""
+
+_CLOSE_S: Final = 5.0
+"""For threads that have nothing to do."""
+
+
+_Take = Callable[[Any], None]
+"""Takes an outcome."""
+
+
+def _ignore(_outcome: object) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _busy() -> Iterator[None]:
+    """Turn what a full queue raises into a tier's error."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise BusyError(f"{_QUEUED} batches are queued") from error
+
+
+def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
+    """Return an engine as a tier has it.
+
+    Args:
+        threads: How many move bytes; as many more may stand for those that hang.
+        calls: Made in place of the system's own, with the interpreter's lock.
+
+    Raises:
+        OSError: There are no more threads.
+    """
+    store_threads = max(1, threads // 3)
+    load_threads = max(1, threads - store_threads)
+    return Engine(load_threads, store_threads, threads, _QUEUED, addresses(), calls)
+
+
+class NativeBlockIo(BlockIo):
+    """Moves blocks by a native engine of its own. Thread: loop."""
+
+    name: ClassVar[str] = "native"
+
+    def __init__(
+        self,
+        io: IoRunner,
+        calls: FileCalls | None,
+        kv_view: memoryview,
+        digests: BlockDigests,
+        slot_bytes: int,
+        *,
+        threads: int,
+    ) -> None:
+        """Start the threads, on the loop that awaits them; see `create_block_io`.
+
+        With `calls` these are made in place of the system's own, with the interpreter's lock.
+        """
+        self._io = io
+        self._prefix = digests.prefix
+        self._engine: Engine | None = open_engine(threads, calls)
+        self._flat = kv_view.cast("B", (kv_view.nbytes,))
+        self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
+        self._pending: dict[int, tuple[asyncio.Future[Any], _Take]] = {}
+        """Ticket -> who awaits its outcome, and what takes that, whoever awaits it still."""
+        self._tending: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._engine.fd, self._deliver, self._engine)
+
+    async def extents(
+        self,
+        direction: Direction,
+        rows: Sequence[int],
+        runs: Sequence[Run],
+        keys: Sequence[OffloadKey] | None,
+        *,
+        is_direct: bool = False,
+    ) -> Moved:
+        engine, is_store = self._opened(), direction is Direction.STORE
+        with _busy():
+            ticket = engine.extents(self._memory, is_store, rows, runs, keys, self._prefix)
+        return Moved(*await self._outcome(engine, ticket))
+
+    async def load_files(
+        self, files: FileBatch, expected: Sequence[bytes | None], attribute: Attribute | None
+    ) -> LoadedFiles:
+        """See `FileIo.load_files`."""
+        engine = self._opened()
+        name, prefix = attribute or ("", b"")
+        with _busy():
+            ticket = engine.load_files(
+                self._memory,
+                files.root,
+                files.names,
+                files.rows,
+                files.keys,
+                self._prefix,
+                name,
+                prefix,
+                expected,
+                verify=attribute is not None,
+            )
+        return LoadedFiles(*await self._outcome(engine, ticket))
+
+    async def store_files(
+        self, files: FileBatch, how: FileStores, ended: list[StoredFiles]
+    ) -> None:
+        """See `FileIo.store_files`."""
+        engine = self._opened()
+        name, prefix = how.attribute or ("", b"")
+        with _busy():
+            ticket = engine.store_files(
+                self._memory,
+                files.root,
+                how.temps,
+                files.names,
+                files.rows,
+                files.keys,
+                self._prefix,
+                name,
+                prefix,
+                how.recycled,
+                file_mode=-1 if how.file_mode is None else how.file_mode,
+                fsync=how.fsync,
+                wants_disk_bytes=how.wants_disk_bytes,
+                has_digest=how.attribute is not None,
+            )
+        await self._outcome(engine, ticket, lambda outcome: ended.append(StoredFiles(*outcome)))
+
+    async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
+        """See `FileIo.has_files`."""
+        engine = self._opened()
+        with _busy():
+            ticket = engine.has_files(root, names)
+        return await self._outcome(engine, ticket)  # type: ignore[no-any-return]  # the call's own
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        self._loop.remove_reader(engine.fd)
+        if self._tending is not None:
+            self._tending.cancel()
+        self._memory.release()
+        left = await self._io.run(Direction.NONE, partial(engine.close, _CLOSE_S))
+        if left:
+            logger.warning("%d native threads hang in a system call, and are left behind", left)
+        else:
+            self._flat.release()
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            raise TierClosedError("the block I/O is closed")
+        return self._engine
+
+    async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - each call's own
+        """Return a batch's outcome; cancelled, take back what nobody has begun, and wait on."""
+        future = self._loop.create_future()
+        self._pending[ticket] = future, take
+        if self._tending is None:
+            self._tending = self._loop.call_later(_HUNG_AFTER_S, self._tend, engine)
+        cancelled: asyncio.CancelledError | None = None
+        while cancelled is None or ticket in self._pending:
+            try:
+                outcome = await future
+                break
+            except asyncio.CancelledError as error:
+                cancelled = error
+                if ticket in self._pending:  # what is under way still touches memory: wait on
+                    future = self._loop.create_future()
+                    self._pending[ticket] = future, take
+                    engine.withdraw(ticket)
+        if cancelled is not None:
+            try:
+                raise cancelled
+            finally:
+                del cancelled  # it holds this frame, and what its callers hold
+        return outcome
+
+    def _deliver(self, engine: Engine) -> None:
+        for ticket, outcome in engine.take():
+            future, take = self._pending.pop(ticket)
+            take(outcome)
+            if not future.done():  # else cancelled just now: whoever awaits it finds it ended
+                future.set_result(outcome)
+
+    def _tend(self, engine: Engine) -> None:
+        """Replace threads that hang, as long as anything is in flight."""
+        self._tending = None
+        if self._pending:
+            engine.tend(_HUNG_AFTER_S)
+            self._tending = self._loop.call_later(_HUNG_AFTER_S, self._tend, engine)

@@ -1,0 +1,306 @@
+"""The Python implementation: vectored calls on an `IoRunner`'s threads, hashing between them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload_async.abc.tier import Direction, IoRunner
+from kvoffload_async.block_io.contract import (
+    DIGEST_BYTES,
+    ENDED_EARLY,
+    BlockDigests,
+    BlockIo,
+    FileCalls,
+    Moved,
+    Run,
+)
+from kvoffload_async.block_io.rows import Rows
+from kvoffload_async.block_io.transfer_queue import Part, TransferQueue
+from kvoffload_async.errors import TierError, TierUnavailableError
+from kvoffload_async.types import OffloadKey
+
+_IOV_MAX: Final = 1024
+
+_SHARES: Final = 4
+"""How many parts an idle thread gets of a batch, about."""
+
+_LEAST_SHARE: Final = 4
+"""Which share of a whole part these are at least."""
+
+
+class PythonBlockIo(BlockIo):
+    """Moves blocks by the calls of a `FileOps`, on Python threads."""
+
+    name: ClassVar[str] = "python"
+
+    def __init__(
+        self,
+        io: IoRunner,
+        calls: FileCalls,
+        kv_view: memoryview,
+        digests: BlockDigests,
+        slot_bytes: int,
+        *,
+        threads: int,
+        piece_bytes: int,
+    ) -> None:
+        """Make the queues, on the loop that awaits them; see `create_block_io`."""
+        self._rows = Rows(kv_view, slot_bytes)
+        self._digests = digests
+        self._mover = _Mover(calls, self._rows)
+        self._part_slots = max(1, piece_bytes // slot_bytes)
+        loads, stores = (
+            TransferQueue(direction, io, threads, piece_bytes)
+            for direction in (Direction.LOAD, Direction.STORE)
+        )
+        loads.other_direction, stores.other_direction = stores, loads
+        self._queues = {Direction.LOAD: loads, Direction.STORE: stores}
+
+    async def extents(
+        self,
+        direction: Direction,
+        rows: Sequence[int],
+        runs: Sequence[Run],
+        keys: Sequence[OffloadKey] | None,
+        *,
+        is_direct: bool = False,
+    ) -> Moved:
+        batch = _Batch(self._mover, self._part_slots, rows, runs, is_direct=is_direct)
+        batch.is_store = direction is Direction.STORE
+        if keys is not None:
+            batch.want_digests(self._digests, keys)
+        await self._queues[direction].move(batch)
+        return Moved(batch.errors, batch.digests())
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether rows may be moved past the page cache as they are."""
+        return self._rows.is_aligned
+
+    async def close(self) -> None:
+        for queue in self._queues.values():
+            await queue.close()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the buffer; nothing may be under way."""
+        self._mover.close()
+        self._rows.release()
+
+
+class _Batch:
+    """Extents on their way; see `transfer_queue.Batch`."""
+
+    def __init__(
+        self,
+        mover: _Mover,
+        part_slots: int,
+        rows: Sequence[int],
+        runs: Sequence[Run],
+        *,
+        is_direct: bool,
+    ) -> None:
+        self.is_store = False
+        self.error: BaseException | None = None
+        self.errors: dict[int, int] = {}
+        self._mover = mover
+        self._part_slots = part_slots
+        self._numbers = rows
+        self._runs = runs
+        self._is_direct = is_direct
+        self._digester: BlockDigests | None = None
+        self._keys: Sequence[OffloadKey] = ()
+        self._digests: list[bytes] = []
+
+    def want_digests(self, digester: BlockDigests, keys: Sequence[OffloadKey]) -> None:
+        """Compute checksums of what is moved."""
+        self._digester, self._keys = digester, keys
+        self._digests = [bytes(DIGEST_BYTES)] * len(keys)
+
+    def digests(self) -> bytes:
+        """Return the checksums."""
+        return b"".join(self._digests)
+
+    def parts(self, idle_threads: int) -> Sequence[Part]:
+        size = whole = self._part_slots
+        if idle_threads:
+            share = -(-len(self._numbers) // (_SHARES * idle_threads))
+            size = max(1, whole // _LEAST_SHARE, min(whole, share))
+        slot_bytes = self._mover.rows.slot_bytes
+        return [
+            Part(start, runs, runs[0].fd if self.is_store else None, count * slot_bytes)
+            for start, count, runs in _parts(self._runs, size, slot_bytes)
+        ]
+
+    def move(self, part: Part) -> None:
+        if self.error is not None:
+            return
+        try:
+            start = part.start
+            for run in part.runs:
+                self._move(start, run)
+                start += run.length
+        except BaseException as error:  # noqa: BLE001 - a defect fails its batch, and no other
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error if isinstance(error, TierError) else _as_defect(error)
+
+    def _move(self, start: int, run: Run) -> None:
+        stop, whole = start + run.length, run.length
+        rows = self._mover.rows.each(self._numbers[start:stop])
+        try:
+            if self.is_store:
+                self._hash(start, rows)  # first: then the bytes are written from the cache
+                self._mover.write(run, rows, is_direct=self._is_direct)
+                return
+            whole = self._mover.read(run, rows, is_direct=self._is_direct)
+        except OSError as error:
+            code = errno.EIO if error.errno is None else error.errno
+            self.errors.update(dict.fromkeys(range(start, stop), code))
+            return
+        self.errors.update(dict.fromkeys(range(start + whole, stop), ENDED_EARLY))
+        self._hash(start, rows[:whole])
+
+    def _hash(self, start: int, rows: Sequence[memoryview]) -> None:
+        if self._digester is not None:
+            part = slice(start, start + len(rows))
+            self._digests[part] = self._digester.digests(self._keys[part], rows)
+
+
+def _parts(
+    runs: Sequence[Run], size: int, slot_bytes: int
+) -> Iterator[tuple[int, int, Sequence[Run]]]:
+    """Yield parts of so many slots, of one file each: index of the first, how many, their runs."""
+    start = count = 0
+    part: list[Run] = []
+    for fd, first, length in runs:
+        offset, left = first, length
+        while left:
+            if part and (count == size or part[0].fd != fd):
+                yield start, count, part
+                start, count, part = start + count, 0, []
+            taken = min(left, size - count)
+            part.append(Run(fd, offset, taken))
+            count += taken
+            left -= taken
+            offset += taken * slot_bytes
+    if part:
+        yield start, count, part
+
+
+class _Mover:
+    """Moves one run with as few calls as it takes. Thread: an I/O thread.
+
+    Attributes:
+        rows: The buffer's.
+    """
+
+    def __init__(self, calls: FileCalls, rows: Rows) -> None:
+        self.rows = rows
+        self._calls = calls
+        self._bounce: deque[mmap.mmap] = deque()
+
+    def close(self) -> None:
+        """Unmap what was borrowed."""
+        while self._bounce:
+            self._bounce.pop().close()
+
+    def write(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> None:
+        """Write rows; raises OSError."""
+        if not is_direct or self.rows.is_aligned:
+            self._transfer(run, self.rows.padded(rows), is_write=True)
+            return
+        size_bytes = len(rows) * self.rows.slot_bytes
+        with self._borrowed(size_bytes) as memory:
+            for index, row in enumerate(rows):
+                slot = _array(memory, index * self.rows.slot_bytes, len(row))
+                np.copyto(slot, np.frombuffer(row, dtype=np.uint8))
+            with memoryview(memory) as whole, whole[:size_bytes] as staged:
+                self._transfer(run, [staged], is_write=True)
+
+    def read(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> int:
+        """Read into rows; return how many blocks are whole.
+
+        Raises:
+            OSError: Some could not be read; no row may be believed.
+        """
+        if not is_direct or self.rows.is_aligned:
+            return self._whole(rows, self._transfer(run, self.rows.padded(rows), is_write=False))
+        size_bytes = len(rows) * self.rows.slot_bytes
+        with self._borrowed(size_bytes) as memory:
+            with memoryview(memory) as whole, whole[:size_bytes] as staged:
+                count = self._whole(rows, self._transfer(run, [staged], is_write=False))
+            for index, row in enumerate(rows[:count]):
+                slot = _array(memory, index * self.rows.slot_bytes, len(row))
+                np.copyto(np.frombuffer(row, dtype=np.uint8), slot)
+            return count
+
+    def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
+        """Return how many slots lie within the first bytes of a transfer; the last needs no pad."""
+        slot_bytes, row_bytes = self.rows.slot_bytes, self.rows.row_bytes
+        return min(len(rows), (done_bytes + slot_bytes - row_bytes) // slot_bytes)
+
+    @contextlib.contextmanager
+    def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
+        """Lend page-aligned memory; parts are of about one size, so it is used again."""
+        try:
+            memory = self._bounce.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, size_bytes)
+        if len(memory) < size_bytes:
+            memory.close()
+            memory = mmap.mmap(-1, size_bytes)
+        try:
+            yield memory
+        finally:
+            self._bounce.append(memory)
+
+    def _transfer(self, run: Run, buffers: Sequence[memoryview], *, is_write: bool) -> int:
+        """Move all bytes; return how many, which are fewer only at the end of a file read."""
+        move = self._calls.pwritev if is_write else self._calls.preadv
+        done = 0
+        for start in range(0, len(buffers), _IOV_MAX):
+            part = buffers[start : start + _IOV_MAX]
+            left = sum(map(len, part))
+            while left:
+                moved = move(run.fd, part, run.offset + done)
+                done += moved
+                left -= moved
+                if not left:
+                    break
+                if moved <= 0:
+                    if is_write:
+                        raise OSError(errno.EIO, "a write made no progress")
+                    return done
+                part = _behind(part, moved)
+        return done
+
+
+def _array(memory: mmap.mmap, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(memory, dtype=np.uint8, count=size_bytes, offset=offset)
+
+
+def _behind(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers behind their first bytes."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if done_bytes < len(buffer):
+            rest.append(buffer[done_bytes:])
+        done_bytes = max(0, done_bytes - len(buffer))
+    return rest
+
+
+def _as_defect(error: BaseException) -> TierUnavailableError:
+    failure = TierUnavailableError(f"moving blocks raised {error!r}")
+    failure.__cause__ = error
+    return failure

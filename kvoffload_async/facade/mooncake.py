@@ -1,0 +1,122 @@
+"""The `mooncake` tier behind plain calls, and the meaning of its options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Unpack
+
+from kvoffload_async.abc.tier import KVIdentity, TierPlace
+from kvoffload_async.config import at_least, parse_name, parse_size_bytes, shown
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.integrity_key import parse_key_file
+from kvoffload_async.facade.remote import check_installed, parse_url
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.storage import config_of, identity_of, named_layout
+from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
+from kvoffload_async.tiers.mooncake.client import MooncakeConnection
+from kvoffload_async.tiers.mooncake.tier import MooncakeTier
+
+_PROTOCOLS: Final = ("tcp", "rdma")
+_MAX_REPLICAS: Final = 64
+_HOST_AND_PORT: Final = re.compile(r"[^\s:/]+:\d{1,5}")
+
+
+class MooncakeTierManager(SecondaryTierManager):
+    """Blocks in a Mooncake Store, in the memory that its clients give to it.
+
+    The primary's memory is registered with the library, which copies from and into it without a
+    copy between. The store bounds itself and evicts; what it has no room for is not stored.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: object,
+        primary_kv_view: memoryview,
+        tier_type: str = "mooncake",
+        *,
+        master: str,
+        metadata_url: str,
+        host: str = "127.0.0.1",
+        segment_bytes: int | str = "1GiB",
+        protocol: str = "tcp",
+        rdma_devices: str = "",
+        replicas: int = 1,
+        integrity_key_file: str | None = None,
+        **options: Unpack[TierOptions],
+    ) -> None:
+        """Join the store; see `SecondaryTierManager` for the options that every tier takes.
+
+        Args:
+            offloading_spec: See `SecondaryTierManager`.
+            primary_kv_view: See `SecondaryTierManager`.
+            tier_type: See `SecondaryTierManager`.
+            master: Host and port of the store's master.
+            metadata_url: Where the clients of the store find each other, such as
+                http://HOST:8080/metadata.
+            host: The name by which other hosts reach this one.
+            segment_bytes: Memory that this process gives to the store; 0: none.
+            protocol: "tcp" or "rdma".
+            rdma_devices: Names of the devices, joined by commas; for "rdma".
+            replicas: Copies of each block, in the memory of as many clients.
+            integrity_key_file: Absolute path of a file with a key that checksums are made with.
+            **options: The options that every tier takes.
+
+        Raises:
+            ConfigError: An option is unusable, or the library cannot be loaded.
+            TierUnavailableError: The master cannot be reached.
+        """
+        given = {
+            "master": master,
+            "metadata_url": metadata_url,
+            "host": host,
+            "segment_bytes": segment_bytes,
+            "protocol": protocol,
+            "rdma_devices": rdma_devices,
+            "replicas": replicas,
+            "integrity_key_file": integrity_key_file,
+            **options,
+        }
+        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        identity = identity_of(options, config_of(offloading_spec), row_bytes)
+        tier = MooncakeTier(_connection(given, identity), parse_key_file(integrity_key_file))
+        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
+        """Check every option; joins nothing."""
+        given = _DEFAULTS | dict(options)
+        connection = _connection(given, identity)
+        parse_key_file(given["integrity_key_file"])
+        return [TierPlace(f"mooncake://{connection.master}", is_exclusive=False, key="master")]
+
+
+_DEFAULTS: Final = defaults_of(MooncakeTierManager)
+
+
+def _connection(options: Mapping[str, Any], identity: KVIdentity) -> MooncakeConnection:
+    """Return what the options mean, all of which are there; raises ConfigError."""
+    check_installed("mooncake", "mooncake")
+    check_tier_options(options)
+    named_layout(identity)
+    master = parse_name(options["master"], "master")
+    if _HOST_AND_PORT.fullmatch(master) is None:
+        raise ConfigError(f"master: {shown(master)} is not valid; write HOST:PORT")
+    if options["protocol"] not in _PROTOCOLS:
+        raise ConfigError(
+            f"protocol: {shown(options['protocol'])} is not valid; it must be tcp or rdma"
+        )
+    devices = options["rdma_devices"]
+    if not isinstance(devices, str):
+        raise ConfigError(f"rdma_devices: {shown(devices)} is not valid; it must be a text")
+    segment = options["segment_bytes"]
+    is_none = isinstance(segment, int) and not isinstance(segment, bool) and segment == 0
+    return MooncakeConnection(
+        master,
+        parse_url(options["metadata_url"], "metadata_url"),
+        parse_name(options["host"], "host"),
+        0 if is_none else parse_size_bytes(segment, "segment_bytes"),
+        options["protocol"],
+        devices,
+        at_least(1, _MAX_REPLICAS)(options["replicas"], "replicas"),
+    )

@@ -1,0 +1,233 @@
+"""The `object` tier behind plain calls, and the meaning of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Unpack
+from urllib.parse import urlsplit
+
+from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import KVIdentity, TierPlace
+from kvoffload_async.config import is_encodable, parse_bool, shown
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.remote import (
+    MAX_CERTIFICATE_BYTES,
+    check_installed,
+    parse_url,
+    read_file,
+    remote_settings,
+)
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.storage import config_of, identity_of, named_layout
+from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
+from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
+
+_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+_TEXTS: Final = (
+    "endpoint",
+    "region",
+    "access_key_id",
+    "secret_access_key",
+    "session_token",
+    "service_account",
+    "account_name",
+    "account_key",
+    "sas_key",
+)
+_SWITCHES: Final = ("skip_signature", "virtual_hosted_style_request")
+_SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "service_account")
+
+
+class ObjectTierManager(SecondaryTierManager):
+    """One object per block in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
+
+    Credentials that are not given are found as the library finds them: in the environment, or from
+    the machine's role. A rule of the bucket's life cycle bounds it; see docs/howto/object.md.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: object,
+        primary_kv_view: memoryview,
+        tier_type: str = "object",
+        *,
+        url: str,
+        endpoint: str | None = None,
+        region: str | None = None,
+        access_key_id: str | None = None,
+        secret_access_key: str | None = None,
+        session_token: str | None = None,
+        skip_signature: bool | None = None,
+        virtual_hosted_style_request: bool | None = None,
+        service_account: str | None = None,
+        account_name: str | None = None,
+        account_key: str | None = None,
+        sas_key: str | None = None,
+        store_options: Mapping[str, Any] | None = None,
+        allow_http: bool = False,
+        tls_ca_file: str | None = None,
+        ttl_s: float | None = None,
+        connections: int = 16,
+        bytes_in_flight: int | str = "64MiB",
+        call_timeout_s: float = 5.0,
+        max_retries: int = 2,
+        remember_present_s: float = 10.0,
+        remember_absent_s: float = 1.0,
+        integrity_key_file: str | None = None,
+        **options: Unpack[TierOptions],
+    ) -> None:
+        """Connect; see `SecondaryTierManager` for the options that every tier takes.
+
+        Args:
+            offloading_spec: See `SecondaryTierManager`.
+            primary_kv_view: See `SecondaryTierManager`.
+            tier_type: See `SecondaryTierManager`.
+            url: s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
+                file:///directory.
+            endpoint: URL of another server of the same protocol.
+            region: Region of the bucket.
+            access_key_id: Whose bucket, for S3.
+            secret_access_key: The secret that goes with it.
+            session_token: Token of temporary credentials.
+            skip_signature: Make requests without credentials.
+            virtual_hosted_style_request: The bucket is part of the endpoint's host name.
+            service_account: Path of a service account's file, for Google Cloud Storage.
+            account_name: Storage account, for Azure.
+            account_key: The key that goes with it.
+            sas_key: Shared access signature, for Azure.
+            store_options: Further options of the store by obstore's names, as an object.
+            allow_http: Whether the connection may be without encryption.
+            tls_ca_file: Absolute path of certificates to verify the server with, besides the
+                system's.
+            ttl_s: Seconds that a block lives unused; must be less than the bucket's rule says.
+            connections: Calls with payload at once, in each direction.
+            bytes_in_flight: Payload on the way at once, in each direction.
+            call_timeout_s: Seconds for one call.
+            max_retries: How often a call that failed is repeated.
+            remember_present_s: Seconds that a positive answer is believed; 0: never.
+            remember_absent_s: Seconds that a negative answer is believed; 0: never.
+            integrity_key_file: Absolute path of a file with a key that checksums are made with.
+            **options: The options that every tier takes.
+
+        Raises:
+            ConfigError: An option is unusable, the store refuses the credentials, or there is no
+                such bucket.
+            TierUnavailableError: The store cannot be reached.
+        """
+        given = {
+            "url": url,
+            "endpoint": endpoint,
+            "region": region,
+            "access_key_id": access_key_id,
+            "secret_access_key": secret_access_key,
+            "session_token": session_token,
+            "skip_signature": skip_signature,
+            "virtual_hosted_style_request": virtual_hosted_style_request,
+            "service_account": service_account,
+            "account_name": account_name,
+            "account_key": account_key,
+            "sas_key": sas_key,
+            "store_options": store_options,
+            "allow_http": allow_http,
+            "tls_ca_file": tls_ca_file,
+            "ttl_s": ttl_s,
+            "connections": connections,
+            "bytes_in_flight": bytes_in_flight,
+            "call_timeout_s": call_timeout_s,
+            "max_retries": max_retries,
+            "remember_present_s": remember_present_s,
+            "remember_absent_s": remember_absent_s,
+            "integrity_key_file": integrity_key_file,
+            **options,
+        }
+        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        identity = identity_of(options, config_of(offloading_spec), row_bytes)
+        tier = ObjectTier(_settings(given, identity))
+        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
+        """Check every option, and that they go together; connects to nothing."""
+        settings = _settings(_DEFAULTS | dict(options), identity)
+        return [TierPlace(settings.connection.url, is_exclusive=False, key="url")]
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Not before it is asked for: the library is an extra.
+        from kvoffload_async.tiers.object.maintenance import (  # noqa: PLC0415
+            ObjectMaintenance,
+        )
+
+        return ObjectMaintenance
+
+
+_DEFAULTS: Final = defaults_of(ObjectTierManager)
+
+
+def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ObjectSettings:
+    """Return what the options mean, all of which are there; raises ConfigError."""
+    check_installed("obstore", "object")
+    from kvoffload_async.tiers.object.client import ObjectConnection  # noqa: PLC0415 - an extra
+
+    check_tier_options(options)
+    named_layout(identity)
+    url = _parse_object_url(options["url"])
+    store_options = _store_options(options)
+    secrets = [
+        value
+        for key, value in store_options.items()
+        if isinstance(value, str) and any(word in key.lower() for word in _SECRET_WORDS)
+    ]
+    remote = remote_settings(options, secrets)
+    connection = ObjectConnection(
+        url,
+        store_options,
+        allow_http=parse_bool(options["allow_http"], "allow_http"),
+        ca_certificates=read_file(options["tls_ca_file"], "tls_ca_file", MAX_CERTIFICATE_BYTES),
+        call_timeout_s=remote.call_timeout_s,
+    )
+    if not url.startswith("file:"):  # whose directory would be made
+        connection.open()
+    return ObjectSettings(connection=connection, remote=remote)
+
+
+def _parse_object_url(value: object) -> str:
+    url = parse_url(value)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError("url: it is not valid; write s3://bucket/prefix") from None
+    if "@" in url or parts.query:
+        raise ConfigError(
+            "url: it must have neither user nor query, since it is shown; give secrets as options "
+            "of their own, or in the environment"
+        )
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(
+            f"url: {shown(url)} is not valid; its scheme must be one of {', '.join(_SCHEMES)}"
+        )
+    if not (parts.path if parts.scheme == "file" else parts.netloc):
+        raise ConfigError(f"url: {shown(url)} is not valid; write s3://bucket/prefix")
+    return url
+
+
+def _store_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is given for the library, by its names; no value is shown."""
+    further = options["store_options"]
+    if further is not None and not (
+        isinstance(further, Mapping) and all(isinstance(key, str) for key in further)
+    ):
+        raise ConfigError("store_options: it must be an object of obstore's options")
+    given = dict(further or {})
+    for key in (*_TEXTS, *_SWITCHES):
+        value = options[key]
+        if value is None:
+            continue
+        if key in given:
+            raise ConfigError(f"{key}: is given twice, in store_options too; leave one of them out")
+        if key in _SWITCHES:
+            parse_bool(value, key)
+        elif not isinstance(value, str) or not value or not is_encodable(value):
+            raise ConfigError(f"{key}: it is not valid; it must be a text that is not empty")
+        given[key] = value
+    return given

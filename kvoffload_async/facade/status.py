@@ -1,0 +1,143 @@
+"""What a running engine says of itself on its status socket: its statistics as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+from weakref import WeakMethod
+
+from kvoffload_async.config import parse_socket_path
+from kvoffload_async.errors import OffloadError
+from kvoffload_async.runtime.status_socket import StatusSocket
+from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.timeline import SlowRequest
+
+logger = logging.getLogger(__name__)
+
+SOCKET_VARIABLE: Final = "KVOFFLOAD_STATUS_SOCKET"
+"""The environment variable that names the socket where the configuration does not."""
+STATUS_REQUEST: Final = b"status"
+STATUS_VERSION: Final = 1
+"""Of the line's form; a field that is added does not change it."""
+
+ReadStatistics = Callable[[], OffloadingStatistics]
+ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
+
+
+def path_from_environment() -> str | None:
+    """Return the path that the environment names; raises ConfigError."""
+    path = os.environ.get(SOCKET_VARIABLE)
+    return parse_socket_path(path, SOCKET_VARIABLE) if path else None
+
+
+class EngineStatus:
+    """The status socket of one engine, if it has one.
+
+    What it shows is read on the socket's own thread: neither the owner's nor the loop's is asked
+    for anything, and an engine that is idle, or hangs, says so all the same.
+
+    Thread: owner, but for the answers.
+    """
+
+    def __init__(self, model: str | None, read: ReadStatistics | None = None) -> None:
+        """Begin without a socket.
+
+        Args:
+            model: Name of the model whose blocks the engine keeps.
+            read: The method that is shown; None: the one that `serve` is given.
+        """
+        self._model = model
+        # Weakly: an engine that nobody closes is to be found by whoever looks for such.
+        self._method = None if read is None else WeakMethod(read)
+        self._began_s = time.monotonic()
+        self._socket: StatusSocket | None = None
+        self._failed = False
+
+    def listen(self, path: str | None) -> None:
+        """Take a path, if there is one; nobody is answered before `serve`.
+
+        Raises:
+            ConfigError: It cannot be had; see `StatusSocket`.
+        """
+        self._socket = None if path is None else StatusSocket(path)
+
+    def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
+        """Show what methods return, as long as their object lives."""
+        if self._socket is not None:
+            method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
+            counters = self._socket.counters
+            self._socket.serve(lambda asked: self._answer(asked, method, slowest, counters.read))
+
+    def close(self) -> None:
+        """Remove the socket; idempotent."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+
+    def _answer(
+        self,
+        request: bytes,
+        method: WeakMethod[ReadStatistics],
+        slowest: WeakMethod[ReadSlowest],
+        read_counters: Callable[[], Mapping[str, int]],
+    ) -> bytes:
+        """Thread: the socket's."""
+        if request.strip() != STATUS_REQUEST:
+            return _error(f'the request must be "{STATUS_REQUEST.decode()}" and a line end')
+        read, read_slowest = method(), slowest()
+        if read is None or read_slowest is None:
+            return _error("the engine is gone, and was never closed")
+        try:
+            return self._status_line(read(), read_slowest(), read_counters())
+        except OffloadError as error:
+            return _error(str(error))
+        except Exception as error:  # noqa: BLE001 - a third party's tier: the socket must go on
+            if not self._failed:
+                self._failed = True
+                logger.warning("status socket: the statistics cannot be read: %r", error)
+            return _error(f"the statistics cannot be read: {error!r}")
+
+    def _status_line(
+        self,
+        stats: OffloadingStatistics,
+        slowest: Sequence[SlowRequest] | None,
+        socket: Mapping[str, int],
+    ) -> bytes:
+        statistics = asdict(stats)
+        for tier in statistics["tiers"]:
+            _drop_what_is_no_number(tier)
+        status = {
+            "version": STATUS_VERSION,
+            "pid": os.getpid(),
+            "model": self._model,
+            "time_s": time.time(),
+            "uptime_s": time.monotonic() - self._began_s,
+            "kind": type(stats).__name__,
+            "statistics": statistics,
+            "slowest": None if slowest is None else [asdict(request) for request in slowest],
+            "socket": dict(socket),
+        }
+        return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _drop_what_is_no_number(tier: dict[str, Any]) -> None:
+    """Take out of a tier's own gauges what JSON does not have."""
+    gauges = tier["gauges"] = {
+        str(name): value for name, value in tier["gauges"].items() if _is_number(value)
+    }
+    for name in ("used_bytes", "capacity_bytes"):
+        tier[name] = gauges.get(name)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _error(message: str) -> bytes:
+    return json.dumps({"error": message}).encode()

@@ -1,0 +1,147 @@
+"""LMCache's native file tier, made to stand beside this package's tiers in a measurement.
+
+It is LMCache's L2 adapter `fs_native` as it is, given the primary's rows in place of objects of its
+own memory. It looks blocks up in batches that are awaited; here nothing is looked up.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvoffload_async.config import at_least, parse_bool
+from kvoffload_async.types import BlockIds, JobResult, LookupResult, OffloadKey
+
+_L2 = "lmcache.v1.distributed.l2_adapters"
+_DEFAULT_WORKERS = 4
+
+
+class Row(NamedTuple):
+    """A row of the primary, as far as the adapter looks at an object of LMCache's memory."""
+
+    byte_array: memoryview
+
+
+class Job(NamedTuple):
+    """What is submitted; keys and rows are parallel."""
+
+    job_id: int
+    keys: list[Any]
+    rows: list[Row]
+
+
+class LmcacheManager:
+    """The calls of a scheduler, as the adapter has them."""
+
+    def __init__(self, adapter: Any) -> None:  # noqa: ANN401 - LMCache's
+        """Drive an open adapter."""
+        self._adapter = adapter
+        self._stores: dict[int, int] = {}
+        """Task -> job."""
+        self._loads: dict[int, Job] = {}
+
+    def submit_store(self, job: Job, /) -> None:
+        """Begin to store."""
+        self._stores[self._adapter.submit_store_task(job.keys, job.rows)] = job.job_id
+
+    def submit_load(self, job: Job, /) -> None:
+        """Begin to load."""
+        self._loads[self._adapter.submit_load_task(job.keys, job.rows)] = job
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        """Return the results of jobs that have ended."""
+        results = []
+        if self._stores:
+            for task, result in self._adapter.pop_completed_store_tasks().items():
+                results.append(JobResult(self._stores.pop(task), success=result.is_successful()))
+        for task, job in list(self._loads.items()):
+            loaded = self._adapter.query_load_result(task)
+            if loaded is not None:
+                del self._loads[task]
+                is_whole = loaded.popcount() == len(job.keys)
+                results.append(JobResult(job.job_id, success=is_whole))
+        return results
+
+    def on_schedule_end(self, context: object, /) -> None:
+        """Do nothing: what is submitted has begun."""
+
+    def lookup(self, key: object, request: object, /) -> LookupResult:
+        """Return MISS: nothing is looked up here."""
+        return LookupResult.MISS
+
+
+class OpenLmcacheFs:
+    """The adapter, open on a directory.
+
+    Attributes:
+        manager: The adapter, as a scheduler drives it.
+        request: None.
+        step: None.
+    """
+
+    def __init__(self, adapter: Any, key_class: Any, view: memoryview) -> None:  # noqa: ANN401 - LMCache's
+        """Wrap an open adapter over the primary's rows."""
+        self.manager = LmcacheManager(adapter)
+        self.request = None
+        self.step = None
+        self._adapter = adapter
+        self._key_class = key_class
+        self._flat = view.cast("B", (view.nbytes,))
+        self._row_bytes = view.nbytes // len(view)
+
+    def make_job(
+        self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
+    ) -> Job:
+        """Return a job; the same for both directions."""
+        size = self._row_bytes
+        return Job(
+            job_id,
+            [self._key_class(chunk_hash=bytes(key), model_name="bench", kv_rank=0) for key in keys],
+            [Row(self._flat[row * size : (row + 1) * size]) for row in rows.tolist()],
+        )
+
+    def close(self) -> None:
+        """Close it; waits for its threads."""
+        self._adapter.close()
+        self._flat.release()
+
+
+class LmcacheFsPeer:
+    """LMCache's native file tier as it is configured by default.
+
+    Attributes:
+        name: What it is called in the figures.
+        options: Its options, and which LMCache it is.
+        place: Where it writes.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], place: Any) -> None:  # noqa: ANN401
+        """Find LMCache, and check the options: `num_workers`, `use_odirect`.
+
+        Raises:
+            ImportError: There is no LMCache with its native file client.
+            ConfigError: An option is unusable.
+        """
+        importlib.import_module("lmcache.lmcache_fs")
+        config = importlib.import_module(f"{_L2}.fs_native_l2_adapter")
+        self._config_class = config.FSNativeL2AdapterConfig
+        self._create = importlib.import_module(f"{_L2}.factory").create_l2_adapter_from_registry
+        self._key_class = importlib.import_module("lmcache.v1.distributed.api").ObjectKey
+        self.name = name
+        self.place = place
+        self._settings = {
+            "num_workers": at_least(1)(options.get("num_workers", _DEFAULT_WORKERS), "num_workers"),
+            "use_odirect": parse_bool(options.get("use_odirect", False), "use_odirect"),
+        }
+        version = importlib.import_module("lmcache._version").__version__
+        self.options: Mapping[str, Any] = {**self._settings, "lmcache": version}
+
+    def capacity_bytes(self, stored_bytes: int) -> int | None:
+        """Return None: it keeps everything."""
+        return None
+
+    def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenLmcacheFs:
+        """Open it on an empty directory; it has no capacity."""
+        adapter = self._create(self._config_class(base_path=directory, **self._settings))
+        return OpenLmcacheFs(adapter, self._key_class, view)

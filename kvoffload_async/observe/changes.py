@@ -1,0 +1,149 @@
+"""What happened between two readings of an engine's statistics: rates, shares and latencies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvoffload_async.observe.status import EngineReport
+from kvoffload_async.statistics import (
+    BUCKET_BOUNDS_S,
+    EngineStatistics,
+    HistogramStatistics,
+    OffloadingStatistics,
+    TierStatistics,
+)
+
+WINDOW_S: Final = 60.0
+"""How far back shares and latencies reach; rates are those since the reading before."""
+_MAX_READINGS: Final = 600
+
+Count = Callable[[OffloadingStatistics], float]
+TierCount = Callable[[TierStatistics], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long a phase took, of what ended in the window.
+
+    Attributes:
+        phase: What it is.
+        count: How many there were.
+        p50_s: Half of them took no longer, in seconds; estimated within a bucket.
+        p99_s: The same of 99 %.
+    """
+
+    phase: str
+    count: int
+    p50_s: float
+    p99_s: float
+
+
+class Readings:
+    """The last readings of one engine, oldest first.
+
+    Before there are two, everything is since the engine's begin.
+    """
+
+    def __init__(self) -> None:
+        """Begin without one."""
+        self._readings: deque[EngineReport] = deque(maxlen=_MAX_READINGS)
+
+    @property
+    def last(self) -> EngineReport:
+        """The latest one; there must be one."""
+        return self._readings[-1]
+
+    def add(self, report: EngineReport) -> None:
+        """Take a reading; one of another engine replaces all before it."""
+        if self._readings:
+            last = self._readings[-1]
+            if (last.pid, last.model) != (report.pid, report.model) or (
+                report.uptime_s < last.uptime_s
+                or len(report.statistics.tiers) != len(last.statistics.tiers)
+            ):
+                self._readings.clear()
+        self._readings.append(report)
+        while len(self._readings) > 2 and self._age_s(self._readings[1]) >= WINDOW_S:  # noqa: PLR2004 - the first of two is kept
+            self._readings.popleft()
+
+    def rate(self, count: Count) -> float:
+        """Return how much a counter grows a second, since the reading before."""
+        before = self._readings[-2] if len(self._readings) > 1 else None
+        seconds = self._age_s(before)
+        return self._grown(count, before) / seconds if seconds > 0 else 0.0
+
+    def tier_rate(self, index: int, count: TierCount) -> float:
+        """Return the same of a tier."""
+        return self.rate(lambda stats: count(stats.tiers[index]))
+
+    def share(self, part: Count, whole: Count) -> float | None:
+        """Return which part of what was counted in the window; None if nothing was."""
+        total = self._grown(whole, self._first)
+        return self._grown(part, self._first) / total if total > 0 else None
+
+    def grown(self, count: Count) -> float:
+        """Return how much a counter has grown in the window."""
+        return self._grown(count, self._first)
+
+    def latencies(self) -> list[Latency]:
+        """Return those of every phase in which something ended, the slowest first."""
+        before = dict(_phases(self._first.statistics)) if self._first else {}
+        found: list[Latency] = []
+        for phase, histogram in _phases(self.last.statistics):
+            counts = _difference(histogram, before.get(phase))
+            if sum(counts):
+                found.append(
+                    Latency(phase, sum(counts), quantile(counts, 0.5), quantile(counts, 0.99))
+                )
+        return sorted(found, key=lambda latency: latency.p99_s, reverse=True)
+
+    @property
+    def _first(self) -> EngineReport | None:
+        return self._readings[0] if len(self._readings) > 1 else None
+
+    def _age_s(self, before: EngineReport | None) -> float:
+        return self.last.uptime_s - (before.uptime_s if before else 0.0)
+
+    def _grown(self, count: Count, before: EngineReport | None) -> float:
+        return count(self.last.statistics) - (count(before.statistics) if before else 0.0)
+
+
+def quantile(counts: tuple[int, ...], fraction: float) -> float:
+    """Return a quantile in seconds, as Prometheus does: evenly spread within a bucket.
+
+    What is above the last bound counts as that bound.
+    """
+    rank = fraction * sum(counts)
+    below = 0
+    for index, count in enumerate(counts[:-1]):
+        if count and below + count >= rank:
+            low = BUCKET_BOUNDS_S[index - 1] if index else 0.0
+            return low + (BUCKET_BOUNDS_S[index] - low) * (rank - below) / count
+        below += count
+    return BUCKET_BOUNDS_S[-1]
+
+
+def _difference(now: HistogramStatistics, before: HistogramStatistics | None) -> tuple[int, ...]:
+    if before is None:
+        return now.counts
+    return tuple(max(0, a - b) for a, b in zip(now.counts, before.counts, strict=True))
+
+
+def _phases(stats: OffloadingStatistics) -> Iterator[tuple[str, HistogramStatistics]]:
+    """Yield every histogram, by what it measures."""
+    if stats.planner is not None:
+        yield "request: lookup to decision", stats.planner.decision_seconds
+    for tier in stats.tiers:
+        for direction, of in (("load", tier.load_seconds), ("store", tier.store_seconds)):
+            yield f"{tier.name}: {direction}", of.total
+            yield f"{tier.name}: {direction}, in queue", of.queue
+            yield f"{tier.name}: {direction}, copy", of.copy
+    if isinstance(stats, EngineStatistics):
+        yield "device: load", stats.load_copy_seconds
+        yield "device: store", stats.store_copy_seconds
+    if stats.runtime is not None:
+        yield "event loop: lag", stats.runtime.loop_lag_seconds
+        yield "scheduler thread: step", stats.runtime.step_seconds

@@ -1,0 +1,305 @@
+"""Every metric: its name, what it says, its labels, and where in the statistics it comes from.
+
+Names and units follow Prometheus: seconds and bytes, `_total` for what only grows. Labels are
+tiers, directions and reasons, of which there are few; never a request or a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+from kvoffload_async.observe import readings
+from kvoffload_async.statistics import OffloadingStatistics, TierStatistics
+
+
+class MetricKind(StrEnum):
+    """What may be done with a metric's values."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: With the unit, and with `_total` for a counter.
+        kind: See `MetricKind`.
+        documentation: One sentence.
+        labels: The names of its labels.
+        read: Returns its values, each with those of its labels.
+    """
+
+    name: str
+    kind: MetricKind
+    documentation: str
+    labels: tuple[str, ...]
+    read: Callable[[OffloadingStatistics], readings.Samples]
+
+
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+_SLOTS: Final = {name: name for name in ("free", "writing", "idle", "pinned", "held")}
+_IN_PRIMARY: Final = {"hit": "hits", "pending": "pending_hits", "miss": "misses"}
+_IN_TIER: Final = {"hit": "hits", "miss": "misses", "undecided": "undecided"}
+
+
+def _plain(name: str, kind: MetricKind, documentation: str, path: str) -> Metric:
+    return Metric(name, kind, documentation, (), partial(readings.one, path))
+
+
+def _tier(
+    name: str,
+    kind: MetricKind,
+    documentation: str,
+    read: str | Callable[[TierStatistics], readings.Samples],
+    *labels: str,
+) -> Metric:
+    of_one = partial(readings.one, read) if isinstance(read, str) else read
+    return Metric(
+        f"kvoffload_tier_{name}",
+        kind,
+        documentation,
+        ("tier", *labels),
+        partial(readings.of_tiers, of_one),
+    )
+
+
+METRICS: Final[tuple[Metric, ...]] = (
+    Metric(
+        "kvoffload_info",
+        _G,
+        "Versions of the package and the interpreter, and what moves payload; always 1.",
+        ("version", "python", "block_io"),
+        readings.info,
+    ),
+    # The primary.
+    Metric(
+        "kvoffload_primary_slots",
+        _G,
+        "Slots of the primary tier by use.",
+        ("state",),
+        partial(readings.by_name, "primary.slots", _SLOTS),
+    ),
+    _plain("kvoffload_primary_used_bytes", _G, "Bytes in use.", "primary.used_bytes"),
+    _plain("kvoffload_primary_capacity_bytes", _G, "Bytes in all.", "primary.capacity_bytes"),
+    Metric(
+        "kvoffload_primary_lookups_total",
+        _C,
+        "Lookups of blocks by what the primary had, each time that a block was asked for.",
+        ("result",),
+        partial(readings.by_name, "primary", _IN_PRIMARY),
+    ),
+    _plain(
+        "kvoffload_primary_stored_blocks_total", _C, "Written by requests.", "primary.stored_blocks"
+    ),
+    _plain(
+        "kvoffload_primary_loaded_blocks_total", _C, "Given to requests.", "primary.loaded_blocks"
+    ),
+    _plain(
+        "kvoffload_primary_evicted_blocks_total",
+        _C,
+        "Made to leave for others.",
+        "primary.evicted_blocks",
+    ),
+    _plain(
+        "kvoffload_primary_refused_stores_total",
+        _C,
+        "Stores of requests for which there was no room.",
+        "primary.refused_stores",
+    ),
+    _plain("kvoffload_primary_load_pins", _G, "Pins that loads hold.", "primary.load_pins"),
+    # What moves between it and the tiers.
+    _plain("kvoffload_requests", _G, "Requests that are known.", "planner.requests"),
+    _plain(
+        "kvoffload_retained_blocks",
+        _G,
+        "Blocks that are pinned for requests that wait.",
+        "planner.retained_blocks",
+    ),
+    Metric(
+        "kvoffload_lookups_total",
+        _C,
+        "Lookups of blocks that were no miss, each time that a block was asked for.",
+        ("result",),
+        partial(
+            readings.by_name,
+            "planner",
+            {"hit": "hits", "pending": "pending_hits", "retry": "retries"},
+        ),
+    ),
+    Metric(
+        "kvoffload_lookup_misses_total",
+        _C,
+        "Lookups of blocks that found nothing, by why.",
+        ("reason",),
+        partial(readings.by_key, "planner.misses"),
+    ),
+    Metric(
+        "kvoffload_blocks_total",
+        _C,
+        "Blocks that requests have found or not, each once a request.",
+        ("result",),
+        partial(readings.by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
+    ),
+    _plain(
+        "kvoffload_promotions_refused_total",
+        _C,
+        "Hits in a tier for which the primary had no slot.",
+        "planner.promotions_refused",
+    ),
+    _plain(
+        "kvoffload_deferrals_expired_total",
+        _C,
+        "Requests that had waited too long, and were computed instead.",
+        "planner.deferrals_expired",
+    ),
+    _plain(
+        "kvoffload_decision_seconds",
+        _H,
+        "From a request's first lookup until it proceeds.",
+        "planner.decision_seconds",
+    ),
+    # Each tier.
+    _tier(
+        "lookups_total",
+        _C,
+        "Questions to the tier by its answer.",
+        partial(readings.fields_of_tier, _IN_TIER),
+        "result",
+    ),
+    _tier(
+        "skipped_lookups_total",
+        _C,
+        "Lookups for which the tier was not asked, by why.",
+        partial(readings.keys_of_tier, "skipped_lookups"),
+        "reason",
+    ),
+    _tier("jobs_total", _C, "Jobs that have their result.", readings.finished, "direction"),
+    _tier("failed_jobs_total", _C, "Jobs of which a block failed.", readings.failed, "direction"),
+    _tier(
+        "errors_total",
+        _C,
+        "Failed jobs by the class of the error.",
+        partial(readings.keys_of_tier, "failed_jobs_by_error"),
+        "error",
+    ),
+    _tier("stored_blocks_total", _C, "Blocks that stores put there.", "stored_blocks"),
+    _tier("stored_bytes_total", _C, "Bytes that stores put there.", "stored_bytes"),
+    _tier("loaded_blocks_total", _C, "Blocks that loads brought.", "loaded_blocks"),
+    _tier("loaded_bytes_total", _C, "Bytes that loads brought.", "loaded_bytes"),
+    _tier("failed_blocks_total", _C, "Blocks of jobs that were not moved.", "failed_blocks"),
+    _tier("corrupt_blocks_total", _C, "Blocks that did not verify.", "corrupt_blocks"),
+    _tier("missing_blocks_total", _C, "Blocks gone before they were loaded.", "missing_blocks"),
+    _tier("evicted_blocks_total", _C, "Blocks announced as gone.", "evicted_blocks"),
+    _tier(
+        "dropped_blocks_total",
+        _C,
+        "Blocks that left the primary before the tier had room for them, by why.",
+        partial(readings.keys_of_tier, "dropped"),
+        "reason",
+    ),
+    _tier("late_blocks_total", _C, "Blocks stored after waiting for room.", "late_blocks"),
+    _tier(
+        "failed_store_blocks_total",
+        _C,
+        "Blocks that were given up after their stores had failed.",
+        "failed_store_blocks",
+    ),
+    _tier("refused_keys_total", _C, "Announced keys that are none.", "refused_keys"),
+    _tier("jobs_in_flight", _G, "Jobs without a result.", readings.in_flight, "direction"),
+    _tier("queued_jobs", _G, "Jobs that the tier has not begun.", "queued_jobs"),
+    _tier("overdue_jobs", _G, "Jobs given up, whose copies still run.", "overdue_jobs"),
+    _tier("cascading_blocks", _G, "Blocks on their way to the tier.", "cascading_blocks"),
+    _tier("promoting_blocks", _G, "Slots that its loads occupy.", "promoting_blocks"),
+    _tier("owed_blocks", _G, "Blocks that wait for room in the tier.", "owed_blocks"),
+    _tier("probes_outstanding", _G, "Existence probes without an answer.", "probes_outstanding"),
+    _tier("used_bytes", _G, "What the tier occupies, where it says so.", "used_bytes"),
+    _tier("capacity_bytes", _G, "What it may occupy, where it says so.", "capacity_bytes"),
+    _tier(
+        "breaker_state",
+        _G,
+        "1 for the state that the breaker of a direction is in, 0 for the others.",
+        readings.breakers,
+        "direction",
+        "state",
+    ),
+    _tier(
+        "breaker_openings_total",
+        _C,
+        "How often the breaker of a direction has opened.",
+        partial(readings.keys_of_tier, "breaker_openings"),
+        "direction",
+    ),
+    _tier(
+        "job_seconds",
+        _H,
+        "From a job's arrival until its bytes had stopped moving.",
+        partial(readings.durations, "total"),
+        "direction",
+    ),
+    _tier(
+        "queue_seconds",
+        _H,
+        "From a job's arrival until the tier began.",
+        partial(readings.durations, "queue"),
+        "direction",
+    ),
+    _tier(
+        "copy_seconds",
+        _H,
+        "From then until its bytes had stopped moving.",
+        partial(readings.durations, "copy"),
+        "direction",
+    ),
+    Metric(
+        "kvoffload_events_dropped_total",
+        _C,
+        "Events that nobody has read in time.",
+        ("tier",),
+        readings.events,
+    ),
+    # The threads.
+    _plain(
+        "kvoffload_loop_lag_seconds",
+        _H,
+        "From a hand-over to the event loop until it gets to it.",
+        "runtime.loop_lag_seconds",
+    ),
+    _plain(
+        "kvoffload_step_seconds",
+        _H,
+        "What taking in results and the end of a step take of the owner's thread.",
+        "runtime.step_seconds",
+    ),
+    _plain("kvoffload_longest_step_seconds", _G, "The longest of these.", "runtime.longest_step_s"),
+    _plain("kvoffload_loop_wake_ups_total", _C, "Hand-overs.", "runtime.wake_ups"),
+    # Copies to and from the device, which an `OffloadEngine` makes.
+    _plain("kvoffload_device_copies", _G, "Copies to or from the device under way.", "copies"),
+    _plain("kvoffload_device_copy_failures_total", _C, "Those that failed.", "failed_copies"),
+    Metric(
+        "kvoffload_device_copy_seconds",
+        _H,
+        "How long they took.",
+        ("direction",),
+        partial(readings.of_engine, readings.copies),
+    ),
+    Metric(
+        "kvoffload_waiting_calls",
+        _G,
+        "Calls that wait for a permit to copy.",
+        ("direction",),
+        partial(readings.of_engine, readings.waiting),
+    ),
+    _plain(
+        "kvoffload_missed_events_total",
+        _C,
+        "Events that readers were too slow for, once for each reader.",
+        "missed_events",
+    ),
+)

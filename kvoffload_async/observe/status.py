@@ -1,0 +1,167 @@
+"""Asks a running engine how it is, through its status socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Final, get_args, get_origin, get_type_hints
+
+from kvoffload_async.errors import InputError, OffloadError
+from kvoffload_async.facade.status import STATUS_REQUEST, STATUS_VERSION
+from kvoffload_async.statistics import (
+    BUCKET_BOUNDS_S,
+    EngineStatistics,
+    HistogramStatistics,
+    OffloadingStatistics,
+)
+from kvoffload_async.timeline import SlowRequest
+
+MAX_STATUS_BYTES: Final = 4 << 20
+_MAX_NUMBER: Final = 1 << 63
+_MAX_UPTIME_S: Final = 1e10
+_KINDS: Final = {kind.__name__: kind for kind in (OffloadingStatistics, EngineStatistics)}
+
+
+class NoAnswerError(OffloadError):
+    """Nobody answers on a status socket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What a running engine says of itself.
+
+    Attributes:
+        version: Of this form; a field that is added does not change it.
+        pid: The engine's process.
+        model: Whose blocks it keeps, if it is said.
+        time_s: When that was, in seconds since 1970.
+        uptime_s: Seconds since the engine was configured, by a clock that is never set.
+        statistics: What `stats()` returned.
+        slowest: The slowest recent requests; None where the engine does not record them.
+        socket: What became of the socket's connections.
+    """
+
+    version: int
+    pid: int
+    model: str | None
+    time_s: float
+    uptime_s: float
+    statistics: OffloadingStatistics
+    slowest: tuple[SlowRequest, ...] | None = None
+    socket: Mapping[str, int]
+
+
+def ask(path: str, timeout_s: float = 5.0) -> str:
+    """Return the line that an engine answers with. Waits.
+
+    Args:
+        path: Its `status_socket`.
+        timeout_s: Seconds for all of it.
+
+    Raises:
+        NoAnswerError: Nobody listens there, or nobody answers in time.
+        InputError: What answers is no engine.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        with socket.socket(socket.AF_UNIX) as engine:
+            engine.settimeout(timeout_s)
+            engine.connect(path)
+            engine.sendall(STATUS_REQUEST + b"\n")
+            line = _line_of(engine, deadline_s)
+    except TimeoutError as error:
+        raise NoAnswerError(f"{path}: nobody answers within {timeout_s:g} s") from error
+    except BlockingIOError as error:
+        raise NoAnswerError(f"{path}: too many others are asking") from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise NoAnswerError(
+            f"{path}: no engine answers: {why}; start one with this status_socket"
+        ) from error
+    if not line.endswith(b"\n") or len(line) > MAX_STATUS_BYTES:
+        raise InputError(f"{path}: the answer is no line of at most {MAX_STATUS_BYTES} bytes")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: the answer is no text: {error}") from error
+
+
+def parse_report(line: str, path: str) -> EngineReport:
+    """Return what an engine's answer says.
+
+    Raises:
+        NoAnswerError: It says that the engine cannot answer now.
+        InputError: It is not that of an engine of this release.
+    """
+    try:
+        answer = json.loads(line)
+        if "error" in answer:
+            raise NoAnswerError(f"{path}: {answer['error']}")
+        if answer["version"] != STATUS_VERSION:
+            raise InputError(
+                f"{path}: status of version {answer['version']}, this is {STATUS_VERSION}; use the "
+                "kvoffload of the engine's release"
+            )
+        statistics = _read(_KINDS[answer["kind"]], answer["statistics"])
+        report: EngineReport = _read(EngineReport, {**answer, "statistics": statistics})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: not the status of an engine: {error!r}") from error
+    return report
+
+
+def _line_of(engine: socket.socket, deadline_s: float) -> bytes:
+    line = bytearray()
+    while len(line) <= MAX_STATUS_BYTES:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        engine.settimeout(left_s)
+        if not (part := engine.recv(1 << 16)):
+            break
+        line += part
+    return bytes(line)
+
+
+def _read(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any type of the tree
+    """Return a value of JSON as one of a type; raises TypeError where it is none."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _read_fields(kind, value)
+    if origin is types.UnionType:
+        return None if value is None else _read(arguments[0], value)
+    if origin is tuple:
+        _require(value, list)
+        return tuple(_read(arguments[0], one) for one in value)
+    if origin is not None and issubclass(origin, Mapping):
+        _require(value, dict)
+        return {str(key): _read(arguments[1], one) for key, one in value.items()}
+    _require(value, *((int, float) if kind is float else (kind,)))
+    if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # nor what is no number
+        raise ValueError("a number that is too large")
+    return value
+
+
+def _read_fields(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any dataclass of the tree
+    """Return a dataclass; fields that only a later release knows are left out."""
+    if isinstance(value, kind):
+        return value
+    hints = get_type_hints(kind)
+    names = [field.name for field in fields(kind) if field.name in value]
+    made = kind(**{name: _read(hints[name], value[name]) for name in names})
+    if isinstance(made, EngineReport) and not 0 <= made.uptime_s <= _MAX_UPTIME_S:
+        raise ValueError(f"uptime_s is {made.uptime_s!r}")
+    if isinstance(made, HistogramStatistics) and len(made.counts) != len(BUCKET_BOUNDS_S) + 1:
+        raise ValueError(f"a histogram of {len(made.counts)} buckets")
+    return made
+
+
+def _require(value: object, *kinds: type[Any]) -> None:
+    if not isinstance(value, kinds):
+        names: Sequence[str] = [kind.__name__ for kind in kinds]
+        raise TypeError(f"{type(value).__name__} where {' or '.join(names)} is expected")

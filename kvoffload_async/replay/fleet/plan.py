@@ -1,0 +1,176 @@
+"""Who gets which tiers and which requests, and what an unbounded cache would have found."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from kvoffload_async.config import OffloadConfig
+from kvoffload_async.errors import InputError
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
+
+logger = logging.getLogger(__name__)
+
+RANDOM: Final = "random"
+AFFINITY: Final = "affinity"
+SPREADS: Final = (RANDOM, AFFINITY)
+
+_SLAB: Final = "slab"
+_SLAB_PRIMARIES: Final = 4
+"""How many times the primary a slab holds where nobody says what a process has of its own."""
+_SLAB_SEGMENTS: Final = 8
+_SLAB_OVERHEAD_BYTES: Final = 1 << 20
+_LEAST_SEGMENT_BYTES: Final = 1 << 20
+_MATCH_SHARE: Final = 0.5
+
+
+class Equipment:
+    """The configuration of each process: what it has alone, and what all share.
+
+    Each process's own are tiers in its memory, and a `slab`, in a folder for each below the
+    `root_dir` that is given; any other tier is shared. A process without one of its own gets a slab
+    of four times the primary.
+    """
+
+    def __init__(self, config: OffloadConfig, scratch: Path) -> None:
+        """Sort the tiers.
+
+        Args:
+            config: As of one process.
+            scratch: A folder for what goes with the replay.
+
+        Raises:
+            InputError: No tier is shared.
+            ConfigError: The options of a tier are unusable.
+        """
+        self._config = config
+        self._own: list[Mapping[str, Any]] = []
+        self._shared: list[Mapping[str, Any]] = []
+        for tier in config.secondary_tiers:
+            is_own = tier["type"] == _SLAB or not SecondaryTierFactory.check_config(tier, config)
+            (self._own if is_own else self._shared).append(tier)
+        if not self._shared:
+            raise InputError(
+                "--fleet: no tier is shared by the processes; give one, such as "
+                "--tier valkey:url=valkey://HOST"
+            )
+        if not self._own:
+            self._own.append(_slab(config, scratch))
+        self._pass = uuid.uuid4().hex
+
+    @property
+    def shared_names(self) -> list[str]:
+        """The types of the tiers that are shared."""
+        return [str(tier["type"]) for tier in self._shared]
+
+    def of(self, member: int, pass_name: str, *, shares: bool, remembers: bool) -> OffloadConfig:
+        """Return the configuration of one process in one pass, which begins with nothing stored.
+
+        Args:
+            member: Which process.
+            pass_name: Tells the pass's blocks from those of others.
+            shares: Whether it has what is shared.
+            remembers: Whether the shared tiers may remember that a block was absent.
+        """
+        tiers = [self._parted(tier, member, pass_name) for tier in self._own]
+        for tier in self._shared if shares else ():
+            given = f"{tier['namespace']}-" if tier.get("namespace") else ""
+            named = {**tier, "namespace": f"{given}fleet-{self._pass}-{pass_name}"}
+            takes = accepted_options(SecondaryTierFactory.get_tier_class(tier["type"]))
+            if not remembers and "remember_absent_s" in takes:
+                named["remember_absent_s"] = 0
+            tiers.append(named)
+        return replace(self._config, secondary_tiers=tuple(tiers))
+
+    def remove_folders(self, num_members: int, pass_name: str) -> None:
+        """Remove what the processes of a pass had of their own; to be called once they have ended.
+
+        Nobody would ever use it again: it has the name of this pass alone.
+        """
+        for tier in self._own:
+            for member in range(num_members if "root_dir" in tier else 0):
+                folder = self._folder(tier, member, pass_name)
+                # A process that cannot be killed may write into it while it goes.
+                shutil.rmtree(folder, ignore_errors=True)
+                if folder.exists():
+                    logger.warning("%s could not be removed", folder)
+
+    def _parted(self, tier: Mapping[str, Any], member: int, pass_name: str) -> Mapping[str, Any]:
+        if "root_dir" not in tier:
+            return tier
+        return {**tier, "root_dir": str(self._folder(tier, member, pass_name))}
+
+    def _folder(self, tier: Mapping[str, Any], member: int, pass_name: str) -> Path:
+        return Path(tier["root_dir"]) / f"fleet-{self._pass}-{pass_name}-{member}"
+
+
+def _slab(config: OffloadConfig, scratch: Path) -> Mapping[str, Any]:
+    blocks_bytes = _SLAB_PRIMARIES * config.cpu_bytes_to_use
+    segment_bytes = max(_LEAST_SEGMENT_BYTES, blocks_bytes // _SLAB_SEGMENTS)
+    return {
+        "type": _SLAB,
+        "root_dir": str(scratch),
+        "capacity_bytes": blocks_bytes + blocks_bytes // _SLAB_SEGMENTS + _SLAB_OVERHEAD_BYTES,
+        "segment_bytes": segment_bytes,
+    }
+
+
+def spread(
+    requests: Iterable[Sequence[int]], num_members: int, how: str, seed: int
+) -> Iterator[int]:
+    """Yield which process gets each request.
+
+    By affinity: the one that has seen the longest head of it, if that is half of it at least, else
+    the one that has had the fewest blocks, as routers of serving fleets do it.
+    """
+    chance = random.Random(seed)  # noqa: S311 - reproducible, and no secret
+    seen: list[set[int]] = [set() for _ in range(num_members)]
+    given = [0] * num_members
+    for block_ids in requests:
+        if how == RANDOM:
+            yield chance.randrange(num_members)
+            continue
+        heads = [length_of_head(block_ids, known) for known in seen]
+        member = max(range(num_members), key=lambda i: (heads[i], -given[i]))
+        if heads[member] < _MATCH_SHARE * len(block_ids):
+            member = min(range(num_members), key=given.__getitem__)
+        seen[member].update(block_ids)
+        given[member] += len(block_ids)
+        yield member
+
+
+def length_of_head(block_ids: Sequence[int], known: set[int]) -> int:
+    """Return how many blocks at the head are known."""
+    return next((i for i, one in enumerate(block_ids) if one not in known), len(block_ids))
+
+
+@dataclass(slots=True)
+class UnboundedCache:
+    """What one cache without a bound, shared by all, would have found."""
+
+    refs: int = 0
+    hits: int = 0
+
+    @classmethod
+    def over(cls, requests: Iterable[Sequence[int]]) -> UnboundedCache:
+        """Return what it finds of requests that come one after the other."""
+        found, seen = cls(), set[int]()
+        for block_ids in requests:
+            ids = list(dict.fromkeys(block_ids))
+            weights = Counter(block_ids)
+            found.refs += len(block_ids)
+            found.hits += sum(weights[i] for i in ids[: length_of_head(ids, seen)])
+            seen.update(ids)
+        return found
+
+    @property
+    def hit_ratio(self) -> float:
+        """Of block references."""
+        return self.hits / max(1, self.refs)

@@ -1,0 +1,224 @@
+"""The parent of a fleet: three passes over the same requests, each on new processes.
+
+Alone, every process has but its own tiers. In lockstep all share a tier, and a request begins
+when everything that those before it have stored has come to rest. Free-running, every process goes
+on as soon as its own last request has come to rest.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvoffload_async.config import OffloadConfig
+from kvoffload_async.errors import StalledError
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.fleet.plan import RANDOM, Equipment, UnboundedCache, spread
+from kvoffload_async.replay.fleet.process import MemberProcess
+from kvoffload_async.replay.fleet.protocol import DONE, READY, Start, settings_of
+from kvoffload_async.replay.fleet.report import FleetPass, FleetReport
+from kvoffload_async.replay.report import Report
+from kvoffload_async.replay.run import stall_timeout_s
+
+_START_MARGIN_S: Final = 60.0
+"""Interpreter and libraries on a busy machine, beyond what opening takes."""
+_WATCH_S: Final = 0.1
+
+ALONE, LOCKSTEP, FREE = "alone", "lockstep", "free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """How a fleet replays.
+
+    Attributes:
+        size: Processes.
+        spread: `"random"` or `"affinity"`; see `plan.spread`.
+        seed: Of the random spread.
+        kill_at: In the passes that share, the process that gets the request of this number, from 1
+            on, is killed while it works on it; another one takes its place, and the request.
+        verify: Compare what is loaded.
+        layers: Tensors of the device memory.
+        should_stop: Whether to send no more requests.
+        before_request: Called with pass and number before a request is sent: for tests that kill
+            what is shared.
+        on_step: Called with the part of all passes that is done, from 0 to 1.
+    """
+
+    size: int
+    spread: str = RANDOM
+    seed: int = 0
+    kill_at: int | None = None
+    verify: bool = True
+    layers: int = 2
+    should_stop: Callable[[], bool] = lambda: False
+    before_request: Callable[[str, int], None] = lambda _pass, _number: None
+    on_step: Callable[[float], None] = lambda _fraction: None
+
+
+def run_fleet(
+    config: OffloadConfig,
+    requests: Sequence[Sequence[int]],
+    options: FleetOptions,
+    scratch: Path,
+) -> FleetReport:
+    """Replay requests on a fleet: alone, in lockstep, and free-running.
+
+    Args:
+        config: Of one process; see `Equipment` for what becomes of its tiers.
+        requests: In their order.
+        options: How.
+        scratch: A folder for what goes with the replay.
+
+    Raises:
+        InputError: The configuration cannot be used for a fleet.
+        StalledError: A process makes no progress. All of them have been killed.
+        OffloadError: A process has ended by itself, or its engine did not shut down. Likewise.
+    """
+    equipment = Equipment(config, scratch)
+    passes: list[FleetPass] = []
+    for number, name in enumerate((ALONE, LOCKSTEP, FREE)):
+        if options.should_stop():
+            break
+        try:
+            passes.append(_Pass(name, number, equipment, requests, options).run())
+        finally:
+            equipment.remove_folders(options.size, name)
+    return FleetReport(
+        tuple(passes),
+        UnboundedCache.over(requests).hit_ratio,
+        interrupted=options.should_stop(),
+        fleet=options.size,
+        spread=options.spread,
+    )
+
+
+class _Pass:
+    """One pass: every process has at most one request, which it acknowledges when at rest."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        equipment: Equipment,
+        requests: Sequence[Sequence[int]],
+        options: FleetOptions,
+    ) -> None:
+        self._name = name
+        self._number = number
+        self._equipment = equipment
+        self._requests = requests
+        self._options = options
+        self._is_lockstep = name == LOCKSTEP
+        self._kill_at = None if name == ALONE else options.kill_at
+        whose = spread(requests, options.size, options.spread, options.seed)
+        self._waiting: deque[tuple[int, int]] = deque(enumerate(whose))
+        """Numbers of requests, from 0 on, and whose they are."""
+        self._shares: list[deque[int]] = [deque() for _ in range(options.size)]
+        if not self._is_lockstep:
+            for index, member in self._waiting:
+                self._shares[member].append(index)
+        self._members: list[MemberProcess] = []
+        self._busy: dict[int, tuple[int, float]] = {}
+        """Members at work: their request, and until when they must have come to rest."""
+        self._ended: list[Report] = []
+        self._killed = 0
+        self._done = 0
+        settings = equipment.of(0, name, shares=name != ALONE, remembers=not self._is_lockstep)
+        self._patience_s = stall_timeout_s(TieringOffloadingSpec(settings))
+        self._shutdown_s = settings.shutdown_timeout_s + self._patience_s
+
+    def run(self) -> FleetPass:
+        begun_s = time.perf_counter()
+        try:
+            self._members.extend(self._start(index) for index in range(self._options.size))
+            for member in self._members:
+                self._welcome(member)
+            while not self._options.should_stop():
+                self._send_next()
+                if not self._busy:
+                    break
+                self._take_answers()
+            for index in list(self._busy):  # what was begun is ended
+                self._members[index].wait_for(DONE, self._patience_s)
+            for member in self._members:
+                member.end(self._shutdown_s)
+        finally:
+            for member in self._members:
+                member.kill()
+        reports = [member.report for member in self._members]
+        return FleetPass(
+            self._name,
+            (*(report for report in reports if report is not None), *self._ended),
+            time.perf_counter() - begun_s,
+            self._killed,
+        )
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _send_next(self) -> None:
+        if self._is_lockstep:
+            if self._waiting and not self._busy:
+                index, member = self._waiting.popleft()
+                self._send(member, index)
+            return
+        for member, share in enumerate(self._shares):
+            if share and member not in self._busy:
+                self._send(member, share.popleft())
+
+    def _send(self, member: int, index: int) -> None:
+        self._options.before_request(self._name, index + 1)
+        self._members[member].send(self._requests[index], self._patience_s)
+        if index + 1 == self._kill_at:
+            self._replace(member)
+            self._members[member].send(self._requests[index], self._patience_s)
+        self._busy[member] = (index, time.monotonic() + self._patience_s)
+
+    def _take_answers(self) -> None:
+        watched = {self._members[index]: index for index in self._busy}
+        for member in select.select(list(watched), [], [], _WATCH_S)[0]:
+            if member.take_answer() == DONE:
+                del self._busy[watched[member]]
+                self._done += 1
+                of_pass = self._done / max(1, len(self._requests))
+                self._options.on_step((self._number + of_pass) / len((ALONE, LOCKSTEP, FREE)))
+        now_s = time.monotonic()
+        for index, until_s in self._busy.values():
+            if now_s > until_s:
+                raise StalledError(
+                    f"{self._name}: request {index + 1} was not at rest after "
+                    f"{self._patience_s:g} s"
+                )
+
+    # -- processes ------------------------------------------------------------------------------
+
+    def _start(self, index: int) -> MemberProcess:
+        settings = self._equipment.of(
+            index, self._name, shares=self._name != ALONE, remembers=not self._is_lockstep
+        )
+        start = Start(
+            config=settings_of(settings),
+            most_blocks=max(map(len, self._requests), default=0),
+            verify=self._options.verify,
+            layers=self._options.layers,
+        )
+        return MemberProcess(f"process {index} of the fleet ({self._name})", start)
+
+    def _welcome(self, member: MemberProcess) -> None:
+        member.flush(_START_MARGIN_S)
+        member.wait_for(READY, self._patience_s + _START_MARGIN_S)
+
+    def _replace(self, index: int) -> None:
+        """Kill a process; another one over the same tiers takes its place."""
+        killed = self._members[index]
+        killed.kill()
+        self._killed += 1
+        if killed.report is not None:
+            self._ended.append(killed.report)
+        self._members[index] = self._start(index)
+        self._welcome(self._members[index])

@@ -1,0 +1,266 @@
+"""Storing blocks by native code, in the plain good case; `BlockWriter` judges what is not that.
+
+What a block's file needs is seen to by an I/O thread: the root is looked after, leaf folders are
+made, victims renamed. Then one batch writes the files and gives them their names. Another call
+follows only where something has to be counted, waited for or removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvoffload_async.block_io import (
+    FILE_NOT_BEGUN,
+    FILE_PRESENT,
+    FILE_WRITTEN,
+    Attribute,
+    FileBatch,
+    FileIo,
+    FileStores,
+    StoredFiles,
+)
+from kvoffload_async.errors import TierClosedError, TierError
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
+from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
+from kvoffload_async.tiers.fs.outcome import StoreOutcome, StoreStatus
+from kvoffload_async.tiers.fs.space import RunIo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeWriterSettings:
+    """How files are written; see `BlockFiles`."""
+
+    verifies: bool
+    fsync: bool
+    counts_bytes: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """One block on its way.
+
+    Attributes:
+        temp: The path of its temporary file; empty if it has none.
+        is_recycled: Whether that is there, and was a victim's.
+        is_ready: Whether native code may write it.
+        is_open: Whether nothing is known of it yet.
+    """
+
+    outcome: StoreOutcome
+    path: str
+    temp: str = ""
+    is_recycled: bool = False
+    is_ready: bool = False
+    is_open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """The blocks of one job.
+
+    Attributes:
+        check: Looks after the root, unless that was done for this job.
+        leaves: Leaf folder -> its size before, and who is told by how much it has grown.
+    """
+
+    drafts: Sequence[_Draft]
+    check: Callable[[], None]
+    leaves: dict[str, tuple[int, StoreOutcome]] = field(default_factory=dict)
+
+
+class NativeWriter:
+    """Stores the blocks of one namespace. Thread: loop, but for what says otherwise."""
+
+    def __init__(
+        self,
+        file_io: FileIo,
+        ops: FileOps,
+        namespace: Namespace,
+        files: BlockFiles,
+        *,
+        settings: NativeWriterSettings,
+        run: RunIo,
+    ) -> None:
+        """Begin with no job; `run` runs a call on an I/O thread, with those of other jobs."""
+        self._file_io = file_io
+        self._ops = ops
+        self._namespace = namespace
+        self._writer = files.writer
+        self._folders = files.folders
+        self._digest_cache = files.digest_cache
+        self._settings = settings
+        self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
+        self._run = run
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the filesystem has all that the plain good case needs, as far as is known."""
+        return self._ops.can_refuse_to_replace and not self._writer.lacks_attributes
+
+    async def store(
+        self, outcomes: Sequence[StoreOutcome], check: Callable[[], None]
+    ) -> list[StoreOutcome]:
+        """Store blocks; return those that have to be judged.
+
+        The outcomes of the others are filled in, also if this is cancelled.
+
+        Args:
+            outcomes: They.
+            check: Raises TierUnavailableError if the root is another directory now.
+        """
+        paths = self._namespace.names_of([outcome.item.key for outcome in outcomes], 0)
+        job = _Job(list(map(_Draft, outcomes, paths)), check)
+        try:
+            await self._run(partial(self._prepare, job))
+            await self._look([draft for draft in job.drafts if not draft.outcome.item.may_write])
+            await self._write([draft for draft in job.drafts if draft.is_ready])
+        finally:
+            if job.leaves or self._settings.fsync or any(draft.temp for draft in job.drafts):
+                await self._end_on_thread(job)
+        return [draft.outcome for draft in job.drafts if draft.is_open]
+
+    # -- on the loop ----------------------------------------------------------------------------
+
+    async def _end_on_thread(self, job: _Job) -> None:
+        """End a job; if no thread can be had, its temporary files go later, and none is durable.
+
+        By how much folders have grown is found by the next walk then.
+        """
+        try:
+            await self._run(partial(self._end, job))
+        except asyncio.CancelledError:  # once more: it may not have begun
+            self._leave_temps(job)
+            raise
+        except TierError as error:
+            logger.warning("a job's temporary files stay behind for now: %s", str(error))
+            self._leave_temps(job)
+            for draft in job.drafts if self._settings.fsync else ():
+                draft.outcome.status, draft.outcome.error = StoreStatus.FAILED, error
+
+    def _leave_temps(self, job: _Job) -> None:
+        """Have temporary files removed later."""
+        self._writer.litter += [draft.temp for draft in job.drafts if draft.temp]
+
+    async def _look(self, drafts: Sequence[_Draft]) -> None:
+        """Look for blocks that are only looked for."""
+        if drafts:
+            root, names = self._located([draft.path for draft in drafts])
+            found = await self._file_io.has_files(root, names)
+            for draft, is_there in zip(drafts, found, strict=True):
+                if is_there:
+                    _end_with(draft, StoreStatus.PRESENT)
+
+    async def _write(self, drafts: Sequence[_Draft]) -> None:
+        """Write what is ready."""
+        if not drafts:
+            return
+        settings = self._settings
+        recycled = bytes(draft.is_recycled for draft in drafts)
+        # A victim's checksum must not stay, whoever verifies.
+        attribute = self._attribute if settings.verifies or any(recycled) else None
+        root, names = self._located([draft.path for draft in drafts])
+        _, temps = self._located([draft.temp for draft in drafts])
+        files = FileBatch(
+            root,
+            names,
+            [draft.outcome.item.key for draft in drafts],
+            [draft.outcome.item.slot for draft in drafts],
+        )
+        how = FileStores(
+            temps,
+            recycled,
+            attribute,
+            self._ops.locate(self._namespace.folder)[0].modes.file_mode,
+            settings.fsync,
+            settings.counts_bytes,
+        )
+        ended: list[StoredFiles] = []
+        try:
+            await self._file_io.store_files(files, how, ended)
+        finally:
+            for stored in ended:
+                self._take(drafts, stored)
+
+    def _take(self, drafts: Sequence[_Draft], stored: StoredFiles) -> None:
+        """Note what became of blocks."""
+        prefix, digests = self._attribute.prefix, stored.digests
+        for index, draft in enumerate(drafts):
+            outcome, status = draft.outcome, stored.statuses[index]
+            if status == FILE_WRITTEN:
+                if self._settings.counts_bytes:
+                    outcome.change.add(bucket_of(outcome.item.key), stored.disk_bytes[index])
+                if digests:
+                    start = index * DIGEST_BYTES
+                    value = prefix + digests[start : start + DIGEST_BYTES]
+                    self._digest_cache.remember(outcome.item.key, value)
+                draft.temp = ""
+                _end_with(draft, StoreStatus.WRITTEN)
+            elif status == FILE_PRESENT:
+                if not draft.is_recycled:
+                    draft.temp = ""
+                _end_with(draft, StoreStatus.PRESENT)
+            elif status == FILE_NOT_BEGUN:
+                outcome.error = TierClosedError("the block was not begun")
+                _end_with(draft, StoreStatus.FAILED)
+
+    def _located(self, paths: Sequence[str]) -> tuple[tuple[int, str], list[str]]:
+        """Return the root, and files' names beneath it."""
+        folder = self._namespace.folder
+        root, name = self._ops.locate(folder)
+        start = len(folder) - len(name)
+        return (root.fd, root.path), [path[start:] for path in paths]
+
+    # -- on an I/O thread -----------------------------------------------------------------------
+
+    def _prepare(self, job: _Job) -> None:
+        """See to what the files of a job need. Thread: an I/O thread."""
+        job.check()
+        for draft in job.drafts:
+            if draft.outcome.item.may_write:
+                # An error is told when the block is judged, from the start.
+                with contextlib.suppress(OSError), self._ops.batch():
+                    self._prepare_one(job, draft)
+
+    def _prepare_one(self, job: _Job, draft: _Draft) -> None:
+        outcome, writer = draft.outcome, self._writer
+        item = outcome.item
+        if item.victim is not None and self._ops.has_file(draft.path):
+            _end_with(draft, StoreStatus.PRESENT)
+            return
+        leaf = draft.path.rpartition("/")[0]
+        self._folders.ensure(leaf, outcome.change)
+        if self._settings.counts_bytes and leaf not in job.leaves:
+            job.leaves[leaf] = self._folders.size_of(leaf), outcome
+        temp = writer.temp_of(draft.path)
+        if item.victim is not None:
+            if not writer.take_victim(item.key, item.victim, temp, outcome):
+                _end_with(draft, StoreStatus.VICTIM_GONE)
+                return
+            draft.temp = temp
+            draft.is_recycled = writer.may_overwrite(temp)
+        draft.temp = temp
+        draft.is_ready = True
+
+    def _end(self, job: _Job) -> None:
+        """Count what has grown, remove what is left, wait for names. Thread: an I/O thread."""
+        for leaf, (before_bytes, outcome) in job.leaves.items():
+            self._folders.count_growth(leaf, before_bytes, outcome.change)
+        for draft in job.drafts:
+            if draft.temp:
+                self._writer.discard(draft.temp)
+        self._writer.sync_names([draft.outcome for draft in job.drafts])
+
+
+def _end_with(draft: _Draft, status: StoreStatus) -> None:
+    draft.outcome.status = status
+    draft.is_open = draft.is_ready = False

@@ -1,0 +1,367 @@
+"""The maintenance of namespaces in an object store; see `StoreMaintenance`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, ClassVar, Final, Self
+
+import obstore
+from obstore import exceptions
+
+from kvoffload_async.abc.maintenance import (
+    Finding,
+    Findings,
+    GcOptions,
+    MaintenanceControl,
+    Problem,
+    Removal,
+    RepairOptions,
+    StoreMaintenance,
+    Summary,
+)
+from kvoffload_async.config import without_user_info
+from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.digests import create_digester
+from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
+from kvoffload_async.tiers.files.verdicts import Verdict, Verification
+from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.names import NAMESPACE, RENEWALS, key_of_name
+from kvoffload_async.tiers.remote.envelope import Header, is_newer
+from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_PREFIXES: Final = 1 << 12
+"""Progress is told in these: names are listed in their order, and begin with three digits."""
+_PAGE_OBJECTS: Final = 64
+_READS_AT_ONCE: Final = 8
+_REQUEST_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundObject:
+    """An object of a namespace; `key` is None where it is no block."""
+
+    name: str
+    size_bytes: int
+    age_s: float
+    key: OffloadKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class BadObject:
+    """A block that is not as it should be, and why."""
+
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Inspection:
+    """What is in a namespace."""
+
+    blocks: int = 0
+    block_bytes: int = 0
+    unknown_files: int = 0
+    unknown_file_bytes: int = 0
+    oldest_s: float = 0.0
+
+    def take_in(self, found: FoundObject) -> None:
+        """Count an object."""
+        if found.key is None:
+            self.unknown_files += 1
+            self.unknown_file_bytes += found.size_bytes
+            return
+        self.blocks += 1
+        self.block_bytes += found.size_bytes
+        self.oldest_s = max(self.oldest_s, found.age_s)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures for people."""
+        return [
+            ("blocks", f"{self.blocks:,}"),
+            ("bytes", f"{self.block_bytes:,}"),
+            ("age of the oldest", f"{self.oldest_s:,.0f} s"),
+            ("unknown objects", f"{self.unknown_files:,}"),
+            ("bytes of these", f"{self.unknown_file_bytes:,}"),
+        ]
+
+
+@dataclass(slots=True)
+class Removed:
+    """What was removed, or in a dry run would be."""
+
+    expired_blocks: int = 0
+    surplus_blocks: int = 0
+    corrupt_blocks: int = 0
+    unknown_files: int = 0
+    freed_bytes: int = 0
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures for people."""
+        return [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
+
+
+@dataclass(slots=True)
+class _Place:
+    """How far a pass over the objects has come, and where it was stopped."""
+
+    after: str = ""
+    stopped_after: str = ""
+
+
+class ObjectMaintenance(StoreMaintenance):
+    """Looks after a namespace below a URL, while tiers are open on it too.
+
+    Credentials, region and endpoint are found as the library finds them: in the environment.
+    """
+
+    tier_type: ClassVar[str] = "object"
+    report_key: ClassVar[str] = "object_namespaces"
+    appearance: ClassVar[str] = "names that begin with 32 hexadecimal digits"
+    takes_urls: ClassVar[bool] = True
+    bounds_blocks: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
+
+    def __init__(self, store: ObjectStore, url: str, namespace: str) -> None:
+        """Look after the namespace of this name."""
+        self.folder = f"{url.rstrip('/')}/{namespace}"
+        self._store = store
+        self._namespace = namespace
+        self._is_directory = url.startswith("file:")
+        self._key: IntegrityKey | None = None
+
+    def use_integrity_key_file(self, path: str) -> None:
+        self._key = read_key_file(path)
+
+    @classmethod
+    async def find(cls, directory: str) -> Sequence[Self]:
+        store = ObjectConnection(
+            directory,
+            allow_http=True,
+            call_timeout_s=_REQUEST_TIMEOUT_S,
+            makes_directory=False,
+        ).open()
+        try:
+            listed = await obstore.list_with_delimiter_async(store)
+        except (exceptions.BaseError, OSError) as error:
+            raise _unreadable(directory, error) from None
+        names = sorted(prefix.strip("/").rpartition("/")[2] for prefix in listed["common_prefixes"])
+        return [cls(store, directory, name) for name in names if NAMESPACE.fullmatch(name)]
+
+    async def inspect(self, control: MaintenanceControl) -> Findings:
+        found, place = Inspection(), _Place()
+        async with aclosing(self._pages(control, place)) as pages:
+            async for page in pages:
+                for item in page:
+                    found.take_in(item)
+        yield Summary("Store", found.rows, asdict(found))
+
+    async def verify(self, control: MaintenanceControl) -> Findings:
+        inspected, place = Inspection(), self._begin(control)
+        verified = Verification[BadObject](max_listed=control.max_listed)
+        async with aclosing(self._pages(control, place)) as pages:
+            async for page in pages:
+                for item in page:
+                    inspected.take_in(item)
+                for item, verdict, reason in await self._verdicts(page):
+                    if verdict is Verdict.GONE:
+                        continue
+                    problem = verified.count(verdict, BadObject(item.name, reason))
+                    if problem is not None:
+                        yield problem
+        figures = asdict(inspected) | {"verification": asdict(verified)}
+        yield Summary("Blocks", verified.rows, figures, place.stopped_after)
+
+    async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
+        """Remove what is too old, too much, corrupt or unknown."""
+        removed, place = Removed(), self._begin(control)
+        surplus_age_s = None
+        if options.keep_bytes is not None:
+            surplus_age_s = await self._surplus_age_s(options.keep_bytes, control)
+        async with aclosing(self._pages(control, place)) as pages:
+            async for page in pages:
+                async for finding in self._clean_up(page, options, surplus_age_s, removed):
+                    yield finding
+        yield Summary("Removed", removed.rows, asdict(removed), place.stopped_after)
+
+    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
+        """Remove corrupt blocks, as `gc` does when it is asked to: there is nothing to rebuild."""
+        del options
+        return self.gc(GcOptions(corrupt=True), control)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _begin(self, control: MaintenanceControl) -> _Place:
+        if control.resume_after and self._is_directory:
+            raise InputError(
+                f"{self.folder}: a directory is not listed in order, so nothing can be resumed "
+                "there; leave --after out"
+            )
+        return _Place(control.resume_after)
+
+    async def _pages(
+        self, control: MaintenanceControl, place: _Place
+    ) -> AsyncGenerator[Sequence[FoundObject], None]:
+        """List the namespace, in portions, until stopped; notes the place behind each of them."""
+        control.expect(_PREFIXES)
+        done = 0
+        now = datetime.now(UTC)
+        prefix = f"{self._namespace}/"
+        if place.after >= f"{self._namespace}0":  # behind this namespace
+            control.advance(_PREFIXES)
+            return
+        place.after = max(prefix, place.after)
+        try:
+            async for page in obstore.list(
+                self._store, prefix, offset=place.after, chunk_size=_PAGE_OBJECTS
+            ):
+                if control.should_stop():
+                    if not self._is_directory:
+                        place.stopped_after = place.after
+                    return
+                found = [
+                    FoundObject(
+                        meta["path"],
+                        meta["size"],
+                        max(0.0, (now - meta["last_modified"]).total_seconds()),
+                        key_of_name(meta["path"], self._namespace),
+                    )
+                    for meta in page
+                ]
+                yield found
+                if found:
+                    place.after = found[-1].name
+                    reached = _prefix_of(place.after)
+                    control.advance(max(0, reached - done))
+                    done = max(done, reached)
+        except (exceptions.BaseError, OSError) as error:
+            raise _unreadable(self.folder, error) from None
+        control.advance(_PREFIXES - done)
+
+    async def _surplus_age_s(self, keep_bytes: int, control: MaintenanceControl) -> float:
+        """Return from which age on blocks are more than may be kept, to the second."""
+        bytes_by_age: dict[int, int] = {}
+        async with aclosing(self._pages(control, _Place())) as pages:
+            async for page in pages:
+                for item in page:
+                    if item.key is not None:
+                        age_s = int(item.age_s)
+                        bytes_by_age[age_s] = bytes_by_age.get(age_s, 0) + item.size_bytes
+        total = 0
+        for age_s in sorted(bytes_by_age):
+            total += bytes_by_age[age_s]
+            if total > keep_bytes:
+                return float(age_s)
+        return float("inf")
+
+    async def _clean_up(
+        self,
+        page: Sequence[FoundObject],
+        options: GcOptions,
+        surplus_age_s: float | None,
+        removed: Removed,
+    ) -> AsyncGenerator[Finding, None]:
+        rest: list[FoundObject] = []
+        for item in page:
+            if item.key is None:
+                is_copy = f"/{RENEWALS}/" in item.name
+                if item.age_s >= options.older_than_s and (is_copy or options.unknown_files):
+                    removed.unknown_files += 1
+                    yield await self._remove(item, "no block", options, removed)
+            elif options.max_age_s is not None and item.age_s >= options.max_age_s:
+                removed.expired_blocks += 1
+                yield await self._remove(item, "too old", options, removed)
+            elif surplus_age_s is not None and item.age_s >= surplus_age_s:
+                removed.surplus_blocks += 1
+                yield await self._remove(item, "too much", options, removed)
+            else:
+                rest.append(item)
+        for item, verdict, reason in await self._verdicts(rest) if options.corrupt else ():
+            if verdict is Verdict.CORRUPT:
+                removed.corrupt_blocks += 1
+                yield await self._remove(item, reason, options, removed)
+            elif verdict is Verdict.UNREADABLE:
+                yield Problem(f"unreadable: {item.name}: {reason}", item.name)
+
+    async def _remove(
+        self, item: FoundObject, reason: str, options: GcOptions, removed: Removed
+    ) -> Finding:
+        if not options.dry_run:
+            try:
+                await obstore.delete_async(self._store, item.name)
+            except FileNotFoundError:
+                pass  # somebody else was first
+            except (exceptions.BaseError, OSError) as error:
+                return Problem(f"{item.name}: cannot be removed: {_text_of(error)}", item.name)
+        removed.freed_bytes += item.size_bytes
+        return Removal(item.name, reason, item.size_bytes)
+
+    async def _verdicts(
+        self, page: Sequence[FoundObject]
+    ) -> list[tuple[FoundObject, Verdict, str]]:
+        """Read blocks, a few at once, and judge them."""
+        gate = asyncio.Semaphore(_READS_AT_ONCE)
+
+        async def judge(item: FoundObject) -> tuple[FoundObject, Verdict, str]:
+            async with gate:
+                try:
+                    found = await obstore.get_async(self._store, item.name)
+                    value = memoryview(await found.bytes_async())
+                except FileNotFoundError:
+                    return item, Verdict.GONE, ""
+                except (exceptions.BaseError, OSError) as error:
+                    return item, Verdict.UNREADABLE, _text_of(error)
+                return (item, *await asyncio.to_thread(self._judge, item.key, value))
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(judge(item)) for item in page if item.key is not None]
+        return [task.result() for task in tasks]
+
+    def _judge(self, key: OffloadKey | None, value: memoryview) -> tuple[Verdict, str]:
+        """Say of a value what a tier on this namespace would."""
+        if is_newer(value):
+            return Verdict.NEWER, ""
+        header = Header.parse(value)
+        if header is None or header.key != key or header.namespace != self._namespace:
+            return Verdict.CORRUPT, "its header is not that block's"
+        if len(value) != header.payload_offset + header.payload_bytes:
+            return Verdict.CORRUPT, f"{len(value)} bytes"
+        integrity_key = self._key if header.is_keyed else None
+        if header.is_keyed and (integrity_key is None or integrity_key.id != header.key_id):
+            return Verdict.OTHER_KEY, ""
+        digester = create_digester(header.layout, integrity_key)
+        if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
+            return Verdict.CORRUPT, "wrong checksum"
+        return Verdict.VERIFIED, ""
+
+
+def _prefix_of(name: str) -> int:
+    """Return where a name stands among all prefixes."""
+    digits = name.partition("/")[2].partition("/")[0]
+    try:
+        return int(digits, 16)
+    except ValueError:
+        return _PREFIXES
+
+
+def _text_of(error: Exception) -> str:
+    text = str(error).partition("Debug source:")[0]
+    return without_user_info(" ".join(text.split()))
+
+
+def _unreadable(where: str, error: Exception) -> InputError:
+    return InputError(
+        f"{where}: cannot be read: {_text_of(error)}; look at the URL, and at credentials, region "
+        "and endpoint in the environment (such as AWS_REGION and AWS_ENDPOINT)"
+    )

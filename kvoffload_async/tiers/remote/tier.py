@@ -1,0 +1,374 @@
+"""What is alike in all tiers behind a network: everything but the client's own calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.tier import (
+    AsyncTier,
+    Direction,
+    TierBounds,
+    TierCapabilities,
+    TierEnvironment,
+)
+from kvoffload_async.errors import (
+    BlockMissingError,
+    ConfigError,
+    CorruptBlockError,
+    TierClosedError,
+    TierError,
+    TierTimeoutError,
+    drop_tracebacks,
+)
+from kvoffload_async.tiers.remote.calls import CallCounters, Calls
+from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
+from kvoffload_async.tiers.remote.envelope import Bytes, Envelopes, namespace_of
+from kvoffload_async.tiers.remote.limits import Limits
+from kvoffload_async.tiers.remote.memory import AnswerMemory
+from kvoffload_async.tiers.remote.prefixes import longest_present_heads
+from kvoffload_async.tiers.remote.questions import Questions
+from kvoffload_async.tiers.remote.renewal import Renewal
+from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.together import run_together
+from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_VERIFIED: Final = Value(memoryview(b""))
+"""In place of a value whose block is in its row."""
+
+Portion = Callable[[RemoteClient, JobMetadata, range, float], Awaitable[dict[int, TierError]]]
+"""Moves some blocks of a job, given by their indices, until a deadline; returns what failed."""
+
+
+class RemoteTier(AsyncTier):
+    """Keeps each block as one value of a remote store.
+
+    A job is divided into portions, each of which is one call; portions run at once as far as the
+    limits allow. Every block is judged on its own.
+    """
+
+    def __init__(
+        self,
+        settings: RemoteSettings,
+        create_client: Callable[[str, int, Callable[[], None]], RemoteClient],
+        place: str,
+        *,
+        probes_prefixes: bool,
+    ) -> None:
+        """Describe the tier; nothing is connected before `open`.
+
+        Args:
+            settings: See `RemoteSettings`.
+            create_client: Makes the client, given the namespace, the length of a block and what to
+                call when the server turns out to have lost its contents.
+            place: Where the store is, for people: without secrets.
+            probes_prefixes: Whether each question costs a request, so that few are asked.
+        """
+        self.capabilities = TierCapabilities(
+            exclusive=False,
+            persistent=True,
+            locality=Locality.REMOTE,
+            probes_prefixes=probes_prefixes,
+        )
+        self.bounds = TierBounds(concurrent_blocks=64)
+        self._settings = settings
+        self._create_client = create_client
+        self._place = place
+        self._counters = RemoteCounters()
+        self._env: TierEnvironment | None = None
+        self._client: RemoteClient | None = None
+        self._rows: Bytes | None = None
+        self._calls: Calls
+        self._call_counters: CallCounters | None = None
+        self._memory: AnswerMemory
+        self._questions: Questions
+        self._renewal: Renewal | None = None
+        self._loads = Limits(settings.connections, settings.bytes_in_flight)
+        self._stores = Limits(settings.connections, settings.bytes_in_flight)
+
+    async def open(self, env: TierEnvironment) -> None:
+        """Connect.
+
+        Raises:
+            ConfigError: The server refuses the credentials, or there is no such store.
+            TierUnavailableError: It cannot be reached.
+        """
+        settings = self._settings
+        row_bytes = env.kv_view.nbytes // len(env.kv_view)
+        layout = env.identity.digest
+        namespace = namespace_of(layout, settings.integrity_key)
+        self._envelopes = Envelopes(layout, row_bytes, settings.integrity_key)
+        self._client = self._create_client(namespace, row_bytes, self._emptied)
+        self._calls = Calls(
+            self._client,
+            settings.redact,
+            call_timeout_s=settings.call_timeout_s,
+            max_retries=settings.max_retries,
+        )
+        self._call_counters = self._calls.counters
+        loop = asyncio.get_running_loop()
+        self._memory = AnswerMemory(
+            settings.remember_present_s, settings.remember_absent_s, loop.time
+        )
+        self._questions = Questions(self._client, self._calls, self._memory, self._counters)
+        try:
+            await self._calls.run(self._client.connect, self._deadline(settings.job_timeout_s))
+        except RefusedError as error:
+            raise ConfigError(f"url: {self._place}: {error}; correct url or credentials") from None
+        if settings.ttl_s is not None and self._client.renews_age:
+            self._renewal = Renewal(settings.ttl_s, partial(self._renew, self._client))
+        self._env = env
+        self._rows = np.asarray(env.kv_view)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return the keys that have a value; what was answered lately is not asked again."""
+        self._opened()
+        deadline_s = self._deadline(self._settings.probe_timeout_s)
+        return frozenset(await self._questions.ask(keys, deadline_s))
+
+    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
+        """Return how many keys at the head of each chain have a value.
+
+        Where one call answers for many keys, all are asked for; else O(log n) of each chain.
+        """
+        if self._client is None or self._client.answers_many:
+            return await super().longest_prefixes(chains)
+        deadline_s = self._deadline(self._settings.probe_timeout_s)
+        return await longest_present_heads(
+            chains, lambda keys: self._questions.ask(keys, deadline_s)
+        )
+
+    async def store(self, job: JobMetadata) -> BlockFailures:
+        """Store the blocks that have no value yet.
+
+        Raises:
+            TierUnavailableError: The server has not been there lately, and is not now.
+        """
+        return await self._run_job(job, self._stores, self._store_portion)
+
+    async def load(self, job: JobMetadata) -> BlockFailures:
+        """Read blocks, verify them, and copy them into the job's slots.
+
+        Raises:
+            TierUnavailableError: The server has not been there lately, and is not now.
+        """
+        failures = await self._run_job(job, self._loads, self._load_portion)
+        if self._renewal is not None:
+            self._renewal.used(key for i, key in enumerate(job.keys) if i not in failures)
+        return failures
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Note a use of blocks, head to tail."""
+        if self._renewal is not None:
+            self._renewal.used(keys)
+
+    async def close(self) -> None:
+        """Close every connection; idempotent."""
+        self._env = self._rows = None
+        renewal, self._renewal = self._renewal, None
+        client, self._client = self._client, None
+        try:
+            if renewal is not None:
+                await renewal.close()
+        finally:
+            if client is not None:
+                await client.close()
+
+    def describe(self) -> str:
+        """Return where the blocks are, without secrets."""
+        return self._place
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return what calls and probes have come to."""
+        figures = asdict(self._counters)
+        if self._call_counters is not None:
+            figures |= asdict(self._call_counters)
+        if (renewal := self._renewal) is not None:
+            figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
+        return figures | {
+            "bytes_in_flight": self._loads.bytes_in_flight + self._stores.bytes_in_flight
+        }
+
+    # -- jobs -----------------------------------------------------------------------------------
+
+    async def _run_job(
+        self, job: JobMetadata, limits: Limits, run_portion: Portion
+    ) -> BlockFailures:
+        client = self._client
+        if client is None:
+            raise TierClosedError(f"{self._place} is not open")
+        deadline_s = self._deadline(self._settings.job_timeout_s)
+        await self._calls.check(deadline_s)
+        failures: dict[int, TierError] = {}
+
+        async def run(portion: range) -> None:
+            num_bytes = len(portion) * self._envelopes.block_bytes
+            try:
+                async with asyncio.timeout_at(deadline_s), limits.hold(num_bytes):
+                    failures.update(await run_portion(client, job, portion, deadline_s))
+            except TimeoutError:
+                error: TierError = TierTimeoutError(f"{client.place}: no time was left for it")
+            except TierError as raised:
+                error = raised
+                drop_tracebacks(error)  # whose frames hold the rows
+            else:
+                return
+            failures.update(dict.fromkeys(portion, error))
+
+        portions = list(self._portions(client, job))
+        if len(portions) == 1:
+            await run(portions[0])
+            return failures
+        await run_together(map(run, portions), f"remote:{job.job_id}")
+        return failures
+
+    async def _store_portion(
+        self, client: RemoteClient, job: JobMetadata, portion: range, deadline_s: float
+    ) -> dict[int, TierError]:
+        env, rows = self._opened()
+        keys, slots = job.keys, job.block_ids
+        doubtful = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
+        present = await self._questions.ask_anew(doubtful, deadline_s) if doubtful else ()
+        self._counters.present_blocks += len(present)
+        indices = [i for i in portion if keys[i] not in present]
+        if not indices:
+            return {}
+
+        def wrap() -> list[Bytes]:
+            return [self._envelopes.wrap(keys[i], rows[slots[i]]) for i in indices]
+
+        values = await env.io.run(Direction.STORE, wrap)
+        missing = [keys[i] for i in indices]
+        outcomes = await self._calls.run(partial(client.put, missing, values), deadline_s)
+        failures = {
+            i: self._redacted(client, error)
+            for i, error in zip(indices, outcomes, strict=True)
+            if error is not None
+        }
+        stored = [keys[i] for i in indices if i not in failures]
+        self._memory.appeared(stored)
+        if self._renewal is not None:
+            self._renewal.written(stored)
+        return failures
+
+    async def _load_portion(
+        self, client: RemoteClient, job: JobMetadata, portion: range, deadline_s: float
+    ) -> dict[int, TierError]:
+        env, rows = self._opened()
+        keys, slots = job.keys, job.block_ids
+        most_bytes = max(self._envelopes.value_bytes(keys[i]) for i in portion)
+
+        async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
+            """Read some blocks into their slots; return those that do not verify."""
+            wanted = [keys[i] for i in indices]
+            found = await self._calls.run(partial(client.get, wanted, most_bytes), deadline_s)
+            values.update(zip(indices, found, strict=True))
+            del found
+
+            def unwrap() -> dict[int, CorruptBlockError]:
+                bad: dict[int, CorruptBlockError] = {}
+                for i in indices:
+                    if isinstance(value := values[i], Value):
+                        error = self._envelopes.unwrap(keys[i], value.data, rows[slots[i]])
+                        if error is None:
+                            # Frees the value now: the longer it lives, the more fresh pages those
+                            # that arrive meanwhile need.
+                            values[i] = value = _VERIFIED
+                        else:
+                            bad[i] = error
+                return bad
+
+            return await env.io.run(Direction.LOAD, unwrap)
+
+        values: dict[int, Value | TierError | None] = {}
+        corrupt = await read(portion)
+        if corrupt:  # perhaps only on its way here: what is removed was bad twice
+            self._counters.read_again += len(corrupt)
+            corrupt = await read(list(corrupt))
+        return await self._judged(client, job, values, corrupt, deadline_s)
+
+    async def _judged(
+        self,
+        client: RemoteClient,
+        job: JobMetadata,
+        values: Mapping[int, Value | TierError | None],
+        corrupt: Mapping[int, CorruptBlockError],
+        deadline_s: float,
+    ) -> dict[int, TierError]:
+        """Return why blocks were not loaded, and remove the corrupt ones."""
+        env, _ = self._opened()
+        keys = job.keys
+        failures: dict[int, TierError] = {}
+        for i, value in values.items():
+            if value is None:
+                failures[i] = BlockMissingError(f"block {keys[i].hex()} is not there")
+            elif isinstance(value, TierError):
+                failures[i] = self._redacted(client, value)
+            elif i in corrupt:
+                failures[i] = corrupt[i]
+                sha1 = await env.io.run(Direction.NONE, value.sha1)
+                await self._remove(client, keys[i], value, sha1, deadline_s)
+        self._memory.vanished(
+            keys[i]
+            for i, error in failures.items()
+            if isinstance(error, BlockMissingError | CorruptBlockError)
+        )
+        self._memory.appeared(keys[i] for i in values if i not in failures)
+        return failures
+
+    async def _remove(
+        self, client: RemoteClient, key: OffloadKey, value: Value, sha1: str, deadline_s: float
+    ) -> None:
+        """Remove a bad block, if it still is this one: else it would be there for ever."""
+        self._counters.corrupt += 1
+        try:
+            call = partial(client.remove_if, key, value, sha1)
+            self._counters.removed += await self._calls.run(call, deadline_s)
+        except TierError as error:
+            self._counters.unremoved += 1
+            logger.warning("%s: corrupt block %s stays: %s", self._place, key.hex(), error)
+
+    def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[range]:
+        count = len(job.keys)
+        block_bytes = self._envelopes.block_bytes
+        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
+        step = min(most_blocks, client.portion_blocks(block_bytes))
+        for first in range(0, count, step):
+            yield range(first, min(first + step, count))
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    async def _renew(self, client: RemoteClient, keys: Sequence[OffloadKey]) -> bool:
+        deadline_s = self._deadline(self._settings.job_timeout_s)
+        try:
+            await self._calls.run(partial(client.renew, keys), deadline_s)
+        except TierError as error:
+            logger.warning("%s: %d blocks were not renewed: %s", self._place, len(keys), error)
+            return False
+        return True
+
+    def _emptied(self) -> None:
+        """Learn that the server has lost its contents: it was restarted, or flushed."""
+        self._counters.emptied += 1
+        self._memory.emptied()
+        logger.warning("%s: the server has lost its contents", self._place)
+
+    def _redacted(self, client: RemoteClient, error: TierError) -> TierError:
+        return type(error)(f"{client.place}: {self._settings.redact(error)}")
+
+    def _deadline(self, seconds: float) -> float:
+        return asyncio.get_running_loop().time() + seconds
+
+    def _opened(self) -> tuple[TierEnvironment, Bytes]:
+        if self._env is None or self._rows is None:
+            raise TierClosedError(f"{self._place} is not open")
+        return self._env, self._rows

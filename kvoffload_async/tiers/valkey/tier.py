@@ -1,0 +1,56 @@
+"""The `valkey` tier itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvoffload_async.tiers.remote.client import RemoteClient
+from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.remote.tier import RemoteTier
+from kvoffload_async.tiers.valkey.address import Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeySettings:
+    """How a `valkey` tier works; see the facade's `ValkeyTierManager`."""
+
+    address: Address
+    is_cluster: bool = False
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    remote: RemoteSettings = field(default_factory=RemoteSettings)
+
+
+class ValkeyTier(RemoteTier):
+    """Keeps each block as a string of a Valkey or Redis server, or of a cluster of them."""
+
+    def __init__(self, settings: ValkeySettings) -> None:
+        """Describe the tier; nothing is connected before `open`."""
+        self._valkey = settings
+        super().__init__(
+            settings.remote, self._client_of, settings.address.shown, probes_prefixes=False
+        )
+
+    def _client_of(
+        self, namespace: str, block_bytes: int, emptied: Callable[[], None]
+    ) -> RemoteClient:
+        # Not before it is needed: the library is an extra.
+        from kvoffload_async.tiers.valkey.client import (  # noqa: PLC0415
+            ValkeyClient,
+            ValkeyConnection,
+        )
+
+        del block_bytes
+        settings, remote = self._valkey, self._valkey.remote
+        connection = ValkeyConnection(
+            settings.address,
+            settings.is_cluster,
+            remote.connections,
+            remote.call_timeout_s,
+            settings.ca_file,
+            settings.cert_file,
+            settings.key_file,
+        )
+        return ValkeyClient(connection, namespace, remote.ttl_s, emptied)

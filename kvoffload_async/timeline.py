@@ -1,0 +1,364 @@
+"""What `explain` returns: the timeline of one request, as values and as text.
+
+Times are seconds on the engine's clock, which never goes back; the text counts milliseconds from
+the request's begin.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+DEVICE: Final = "device"
+"""Stands for a tier where blocks move between the device and the primary."""
+PRIMARY: Final = "primary"
+"""Who has answered a lookup out of the primary tier."""
+PLANNER: Final = "planner"
+"""Who has answered a lookup with a miss although some tier has the block."""
+
+TransferDirection = Literal["load", "store"]
+"""To the device or the primary, or away from it."""
+
+NoteKind = Literal[
+    "evicted",
+    "left_out",
+    "nothing_to_store",
+    "owed",
+    "pinned",
+    "refused",
+    "released",
+    "reserved",
+    "reset",
+    "scheduled",
+    "store_failed",
+    "stored",
+    "unpinned",
+    "waits",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupEvent:
+    """One round of lookups, or several that were answered alike.
+
+    Attributes:
+        at_s: When the first began.
+        last_s: When the last began.
+        rounds: How many there were; each is one step of the scheduler.
+        answers: Who has answered what, and how many blocks: by `"primary"`, the tier's name, or
+            `"planner"`. The primary says `hit`, `pending` (its bytes are on the way) or `miss`; a
+            tier `hit`, `miss`, `undecided` (it is being asked), or why it was not asked, as in
+            `TierStatistics.skipped_lookups`; the planner, for blocks that some tier may have,
+            `no_room`, `expired` or `paused`, as in `PlannerStatistics.misses`.
+        deferred: Lookups of one round that deferred the request: it has to ask again.
+    """
+
+    at_s: float
+    last_s: float
+    rounds: int
+    answers: Mapping[str, Mapping[str, int]]
+    deferred: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted:
+    """A copy was asked for.
+
+    Attributes:
+        at_s: When.
+        job_id: Unique within the tier.
+        tier: Its name, or `"device"`.
+        direction: Which way.
+        num_blocks: How many blocks are to move.
+        num_bytes: How many bytes that is.
+    """
+
+    at_s: float
+    job_id: int
+    tier: str
+    direction: TransferDirection
+    num_blocks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A copy has its result.
+
+    Attributes:
+        at_s: When the owner's thread learned of it.
+        job: What began.
+        landed_blocks: How many blocks have arrived.
+        num_bytes: How many bytes have moved.
+        seconds: How long the tier took, queue included; None where it has not said.
+        queue_s: Of these, until it began; None where nobody can tell.
+        error: Why it failed, or the first block's reason; None: every block has arrived.
+        is_overdue: Whether the copy still ran, at its deadline or at a reset.
+    """
+
+    at_s: float
+    job: JobStarted
+    landed_blocks: int
+    num_bytes: int
+    seconds: float | None = None
+    queue_s: float | None = None
+    error: str | None = None
+    is_overdue: bool = False
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """How fast the bytes moved while they did; None where nobody can tell."""
+        copy_s = (self.seconds or 0.0) - (self.queue_s or 0.0)
+        return self.num_bytes / copy_s if copy_s > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something else that has happened to the request.
+
+    Attributes:
+        at_s: When it happened first.
+        kind: What: `waits` for a permit, `scheduled` (it waits for no lookup any more), `pinned`
+            and `unpinned` (blocks that it loads), `reserved` (slots to store into), `evicted` (what
+            made room for that), `left_out` and `refused` (no room for some, or any),
+            `nothing_to_store`, `stored`, `store_failed`, `owed` (blocks that a tier does not take
+            now), `released` (the copy of an overdue job has ended), `reset`.
+        num_blocks: How many blocks.
+        tier: Which tier it concerns.
+        reason: Why, where there are several reasons.
+        seconds: How long it took.
+        times: How often it happened in a row.
+    """
+
+    at_s: float
+    kind: NoteKind
+    num_blocks: int = 0
+    tier: str | None = None
+    reason: str | None = None
+    seconds: float | None = None
+    times: int = 1
+
+
+TimelineEvent = LookupEvent | JobStarted | JobEnded | Note
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimeline:
+    """What is recorded of one request; `print` it for people, in 80 columns.
+
+    Attributes:
+        req_id: Its id.
+        began_s: When it began.
+        finished_s: When it was finished by its owner; None: it was not yet.
+        ended_s: When the last of its copies had its result; None: that is to come.
+        events: What has happened, in order.
+        dropped_events: What happened beyond the events that are kept of one request.
+        trace_context: The caller's, which spans are to belong to.
+    """
+
+    req_id: str
+    began_s: float
+    finished_s: float | None
+    ended_s: float | None
+    events: tuple[TimelineEvent, ...]
+    dropped_events: int = 0
+    trace_context: object | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def last_s(self) -> float:
+        """When the last thing happened that is known of."""
+        last_s = self.began_s
+        if self.events:
+            event = self.events[-1]
+            last_s = event.last_s if isinstance(event, LookupEvent) else event.at_s
+        return max(last_s, self.finished_s or last_s, self.ended_s or last_s)
+
+    @property
+    def seconds(self) -> float:
+        """From its begin until the last thing that is known of."""
+        return self.last_s - self.began_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long it waited for what it had looked up, until it was scheduled."""
+        notes = (event for event in self.events if isinstance(event, Note))
+        return sum(n.times * (n.seconds or 0.0) for n in notes if n.kind == "scheduled")
+
+    @property
+    def longest_phase(self) -> str:
+        """What took the longest of that: one tier's load, or its lookups."""
+        loads: dict[str, float] = {}
+        for event in self.events:
+            # It waits for loads to the primary; those to the device come when it was scheduled.
+            if isinstance(event, JobEnded) and event.job.direction == "load":
+                name = event.job.tier
+                if name != DEVICE:
+                    loads[name] = max(loads.get(name, 0.0), event.seconds or 0.0)
+        tier = max(loads, key=loads.__getitem__, default=None)
+        if tier is None or loads[tier] < self.waited_s / 2:
+            return "lookups"
+        return f"{tier}: load"
+
+    @property
+    def unfinished_jobs(self) -> tuple[JobStarted, ...]:
+        """The copies that have no result yet."""
+        open_jobs: dict[tuple[str, int], JobStarted] = {}
+        for event in self.events:
+            if isinstance(event, JobStarted):
+                open_jobs[event.tier, event.job_id] = event
+            elif isinstance(event, JobEnded):
+                del open_jobs[event.job.tier, event.job.job_id]
+        return tuple(open_jobs.values())
+
+    def __str__(self) -> str:
+        state = "ended" if self.ended_s is not None else "in flight"
+        lines = [f"request {self.req_id}: {state}, {_duration(self.seconds)}"]
+        lines += ["      ms  event", "       0  begins"]
+        for at_s, text in self._lines():
+            after = f"{(at_s - self.began_s) * 1e3:8.3f}"[:8]
+            lines += textwrap.wrap(
+                text, 80, initial_indent=f"{after}  ", subsequent_indent=" " * 12
+            )
+        if self.dropped_events:
+            lines.append(f"          {self.dropped_events} more events were not kept")
+        return "\n".join(lines)
+
+    def _lines(self) -> Iterator[tuple[float, str]]:
+        finished_s = self.finished_s
+        for event in self.events:
+            if finished_s is not None and event.at_s > finished_s:
+                yield finished_s, "finished by its owner; copies may go on"
+                finished_s = None
+            yield event.at_s, described(event)
+        if finished_s is not None:
+            yield finished_s, "finished by its owner"
+        if self.ended_s is not None:
+            yield self.ended_s, "ends: no copy works for it any more"
+        for job in self.unfinished_jobs:
+            yield self.last_s, f"still open: {described(job)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRequest:
+    """One of the slowest recent requests.
+
+    Attributes:
+        req_id: Its id.
+        seconds: How long it waited for what it had looked up, until it was scheduled.
+        longest_phase: What took the longest of that.
+    """
+
+    req_id: str
+    seconds: float
+    longest_phase: str
+
+
+def described(event: TimelineEvent) -> str:
+    """Return an event in words, on one line."""
+    match event:
+        case LookupEvent():
+            return _lookup(event)
+        case JobStarted():
+            size = _amount(event.num_blocks, event.num_bytes)
+            return f"{event.tier}: {event.direction} of {size} begins (job {event.job_id})"
+        case JobEnded():
+            return _ended(event)
+        case Note():
+            return _note(event)
+
+
+def _lookup(event: LookupEvent) -> str:
+    said = "; ".join(
+        f"{who}: "
+        + ", ".join(f"{count} {_WORDS.get(what, what)}" for what, count in what_of.items())
+        for who, what_of in event.answers.items()
+    )
+    times = ""
+    if event.rounds > 1:
+        times = f" ({event.rounds} times in {_duration(event.last_s - event.at_s)})"
+    wait = f" -> deferred by {_blocks(event.deferred)}" if event.deferred else ""
+    return f"lookup{times}: {said}{wait}"
+
+
+def _ended(event: JobEnded) -> str:
+    job = event.job
+    text = f"{job.tier}: {job.direction} of job {job.job_id} "
+    if event.is_overdue:
+        text += f"is given up while its copy goes on: {event.error}"
+    elif event.error is None:
+        text += f"ends: {_amount(event.landed_blocks, event.num_bytes)}"
+    else:
+        text += f"fails, {event.landed_blocks} of {_blocks(job.num_blocks)} arrived: {event.error}"
+    if event.seconds is None:
+        return text
+    text += f"; took {_duration(event.seconds)}"
+    if event.queue_s is not None:
+        text += f", {_duration(event.queue_s)} of it in the queue"
+    if event.bytes_per_s is not None and event.num_bytes:
+        text += f", {_size(event.bytes_per_s)}/s"
+    return text
+
+
+def _note(note: Note) -> str:
+    text = _NOTES[note.kind].format(
+        blocks=_blocks(note.num_blocks),
+        tier=note.tier,
+        reason=note.reason,
+        seconds=_duration(note.seconds or 0.0),
+    )
+    return text + (f" ({note.times} times)" if note.times > 1 else "")
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count} blocks"
+
+
+def _amount(num_blocks: int, num_bytes: int) -> str:
+    """Return a size; the bytes are 0 where a tier does not say."""
+    return _blocks(num_blocks) + (f", {_size(num_bytes)}" if num_bytes else "")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _size(num_bytes: float) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+_WORDS: Final = {
+    "expired": "not waited for: deferred for too long",
+    "failed": "not asked: failed for it before",
+    "filtered": "not asked: the request's filter",
+    "hit": "found",
+    "miss": "not found",
+    "no_room": "not promoted: no slot is free for them",
+    "pending": "on the way",
+    "paused": "not promoted: a reset is under way",
+    "suspended": "not asked: its breaker is open",
+    "unavailable": "not asked: the tier is not open",
+    "undecided": "not known yet",
+}
+
+
+_NOTES: Final[Mapping[NoteKind, str]] = {
+    "evicted": "{blocks} are evicted to make room",
+    "left_out": "no room for {blocks}: left out, to be offered again",
+    "nothing_to_store": "{blocks} offered for storing: all are there",
+    "owed": "{tier}: {blocks} have to wait: {reason}",
+    "pinned": "{blocks} pinned, to be loaded",
+    "refused": "no room for {blocks}: not stored now",
+    "released": "{tier}: the copy of {blocks} that was given up has ended",
+    "reserved": "slots for {blocks} reserved, to be stored",
+    "reset": "the primary was reset: what it had found is gone",
+    "scheduled": "scheduled: waited {seconds} since its first lookup",
+    "store_failed": "the write of {blocks} to the primary failed",
+    "stored": "{blocks} are readable in the primary",
+    "unpinned": "{blocks} unpinned",
+    "waits": "waits for {reason}",
+}

@@ -1,0 +1,87 @@
+"""The floor that is the bare native engine."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_async.bench.contender import UnfitError
+from kvoffload_async.bench.payload import Payload
+from kvoffload_async.bench.places import Place
+from kvoffload_async.bench.plan import Jobs, Plan
+
+native_floor = pytest.importorskip("kvoffload_async.bench.native_floor")
+
+BLOCK = 4096
+PLAN = Plan.parse(
+    "4KiB", "4KiB", keys_per_job=1, one_job=0, in_flight=2, rounds=1, threads=2, steady=True
+)
+
+
+@st.composite
+def jobs_and_files(draw):
+    block_bytes = draw(st.sampled_from([64 << 10, 256 << 10, 1 << 20, 4 << 20, 192 << 10]))
+    jobs = Jobs(draw(st.integers(1, 8)), draw(st.integers(1, 40)), block_bytes)
+    return jobs, list(range(10, 10 + draw(st.integers(1, 4))))
+
+
+@given(jobs_and_files())
+def test_every_block_has_a_place_of_its_own_and_files_fill_alike(drawn):
+    jobs, files = drawn
+    found = []
+    for first in range(0, jobs.num_keys, jobs.keys_per_job):
+        blocks = range(first, first + jobs.keys_per_job)
+        runs = list(native_floor.runs_of(blocks, jobs, files))
+        assert sum(run.length for run in runs) == len(blocks)
+        found += [(r.fd, r.offset // jobs.block_bytes + i) for r in runs for i in range(r.length)]
+    assert len(set(found)) == jobs.num_keys
+    sizes = [max((at + 1 for file, at in found if file == each), default=0) for each in files]
+    extent = max(1, (1 << 20) // jobs.block_bytes)
+    assert max(sizes) - min(sizes) <= extent
+    assert max(sizes) <= -(-jobs.num_keys // (extent * len(files))) * extent
+
+
+@pytest.mark.parametrize(
+    ("num_jobs", "keys_per_job", "block_bytes"), [(3, 5, BLOCK), (1, 40, 64 << 10), (5, 1, 2 << 20)]
+)
+def test_it_moves_every_byte_to_files_and_back(tmp_path, num_jobs, keys_per_job, block_bytes):
+    jobs = Jobs(num_jobs, keys_per_job, block_bytes)
+    with Payload(jobs.num_keys, block_bytes) as payload, Place(str(tmp_path), "here") as place:
+        samples = native_floor.NativeFloor(place).measure(PLAN, payload, jobs)
+        assert samples.keys() == {"store", "load"}
+        assert payload.wrong_rows(jobs.num_keys) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+class Broken:
+    """An engine whose batches end otherwise than they should."""
+
+    def __init__(self, engine, outcomes):
+        self._engine = engine
+        self._outcomes = outcomes
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def take(self):
+        return [(ticket, self._outcomes(outcome)) for ticket, outcome in self._engine.take()]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "complaint"),
+    [
+        (lambda outcome: ({0: 5}, outcome[1]), r"a native batch has failed: \{0: 5\}"),
+        (lambda _: ({}, os.urandom(16)), "returned other bytes"),
+    ],
+)
+def test_an_engine_that_fails_is_no_floor(tmp_path, monkeypatch, outcomes, complaint):
+    opened = native_floor.open_engine
+    monkeypatch.setattr(native_floor, "open_engine", lambda n: Broken(opened(n), outcomes))
+    with (
+        Payload(1, BLOCK) as payload,
+        Place(str(tmp_path), "here") as place,
+        pytest.raises(UnfitError, match=complaint),
+    ):
+        native_floor.NativeFloor(place).measure(PLAN, payload, Jobs(1, 1, BLOCK))
+    assert list(tmp_path.iterdir()) == []

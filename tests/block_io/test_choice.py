@@ -1,0 +1,171 @@
+"""Which implementation moves bytes, and what is said of it."""
+
+import asyncio
+import importlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import uvloop
+from block_io.places import DIGESTER, is_built
+
+from kvoffload_async.block_io import choice, create_block_io, hashes, implementation
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.testing.fileops import FaultyFileOps
+from kvoffload_async.testing.virtual_time import VirtualLoop
+from kvoffload_async.tiers.files.digests import KeyedDigester
+from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.ops import FileOps
+
+native = pytest.mark.skipif(not is_built(), reason="the native module is not built")
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(monkeypatch):
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    choice._obstacle.cache_clear()
+    choice._tell.cache_clear()
+    yield
+    choice._obstacle.cache_clear()
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    """There is no native module."""
+    import_module = importlib.import_module
+
+    def import_other(name):
+        if name.endswith("_native"):
+            raise ImportError(f"No module named {name!r}")
+        return import_module(name)
+
+    monkeypatch.setattr(choice.importlib, "import_module", import_other)
+
+
+@native
+def test_the_native_one_is_used_where_it_is_built(monkeypatch):
+    assert str(implementation()) == "native"
+    monkeypatch.setenv(choice.VARIABLE, "require")
+    assert implementation() == ("native", "")
+
+
+def test_the_environment_switches_it_off(monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "0")
+    assert str(implementation()) == "python (KVOFFLOAD_NATIVE=0)"
+
+
+def test_another_value_of_the_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "yes")
+    with pytest.raises(ConfigError, match=r"KVOFFLOAD_NATIVE: 'yes' .* give 0, require"):
+        implementation()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_where_it_is_not_built_python_moves_the_blocks_and_says_why(monkeypatch):
+    chosen = implementation()
+    assert chosen.name == "python"
+    assert "was not built" in chosen.why
+    assert "install a C compiler" in chosen.why
+    monkeypatch.setenv(choice.VARIABLE, "require")
+    with pytest.raises(ConfigError, match=r"required, but it was not built .* C compiler"):
+        implementation()
+
+
+@native
+@pytest.mark.parametrize("missing", ["XXH3_freeState", "no spec"])
+def test_without_a_function_of_xxhash_it_cannot_be_used(monkeypatch, missing):
+    if missing == "no spec":
+        monkeypatch.setattr(hashes.importlib.util, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(hashes, "_NAMES", (*hashes._NAMES[:-1], f"{missing}_"))
+    assert "does not work with the xxhash package" in implementation().why
+
+
+@native
+def test_functions_that_compute_something_else_are_found_out(monkeypatch):
+    names = list(hashes._NAMES)
+    names[0] = "XXH3_64bits_reset_withSeed"
+    names[0] = "XXH32_createState"  # takes no argument, and returns no hash
+    monkeypatch.setattr(hashes, "_NAMES", tuple(names))
+    assert "do not compute XXH3" in implementation().why
+
+
+def created(
+    digests=DIGESTER,
+    calls=None,
+    *,
+    row_bytes=4096,
+    slot_bytes=4096,
+    new_loop=asyncio.new_event_loop,
+    **options,
+):
+    """Return which class is used in an environment."""
+
+    async def create():
+        rows = np.zeros((4, row_bytes), dtype=np.uint8)
+        calls_or_system = calls or FileOps()
+        env = SimpleNamespace(io=InlineIo(), kv_view=memoryview(rows))
+        made = create_block_io(
+            env,
+            calls_or_system,
+            digests,
+            slot_bytes=slot_bytes,
+            threads=2,
+            piece_bytes=1 << 20,
+            is_system=calls is None,
+            **options,
+        )
+        await made.close()
+        env.kv_view.release()
+        return made.name
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(create())
+
+
+class InlineIo:
+    async def run(self, direction, call, *, helpers=0):
+        return call()
+
+
+@native
+def test_an_integrity_key_and_rows_that_are_not_aligned_for_direct_io_need_python():
+    assert created() == created(calls=FaultyFileOps()) == "native"
+    key = IntegrityKey(bytes(32))
+    assert created(KeyedDigester("layout", key)) == "python"
+    assert created(row_bytes=4000, is_direct=True) == "python"
+    assert created(row_bytes=4000) == "native"
+
+
+def test_on_a_loop_that_watches_no_descriptors_python_moves_blocks():
+    assert created(new_loop=VirtualLoop) == "python"
+
+
+@native
+def test_on_uvloop_native_code_moves_blocks():
+    assert created(new_loop=uvloop.new_event_loop) == "native"
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_what_is_missing_is_told_once(caplog):
+    assert created() == created() == "python"
+    assert caplog.text.count("blocks are moved by: python (it was not built") == 1
+
+
+def test_where_it_is_switched_off_that_is_no_warning(caplog, monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "0")
+    assert created() == "python"
+    assert not caplog.text
+
+
+def test_the_command_says_which(command):
+    result = command.run("--version")
+    assert result.exit_code == 0
+    assert f"block I/O: {implementation()}" in result.stdout
+
+
+def test_the_command_says_what_is_wrong_with_the_environment(command, monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "2")
+    result = command.run("--version")
+    assert result.exit_code == 2
+    assert "KVOFFLOAD_NATIVE: '2'" in result.stderr

@@ -1,0 +1,62 @@
+"""Copies from memory to memory by native threads."""
+
+import numpy as np
+import pytest
+
+native_copies = pytest.importorskip("kvoffload_async.block_io.native_copies")
+
+
+@pytest.fixture
+def copies():
+    copies = native_copies.NativeCopies()
+    yield copies
+    copies.close()
+
+
+@pytest.fixture
+def memories(copies):
+    source = np.arange(64, dtype=np.uint8)
+    target = np.zeros(64, dtype=np.uint8)
+    return target, copies.map(target), copies.map(source)
+
+
+def batch(memories, *parts):
+    _, target, source = memories
+    return native_copies.Copies(target, source, np.array(parts, dtype=np.int64).reshape(-1, 3))
+
+
+def test_every_part_of_every_batch_is_copied_and_nothing_else(copies, memories):
+    target = memories[0]
+    copies.copy(
+        [batch(memories, (0, 8, 2), (4, 20, 3)), batch(memories), batch(memories, (9, 0, 1))]
+    )
+    expected = np.zeros(64, dtype=np.uint8)
+    expected[0:2], expected[4:7] = (8, 9), (20, 21, 22)
+    assert target.tolist() == expected.tolist()
+
+
+def test_more_batches_than_may_be_under_way_are_copied_too(monkeypatch):
+    monkeypatch.setattr(native_copies, "_QUEUED", 1)  # the engine refuses what is more
+    copies = native_copies.NativeCopies()
+    source, target = np.arange(1 << 22, dtype=np.uint8), np.zeros(1 << 22, dtype=np.uint8)
+    memories = target, copies.map(target), copies.map(source)
+    copies.copy(batch(memories, (at << 20, at << 20, 1 << 20)) for at in [0, 1, 2, 3] * 8)
+    assert np.array_equal(target, source)
+    copies.close()
+
+
+def test_a_batch_that_is_refused_leaves_none_under_way(copies, memories):
+    parts = [batch(memories, (0, 1, 63)), batch(memories, (0, 0, 65))]
+    with pytest.raises(ValueError, match="not within the memories"):
+        copies.copy(parts)
+    assert memories[0][:63].tolist() == list(range(1, 64))
+    copies.copy(parts[:1])
+
+
+def test_without_a_batch_it_does_not_wait(copies):
+    copies.copy([])
+
+
+def test_memory_that_is_not_contiguous_is_refused(copies):
+    with pytest.raises(BufferError):
+        copies.map(np.zeros((4, 4), dtype=np.uint8)[:, :2])

@@ -1,0 +1,82 @@
+"""`kvoffload replay --explain` and `--trace-out`."""
+
+import io
+import json
+
+import pytest
+from observe.test_trace_events import valid
+from rich.console import Console
+
+from kvoffload_async.cli.ending import complain
+from kvoffload_async.cli.timelines import TimelineOutput
+from kvoffload_async.timeline import Note, RequestTimeline
+
+TRACE = [[1, 2, 3], [1, 2, 4], [5, 6]]
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_one_request_is_explained_for_each_pass(command, engine):
+    trace = command.trace(TRACE)
+    result = command.run(
+        *("replay", trace, "--tier", "example", "--explain", 1, "--passes", 2, "--engine", engine)
+    )
+    assert result.exit_code == 0
+    text = result.output[result.output.index("pass 1, request request-1: ended") :]
+    assert "pass 2, request request-1: ended" in text
+    assert "primary: 2 found" in text
+    assert "ends: no copy works for it any more" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_every_request_of_every_pass_is_in_the_trace_file(command, tmp_path):
+    trace, out = command.trace(TRACE), tmp_path / "trace.json"
+    figures = command.figures(trace, "--tier", "example", "--passes", 2, "--trace-out", out)
+    events = valid(json.loads(out.read_text()))
+    requests = [event["args"]["request"] for event in events if event["cat"] == "request"]
+    assert requests == 2 * [f"request-{number}" for number in range(3)]
+    copies = [event for event in events if event["cat"] == "copy"]
+    assert len(copies) == figures["jobs_submitted"] + figures["warm"]["jobs_submitted"]
+    assert all(event["args"]["has_ended"] for event in events if event["cat"] == "request")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--trace-out", "-"), "--trace-out -: it must be a file"),
+        (("--trace-out", "/nowhere/trace.json"), "the directory does not exist"),
+    ],
+)
+def test_what_cannot_be_had_is_said(command, arguments, said):
+    trace = command.trace(TRACE)
+    assert said in command.refusal("replay", trace, "--tier", "example", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--explain", 9), "--explain 9: the replay had no such request"),
+        (("--trace-out", "/dev/full"), "--trace-out /dev/full: cannot be written"),
+    ],
+)
+def test_what_turns_out_later_is_said_behind_the_figures(command, arguments, said):
+    trace = command.trace(TRACE)
+    result = command.run("replay", trace, "--tier", "example", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "hit ratio" in result.stdout
+
+
+def test_what_a_tier_says_reaches_the_terminal_as_letters_alone():
+    output, console = TimelineOutput(0, None), Console(record=True, file=io.StringIO())
+    failed = Note(0.0, "owed", 1, "fs", "\x1b]0;title\x07\x1b[2J\ud800")
+    output.watch(1, RequestTimeline("request-0", 0.0, None, None, (failed,)))
+    output.publish(console)
+    assert all(line.isprintable() for line in console.export_text().splitlines())
+
+
+def test_an_error_reaches_the_terminal_as_letters_alone(capsys):
+    complain("\x1b]0;title\x07\x1b[2J\ud800 is wrong")
+    assert (
+        capsys.readouterr().err
+        == "kvoffload: error: \ufffd]0;title\ufffd\ufffd[2J\\ud800 is wrong\n"
+    )

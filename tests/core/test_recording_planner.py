@@ -1,0 +1,196 @@
+"""What the planner tells the recorder: the journeys of a request, event by event."""
+
+import pytest
+from core.states import POLICIES
+from core.terms import HIT, MISS, PENDING, k, ks
+from core.tiers import ScriptedTier
+from core.world import World
+
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.foreign_tier import ForeignTierState
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.recorder import RequestRecorder
+from kvoffload_async.core.recording_planner import RecordingPlanner
+from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.errors import BlockMissingError
+from kvoffload_async.timeline import JobEnded, JobStarted, LookupEvent, Note
+from kvoffload_async.types import ReqContext
+
+
+def recording(primary, tiers, limits):
+    return RecordingPlanner(primary, tiers, limits, RequestRecorder(4))
+
+
+def world_of(*args, **options):
+    return World(*args, create_planner=recording, **options)
+
+
+def events_of(world, req_id="r"):
+    return world.planner.recorder.explain(req_id).events
+
+
+def notes_of(world, req_id="r"):
+    notes = [event for event in events_of(world, req_id) if isinstance(event, Note)]
+    return [(note.kind, note.num_blocks) for note in notes]
+
+
+def test_the_tiers_may_have_names_that_tell_them_apart():
+    tiers = [ForeignTierState("fs", ScriptedTier()) for _ in range(2)]
+    primary = Primary(2, POLICIES["lru"](2))
+    recorder = RequestRecorder(1)
+    limits = PlannerLimits(2, 2, 9.0)
+    planner = RecordingPlanner(primary, tiers, limits, recorder, names=["fs", "fs-2"])
+    ctx = ReqContext("r")
+    planner.on_new_request(ctx)
+    assert planner.lookup(k("a"), ctx) is MISS
+    (lookup,) = recorder.explain("r").events
+    assert lookup.answers == {"primary": {"miss": 1}, "fs": {"miss": 1}, "fs-2": {"miss": 1}}
+
+
+def test_a_promotion_and_a_load():
+    world = world_of()
+    world.fill(0, ks("ab"))
+    ctx = world.begin()
+    assert [world.lookup(ctx, name) for name in "abc"] == [PENDING, PENDING, MISS]
+    world.step(2.0)
+    world.settle(seconds=1.5)
+    assert [world.lookup(ctx, name) for name in "ab"] == [HIT, HIT]
+    world.load(ctx, "ab")
+    world.step(1.0)
+    world.loaded()
+    world.finish(ctx)
+    job = JobStarted(0.0, 0, "tier0", "load", 2, 0)
+    assert events_of(world) == (
+        LookupEvent(0.0, 0.0, 1, {"primary": {"miss": 3}, "tier0": {"hit": 2, "miss": 1}}, 2),
+        job,
+        JobEnded(2.0, job, 2, 2 << 20, 1.5),
+        LookupEvent(2.0, 2.0, 1, {"primary": {"hit": 2}}, 0),
+        Note(2.0, "scheduled", seconds=2.0),
+        Note(2.0, "pinned", 2),
+        Note(3.0, "unpinned", 2),
+    )
+    timeline = world.planner.recorder.explain("r")
+    assert (timeline.began_s, timeline.finished_s, timeline.ended_s) == (0.0, 3.0, 3.0)
+
+
+def test_a_store_and_its_cascade_end_after_the_request():
+    world = world_of()
+    ctx = world.begin()
+    world.store(ctx, "ab")
+    world.finish(ctx)
+    world.step(1.0)
+    assert world.planner.recorder.explain("r").ended_s is None
+    world.settle()
+    timeline = world.planner.recorder.explain("r")
+    assert notes_of(world) == [("reserved", 2), ("stored", 2)]
+    assert [type(event) for event in timeline.events[2:]] == [JobStarted, JobEnded]
+    assert timeline.ended_s == 1.0
+
+
+def test_what_a_store_has_no_room_for():
+    world = world_of(2, 0, accept_prefix=True)
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.store(ctx, "a")
+    world.offer(ctx, "bcd")
+    assert world.offer(ctx, "ef") is None
+    world.written(success=False)
+    world.planner.complete_store((), ctx, success=True)
+    world.planner.complete_load((), ctx)
+    assert notes_of(world) == [
+        ("reserved", 1),
+        ("stored", 1),
+        ("nothing_to_store", 1),
+        ("reserved", 2),
+        ("evicted", 1),
+        ("left_out", 1),
+        ("refused", 2),
+        ("store_failed", 2),
+    ]
+
+
+def test_what_is_evicted_to_make_room():
+    world = world_of(1, 0)
+    ctx = world.begin("one")
+    world.store(ctx, "a")
+    world.finish(ctx)
+    ctx = world.begin("two")
+    world.store(ctx, "b")
+    assert notes_of(world, "two")[:2] == [("reserved", 1), ("evicted", 1)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "breaker", "reasons"),
+    [
+        (
+            PlannerLimits(9, 1, 9.0),
+            9,
+            ["its share of the primary is used up", "others wait before them"],
+        ),
+        (PlannerLimits(9, 9, 9.0), 1, 2 * ["the tier is not open, or its breaker is"]),
+    ],
+)
+def test_why_a_tier_gets_blocks_later(limits, breaker, reasons):
+    world = world_of(8, 1, limits=limits, breaker=BreakerSettings(breaker, 60.0))
+    first = world.begin("first")
+    world.refusing = {0} if breaker == 1 else set()
+    world.store(first, "a")
+    second = world.begin("second")
+    world.store(second, "b")
+    world.store(second, "c")
+    notes = [event for event in events_of(world, "second") if isinstance(event, Note)]
+    owed = [note for note in notes if note.kind == "owed"]
+    assert owed == [Note(0.0, "owed", 1, "tier0", each) for each in reasons]
+
+
+def test_a_tier_under_pressure_gets_blocks_later():
+    world = world_of(8, 1, pressed_tier=0)
+    world.planner.tiers[0].backpressure.drops_store = lambda _now_s: True
+    ctx = world.begin()
+    world.store(ctx, "a")
+    assert events_of(world)[-1].reason == "the tier is slower than what is stored"
+
+
+def test_a_load_that_fails_and_one_that_is_given_up():
+    world = world_of()
+    world.fill(0, ks("ab"))
+    ctx = world.begin()
+    world.lookup(ctx, "a")
+    world.step()
+    world.settle(failed=[0], error=BlockMissingError("gone"))
+    world.lookup(ctx, "b")
+    world.step()
+    world.disown()
+    world.release()
+    ends = [event for event in events_of(world) if isinstance(event, JobEnded)]
+    assert [(end.landed_blocks, end.error, end.is_overdue) for end in ends] == [
+        (0, "gone", False),
+        (0, "scripted", True),
+    ]
+    assert events_of(world)[-1] == Note(2.0, "released", 1, "tier0")
+
+
+def test_why_a_tier_was_not_asked_and_why_a_hit_was_not_used():
+    world = world_of(4, 1, limits=PlannerLimits(1, 9, 3.0))
+    world.fill(0, ks("abc"))
+    ctx = world.begin(load_tier_filter=frozenset())
+    world.lookup(ctx, "a")
+    assert events_of(world)[-1].answers["tier0"] == {"filtered": 1}
+    late = world.begin("late")
+    assert [world.lookup(late, name) for name in "ab"] == [PENDING, MISS]
+    assert events_of(world, "late")[-1].answers["planner"] == {"no_room": 1}
+    world.step(5.0)
+    world.lookup(late, "a")
+    assert events_of(world, "late")[-1].answers == {
+        "primary": {"pending": 1},
+        "planner": {"expired": 1},
+    }
+
+
+def test_a_reset_is_noted():
+    world = world_of()
+    ctx = world.begin()
+    world.reset()
+    world.lookup(ctx, "a")
+    assert notes_of(world) == [("reset", 0)]
+    assert events_of(world)[-1].answers["planner"] == {"paused": 1}

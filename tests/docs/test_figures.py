@@ -1,0 +1,60 @@
+"""The tool that writes a bench's figures into the documentation."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from kvoffload_async.bench import Plan, run_bench
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return runpy.run_path(str(ROOT / "docs/_tools/figures.py"))
+
+
+@pytest.fixture(scope="module")
+def report():
+    plan = Plan.parse(
+        "64KiB,4MiB", "4MiB", keys_per_job=1, one_job=2, in_flight=2, rounds=1, threads=2
+    )
+    return json.loads(run_bench(plan, [{"type": "slab"}, {"type": "fs"}]).to_json())
+
+
+def test_the_page_gets_a_table_of_every_pass_and_the_same_again(tool, report):
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    written = tool["page"](text, report)
+    figures = written.split("<!-- figures -->")[1].split("<!-- /figures -->")[0]
+    assert written.replace(figures, "\n") == text.replace(
+        text.split("<!-- figures -->")[1].split("<!-- /figures -->")[0], "\n"
+    )
+    for title in (
+        "store |",
+        "load |",
+        "store, one job of 2 blocks |",
+        "load, one job of 2 blocks |",
+    ):
+        assert f"| GiB/s, {title} " in figures
+    speed = report["sizes"][1]["contenders"]["slab"]["passes"]["load"]["gib_per_s"]
+    assert f"| {speed['median']:.2g} ({speed['of_floor']:.2f}) |" in figures
+    assert figures.count("| 64 KiB |") == figures.count("| 4 MiB |") == 7
+    assert report["machine"]["date"][:10] in figures
+    assert tool["page"](written, report) == written
+
+
+def test_the_readme_gets_the_speeds_of_the_smallest_and_the_largest_blocks(tool, report):
+    text = (ROOT / "README.md").read_text()
+    written = tool["readme"](text, report)
+    low, high = (
+        f"{size['contenders']['slab']['passes']['load']['gib_per_s']['median']:.2g}"
+        for size in report["sizes"]
+    )
+    expected = f"| load, 64 KiB and 4 MiB blocks | {low} and {high} GiB/s, verified |"
+    lines = written.splitlines()
+    (line,) = [each for each in lines if each.startswith("| load, ")]
+    assert line == f"{expected} not measured | not measured |"
+    assert len(lines) == len(text.splitlines())
+    assert sum(a != b for a, b in zip(lines, text.splitlines(), strict=True)) <= 2

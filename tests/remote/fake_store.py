@@ -1,0 +1,166 @@
+"""A client of a store in memory, whose every call a test can watch, delay and fail."""
+
+import asyncio
+from collections import Counter
+from typing import ClassVar
+
+from kvoffload_async.errors import TierFullError, TierUnavailableError
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.testing import InlineIo, VirtualRunner
+from kvoffload_async.testing.harness import content_of, make_job
+from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.tiers.remote.client import RemoteClient, Value
+from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.remote.tier import RemoteTier
+
+SLOT_BYTES = 4096
+
+
+class LibraryError(Exception):
+    """What the library raises; `kind` is what it means."""
+
+    def __init__(self, kind=TierUnavailableError, text="broken"):
+        super().__init__(text)
+        self.kind = kind
+
+
+class FakeClient(RemoteClient):
+    """Answers at once, unless told otherwise.
+
+    Attributes:
+        values: Key -> bytes.
+        calls: Name of a call -> how often it was made.
+        failures: Errors that the next calls raise, in order; None: that call works.
+        is_stalled: No call ends.
+        portion: Values a call.
+    """
+
+    place: ClassVar[str] = "fake"
+    answers_many: ClassVar[bool] = True
+
+    def __init__(self, values=None, *, answers_many=True, portion=4):
+        self.values = {} if values is None else values
+        self.answers_many = answers_many
+        self.portion = portion
+        self.calls = Counter()
+        self.sizes = []
+        self.failures = []
+        self.full = set()
+        self.renewed = []
+        self.is_stalled = False
+        self.is_closed = False
+        self.emptied = None
+
+    async def _begin(self, name, keys=()):
+        self.calls[name] += 1
+        self.sizes.append(len(keys))
+        if self.is_stalled:
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(0)
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is not None:
+            raise failure
+
+    async def connect(self):
+        await self._begin("connect")
+
+    async def check(self):
+        await self._begin("check")
+
+    async def exist(self, keys):
+        await self._begin("exist", keys)
+        return frozenset(key for key in keys if key in self.values)
+
+    async def get(self, keys, most_bytes):
+        await self._begin("get", keys)
+        found = [self.values.get(key) for key in keys]
+        return [Value(memoryview(data)) if isinstance(data, bytes) else data for data in found]
+
+    async def put(self, keys, values):
+        await self._begin("put", keys)
+        for key, value in zip(keys, values, strict=True):
+            if key not in self.full:
+                self.values.setdefault(key, value.tobytes())
+        return [TierFullError("no room, says s3cret") if key in self.full else None for key in keys]
+
+    async def remove_if(self, key, value, sha1):
+        await self._begin("remove_if")
+        is_same = self.values.get(key) == bytes(value.data)
+        if is_same:
+            del self.values[key]
+        return is_same
+
+    async def renew(self, keys):
+        await self._begin("renew", keys)
+        self.renewed += keys
+
+    def mapped(self, error):
+        return error.kind(str(error))
+
+    async def close(self):
+        self.is_closed = True
+
+    def portion_blocks(self, value_bytes):
+        return self.portion
+
+
+class World:
+    """A tier over such a client, on a loop with virtual time."""
+
+    def __init__(self, client=None, *, num_slots=64, **options):
+        self.client = client or FakeClient()
+        self.runner = VirtualRunner()
+        self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES)
+        options = {"remember_present_s": 0.0, "remember_absent_s": 0.0} | options
+        self.tier = RemoteTier(
+            RemoteSettings(**options),
+            self._create,
+            "fake://host",
+            probes_prefixes=not self.client.answers_many,
+        )
+        self.env = ActorEnvironment(self.buffer.view, InlineIo(), lambda _event: None)
+        self._job_id = 0
+
+    def _create(self, namespace, block_bytes, emptied):
+        self.client.emptied = emptied
+        return self.client
+
+    def __enter__(self):
+        self.run(self.tier.open(self.env))
+        return self
+
+    def __exit__(self, *_):
+        self.run(self.tier.close())
+        self.env.kv_view.release()
+        self.runner.close()
+        assert self.buffer.release(), "somebody still holds the primary's buffer"
+
+    def run(self, coroutine, timeout_s=1000.0):
+        return self.runner.run(coroutine, timeout_s)
+
+    def job(self, keys, *, is_promotion):
+        self._job_id += 1
+        return make_job(self._job_id, keys, range(len(keys)), is_promotion=is_promotion)
+
+    def store(self, keys):
+        for slot, key in enumerate(keys):
+            self._row(slot)[:] = content_of(key, SLOT_BYTES).tobytes()
+        return self.run(self.tier.store(self.job(keys, is_promotion=False)))
+
+    def load(self, keys):
+        for slot in range(len(keys)):
+            self._row(slot)[:] = bytes(SLOT_BYTES)
+        return self.run(self.tier.load(self.job(keys, is_promotion=True)))
+
+    def holds(self, key, slot):
+        return bytes(self._row(slot)) == content_of(key, SLOT_BYTES).tobytes()
+
+    def heads(self, *chains):
+        return list(self.run(self.tier.longest_prefixes(chains)))
+
+    def gauge(self, name):
+        return self.tier.gauges()[name]
+
+    def _row(self, slot):
+        flat = memoryview(self.buffer.view).cast("B", (self.buffer.view.nbytes,))
+        return flat[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]

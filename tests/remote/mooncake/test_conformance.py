@@ -1,0 +1,28 @@
+"""The `mooncake` tier meets the whole contract, on a real master."""
+
+import numpy as np
+import pytest
+
+from kvoffload_async.testing import TierConformance
+from kvoffload_async.tiers.mooncake.tier import MooncakeTier
+
+
+class TestMooncakeTier(TierConformance):
+    @pytest.fixture(autouse=True)
+    def _master(self, master):
+        self.master = master
+
+    @pytest.fixture
+    def tier(self, master):
+        return lambda: MooncakeTier(master.connection())
+
+    def damage(self, tier, key):
+        """Put another value where the block was."""
+        store = self.master.host._library
+        name = tier._place.name(key)
+        value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
+        if not len(value):
+            return False
+        value[-1] ^= 1
+        assert store.remove(name, True) == 0
+        return store.put(name, value.tobytes()) == 0

@@ -1,0 +1,30 @@
+"""The `object` tier meets the whole contract: in a directory, and on a real S3 server."""
+
+import pytest
+from remote.object.tiers import damage, tier_on
+
+from kvoffload_async.testing import TierConformance
+from kvoffload_async.tiers.object.client import ObjectConnection
+
+
+class TestObjectTierInADirectory(TierConformance):
+    @pytest.fixture
+    def connection(self, tmp_path):
+        return ObjectConnection(f"file://{tmp_path}/blocks")
+
+    @pytest.fixture
+    def tier(self, connection):
+        self.connection = connection
+        return lambda: tier_on(connection)
+
+    def damage(self, tier, key):
+        return damage(self.connection, key)
+
+
+@pytest.mark.servers
+class TestObjectTierOnS3(TestObjectTierInADirectory):
+    traffic_runs = 5
+
+    @pytest.fixture
+    def connection(self, server, prefix):
+        return server.connection(prefix)

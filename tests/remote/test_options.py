@@ -1,0 +1,207 @@
+"""The options of remote tiers: clear errors that name key and remedy, and never a secret."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvoffload_async import ConfigError, OffloadConfig, SecondaryTierFactory
+from kvoffload_async.abc.tier import KVIdentity
+from kvoffload_async.cli.app import app
+from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.config import without_secrets
+from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
+from kvoffload_async.facade import object as object_facade
+from kvoffload_async.tiers.valkey.address import Address
+
+SECRET = "s3cret/p@ss"  # noqa: S105 - made up
+
+VALKEY = {"type": "valkey", "url": "valkey://host", "model": "org/model"}
+OBJECT = {"type": "object", "url": "s3://bucket/prefix", "model": "org/model", "region": "eu"}
+
+
+def refusal(config):
+    with pytest.raises(ConfigError) as raised:
+        SecondaryTierFactory.check_config(config)
+    assert SECRET not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("config", [VALKEY, OBJECT])
+def test_a_configuration_is_checked_without_a_server(config):
+    (place,) = SecondaryTierFactory.check_config(config)
+    assert place.key == "url"
+    assert not place.is_exclusive
+
+
+@pytest.mark.parametrize("base", [VALKEY, OBJECT])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ttl_s", 0),
+        ("connections", 0),
+        ("bytes_in_flight", "many"),
+        ("call_timeout_s", -1),
+        ("max_retries", 99),
+        ("remember_present_s", -1),
+        ("remember_absent_s", "1"),
+        ("integrity_key_file", "relative"),
+        ("io_timeout_s", "soon"),
+        ("url", 5),
+        ("url", "nothing"),
+        ("url", f"ftp://user:{SECRET}@host"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(base, key, value):
+    assert refusal(base | {key: value}).startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": f"valkey://u:{SECRET}@ho st\n"}, "url: "),
+        ({"url": "valkey://host:port"}, "url: it is not valid"),
+        ({"url": "valkey://"}, "url: "),
+        ({"url": "valkey://host/zero"}, "database 'zero' is not a number"),
+        ({"url": f"valkey://u:12/{SECRET}@host"}, "database after the first / is not a number"),
+        ({"url": f"http://u:{SECRET}@host"}, "url: it is not valid"),
+        ({"url": "http://host"}, "scheme is not one of"),
+        ({"url": f"valkey://u:{SECRET}@host?x=1"}, "url: "),
+        ({"cluster": "yes"}, "cluster: "),
+        ({"cluster": True, "url": "valkey://host/2"}, "does not go with cluster"),
+        ({"tls_ca_file": "/ca.pem"}, "tls_ca_file: goes with a URL of valkeys://"),
+        ({"tls_ca_file": "ca.pem"}, "tls_ca_file: it must be the absolute path"),
+        ({"password_file": "/not/there"}, "password_file: '/not/there' cannot be read"),
+        ({"username": ""}, "username: "),
+    ],
+)
+def test_options_of_valkey_are_checked(options, said):
+    assert said in refusal(VALKEY | options)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xff", b"x" * 5000])
+def test_a_file_without_a_usable_password_is_named(tmp_path, content):
+    path = tmp_path / "password"
+    path.write_bytes(content)
+    assert "password_file" in refusal(VALKEY | {"password_file": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": f"s3://key:{SECRET}@bucket/x"}, "neither user nor query"),
+        ({"url": "s3://"}, "write s3://bucket/prefix"),
+        ({"url": "s3://[bucket"}, "write s3://bucket/prefix"),
+        ({"url": "file://"}, "write s3://bucket/prefix"),
+        ({"url": "http://host/x"}, "scheme must be one of"),
+        ({"region": ""}, "region: "),
+        ({"secret_access_key": 5}, "secret_access_key: it is not valid"),
+        ({"skip_signature": "yes"}, "skip_signature: "),
+        ({"allow_http": 1}, "allow_http: "),
+        ({"tls_ca_file": "/not/there"}, "tls_ca_file: '/not/there' cannot be read"),
+        ({"tls_ca_file": "/dev/null"}, "tls_ca_file: '/dev/null' is empty"),
+        ({"store_options": [SECRET]}, "store_options: "),
+        ({"store_options": {"region": "eu"}}, "region: is given twice"),
+        ({"store_options": {"colour": SECRET}}, "does not go with every option"),
+        ({"url": "gs://bucket"}, "(region)"),
+    ],
+)
+def test_options_of_object_are_checked(options, said):
+    assert said in refusal(OBJECT | options)
+
+
+def test_an_unknown_option_is_named_with_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'ttl_s'"):
+        SecondaryTierFactory.check_config(VALKEY | {"ttl": 5})
+
+
+@pytest.mark.parametrize("config", [VALKEY, OBJECT])
+def test_a_model_is_required(config):
+    assert refusal({key: config[key] for key in config if key != "model"}).startswith("model: ")
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert "pip install 'kvoffload-async[valkey]'" in refusal(VALKEY)
+    assert "pip install 'kvoffload-async[object]'" in refusal(OBJECT)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("valkey://host", Address("host")),
+        ("redis://host:7/2", Address("host", 7, 2)),
+        ("rediss://[::1]", Address("::1", has_tls=True)),
+        (
+            "valkeys://u%40x:p%2Fw@host",
+            Address("host", has_tls=True, username="u@x", password="p/w"),  # noqa: S106 - made up
+        ),
+    ],
+)
+def test_urls_name_servers(url, address):
+    assert Address.parse(url) == address
+    assert "p/w" not in repr(address) + address.shown
+
+
+def test_an_address_is_shown_as_a_url_without_user():
+    assert Address.parse("rediss://u:p@[::1]:9/3").shown == "valkeys://[::1]:9/3"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        VALKEY | {"url": "valkey://u:s3cret%2Fp%40ss@127.0.0.1:1"},
+        OBJECT
+        | {
+            "endpoint": "http://127.0.0.1:1",
+            "allow_http": True,
+            "access_key_id": "AK",
+            "secret_access_key": SECRET,
+        },
+    ],
+)
+def test_a_server_that_is_not_there_is_unavailable_and_no_secret_is_said(config, caplog):
+    caplog.set_level(logging.DEBUG)
+    view = memoryview(np.zeros((4, 4096), dtype=np.uint8))
+    options = {"max_retries": 0, "open_timeout_s": 20.0}
+    with pytest.raises(TierUnavailableError) as raised:
+        SecondaryTierFactory.create_secondary_tier(config | options, view, None)
+    said = json.dumps([repr(raised.value), repr(raised.value.__cause__), caplog.text])
+    for secret in (SECRET, "s3cret%2Fp%40ss", "s3cret"):
+        assert secret not in said
+
+
+def test_a_secret_is_hidden_however_the_name_of_its_option_is_written():
+    options = object_facade._DEFAULTS | OBJECT
+    options["store_options"] = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": SECRET}
+    del options["type"]
+    settings = object_facade._settings(options, KVIdentity(model="org/model"))
+    assert settings.remote.redact(f"said {SECRET}") == "said ***"
+
+
+def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):
+    path = tmp_path / "config.json"
+    tiers = [
+        VALKEY | {"url": f"valkey://u:{SECRET.replace('/', '%2F')}@host"},
+        OBJECT | {"secret_access_key": SECRET, "store_options": {"a_secret": SECRET}},
+        OBJECT | {"store_options": {"AWS_SECRET_ACCESS_KEY": SECRET, "access_key": SECRET}},
+    ]
+    config = {"cpu_bytes_to_use": "1MiB", "block_bytes": "16KiB", "secondary_tiers": tiers[:1]}
+    path.write_text(json.dumps(config))
+    shown = CliRunner().invoke(app, ["check-config", str(path)]).output
+    assert "valkey://***@host" in shown
+    text = f"{shown}{OffloadConfig.parse(config | {'secondary_tiers': tiers})!r}"
+    text += json.dumps([without_secrets(tier) for tier in tiers])
+    assert SECRET not in text
+    assert "s3cret%2F" not in text
+
+
+@pytest.mark.parametrize(
+    "text", [f"valkey:url=redis://u:{SECRET}@h,x", f"object:secret_access_key={SECRET},x", ":"]
+)
+def test_a_tier_on_the_command_line_that_is_not_understood_is_shown_without_secrets(text):
+    with pytest.raises(InputError) as raised:
+        parse_tier(text)
+    assert SECRET not in str(raised.value)

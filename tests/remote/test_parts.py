@@ -1,0 +1,277 @@
+"""The parts of remote tiers by themselves."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from remote.fake_store import FakeClient, LibraryError, World
+
+from kvoffload_async.config import without_user_info
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.testing import VirtualRunner
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.remote import memory as memory_module
+from kvoffload_async.tiers.remote.envelope import Header, is_newer, namespace_of
+from kvoffload_async.tiers.remote.limits import Limits
+from kvoffload_async.tiers.remote.memory import AnswerMemory
+from kvoffload_async.tiers.remote.prefixes import longest_present_heads
+from kvoffload_async.tiers.remote.secrecy import Redactor
+from kvoffload_async.tiers.remote.together import run_together
+
+K = [key_of(number) for number in range(200)]
+
+
+# -- heads --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=6))
+def test_the_longest_heads_are_found_with_few_questions(lengths):
+    chains = [tuple(key_of(1000 * c + i) for i in range(n)) for c, (n, _) in enumerate(lengths)]
+    heads = [min(n, present) for n, present in lengths]
+    there = {key for chain, head in zip(chains, heads, strict=True) for key in chain[:head]}
+    rounds = []
+
+    async def ask(keys):
+        rounds.append(keys)
+        return there.intersection(keys)
+
+    assert asyncio.run(longest_present_heads(chains, ask)) == heads
+    longest = max((len(chain) for chain in chains), default=0)
+    assert len(rounds) <= 2 + max(0, longest - 2).bit_length()
+    assert all(len(keys) <= len(chains) for keys in rounds)
+
+
+@pytest.mark.parametrize("present", range(65))
+def test_a_prefix_of_64_blocks_costs_at_most_8_requests(present):
+    with World(FakeClient(dict.fromkeys(K[:present], b""), answers_many=False)) as world:
+        assert world.heads(K[:64]) == [present]
+        assert world.client.calls["exist"] <= 8
+
+
+def test_several_requests_share_rounds_and_equal_keys_are_asked_once():
+    with World(FakeClient(dict.fromkeys(K[:50], b""), answers_many=False)) as world:
+        assert world.heads(K[:64], K[:64], K[:64]) == [50, 50, 50]
+        assert world.client.calls["exist"] <= 8
+
+
+def test_where_one_call_answers_for_many_keys_one_is_made():
+    with World(FakeClient(dict.fromkeys(K[:50], b""))) as world:
+        assert world.heads(K[:64], [*K[:10], *K[100:110]], []) == [50, 10, 0]
+        assert world.client.calls["exist"] == 1
+
+
+def test_what_was_answered_lately_needs_no_question():
+    client = FakeClient(dict.fromkeys(K[:50], b""), answers_many=False)
+    with World(client, remember_present_s=9.0, remember_absent_s=9.0) as world:
+        world.heads(K[:64])
+        asked = client.calls["exist"]
+        assert world.heads(K[:64]) == [50]
+        assert client.calls["exist"] == asked
+
+
+def test_one_question_that_fails_fails_the_probe():
+    with World(FakeClient(answers_many=False), max_retries=0) as world:
+        world.client.failures = [None, LibraryError()]
+        with pytest.raises(TierUnavailableError):
+            world.run(world.tier.contains(K[:40]))
+        assert world.client.calls["exist"] < 40
+
+
+# -- remembered answers -------------------------------------------------------------------------
+
+
+def test_answers_are_believed_for_their_time():
+    now = [0.0]
+    memory = AnswerMemory(10.0, 1.0, lambda: now[0])
+    memory.appeared(K[:1])
+    memory.vanished(K[1:2])
+    assert [memory.get(key) for key in K[:3]] == [True, False, None]
+    now[0] = 1.0
+    assert [memory.get(key) for key in K[:3]] == [True, None, None]
+    now[0] = 10.0
+    assert memory.get(K[0]) is None
+
+
+def test_the_last_answer_counts():
+    memory = AnswerMemory(10.0, 10.0, lambda: 0.0)
+    memory.vanished(K[:1])
+    memory.appeared(K[:1])
+    assert memory.get(K[0]) is True
+    memory.vanished(K[:1])
+    assert memory.get(K[0]) is False
+
+
+def test_an_answer_that_was_contradicted_does_not_come_back():
+    now = [0.0]
+    memory = AnswerMemory(1.0, 10.0, lambda: now[0])
+    memory.vanished(K[:1])
+    memory.appeared(K[:1])
+    now[0] = 2.0
+    assert memory.get(K[0]) is None
+
+
+def test_nothing_is_remembered_for_no_time():
+    memory = AnswerMemory(0.0, 0.0, lambda: 0.0)
+    memory.appeared(K[:1])
+    memory.vanished(K[1:2])
+    assert len(memory) == 0
+
+
+def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
+    monkeypatch.setattr(memory_module, "MOST_ANSWERS", 10)
+    now = [0.0]
+    memory = AnswerMemory(10.0, 10.0, lambda: now[0])
+    memory.appeared(K[:30])
+    assert len(memory) == 10
+    assert memory.get(K[29]) is True
+    now[0] = 20.0
+    memory.appeared(K[40:41])
+    assert len(memory) == 1
+
+
+# -- limits -------------------------------------------------------------------------------------
+
+
+def test_calls_pass_in_their_order_as_far_as_bytes_and_calls_allow():
+    runner, order = VirtualRunner(), []
+    limits = Limits(2, 100)
+
+    async def call(name, num_bytes):
+        async with limits.hold(num_bytes):
+            order.append(name)
+            await asyncio.sleep(1.0)
+
+    async def all_calls():
+        async with asyncio.TaskGroup() as group:
+            for name, num_bytes in (("a", 60), ("b", 60), ("c", 10), ("d", 500)):
+                group.create_task(call(name, num_bytes))
+
+    runner.run(all_calls(), 10.0)
+    assert order == ["a", "b", "c", "d"]
+    assert runner.loop.time() == 3.0
+    assert limits.bytes_in_flight == 0
+    runner.close()
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+def test_who_is_cancelled_gives_back_what_it_had_and_who_waits_behind_it_goes_on(cancelled):
+    runner, ended = VirtualRunner(), []
+    limits = Limits(4, 100)
+
+    async def call(number, num_bytes):
+        async with limits.hold(num_bytes):
+            await asyncio.sleep(1.0)
+            ended.append(number)
+
+    async def all_calls():
+        loop = asyncio.get_running_loop()
+        sizes = enumerate((100, 100, 50))
+        tasks = [loop.create_task(call(number, size)) for number, size in sizes]
+        await asyncio.sleep(0.5)
+        tasks[cancelled].cancel()
+        await asyncio.wait(tasks)
+
+    runner.run(all_calls(), 10.0)
+    assert ended == [number for number in range(3) if number != cancelled]
+    assert limits.bytes_in_flight == 0
+    runner.close()
+
+
+def test_who_is_cancelled_as_its_turn_comes_gives_it_back():
+    runner = VirtualRunner()
+    limits = Limits(1, 1)
+
+    async def wait():
+        async with limits.hold(1):
+            raise AssertionError("it was cancelled before")
+
+    async def all_calls():
+        async with limits.hold(1):
+            task = asyncio.get_running_loop().create_task(wait())
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        async with limits.hold(1):
+            pass
+
+    runner.run(all_calls(), 10.0)
+    assert limits.bytes_in_flight == 0
+    runner.close()
+
+
+# -- together -----------------------------------------------------------------------------------
+
+
+def test_the_first_error_ends_the_others_and_is_raised():
+    runner, ended = VirtualRunner(), []
+
+    async def fail():
+        await asyncio.sleep(1.0)
+        raise ValueError("first")
+
+    async def wait():
+        try:
+            await asyncio.sleep(9.0)
+        finally:
+            ended.append(runner.loop.time())
+
+    with pytest.raises(ValueError, match="first"):
+        runner.run(run_together([wait(), fail(), wait()], "test"), 10.0)
+    assert ended == [1.0, 1.0]
+    runner.close()
+
+
+# -- secrets ------------------------------------------------------------------------------------
+
+
+def test_secrets_are_hidden_however_a_url_writes_them():
+    redact = Redactor(["p@ss/word", "ab", ""])
+    text = "p@ss/word p%40ss%2Fword redis://user:x@host:1/0 able"
+    assert redact(text) == "*** *** redis://***@host:1/0 able"
+    assert "p@ss" not in repr(redact)
+    assert redact(ValueError("p@ss/word")) == "***"
+
+
+def test_a_url_without_a_user_stays_as_it_is():
+    assert without_user_info("see http://host/a b@c") == "see http://host/a b@c"
+    assert without_user_info("'s3://u:p/w@host/x'") == "'s3://***@host/x'"
+
+
+# -- envelopes ----------------------------------------------------------------------------------
+
+
+def test_a_value_says_what_it_is():
+    with World() as world:
+        world.store(K[:1])
+        value = world.client.values[K[0]]
+        header = Header.parse(memoryview(value))
+    assert header.key == K[0]
+    assert header.layout == world.env.identity.digest
+    assert header.payload_offset % 64 == 0
+    assert header.payload_offset + header.payload_bytes == len(value)
+    assert not header.is_keyed
+    for bad in (b"", b"KVOB", b"X" + value[1:], value[:100], value[:4] + b"\2\0" + value[6:]):
+        assert Header.parse(memoryview(bad)) is None
+    assert is_newer(memoryview(value[:4] + b"\2\0" + value[6:]))
+    assert not is_newer(memoryview(value))
+    assert not is_newer(memoryview(value)[:10])
+
+
+def test_blocks_of_another_integrity_key_do_not_verify():
+    one, other = IntegrityKey(b"1" * 32), IntegrityKey(b"2" * 32)
+    with World(integrity_key=one) as world:
+        world.store(K[:1])
+        values = world.client.values
+        assert Header.parse(memoryview(values[K[0]])).is_keyed
+        assert world.load(K[:1]) == {}
+    for key in (other, None):
+        with World(FakeClient(dict(values)), integrity_key=key) as world:
+            assert list(world.load(K[:1])) == [0]
+
+
+def test_namespaces_differ_in_layout_and_integrity_key():
+    layouts = ["0" * 32, "1" * 32]
+    keys = [None, IntegrityKey(b"1" * 32), IntegrityKey(b"2" * 32)]
+    assert len({namespace_of(layout, key) for layout in layouts for key in keys}) == 6

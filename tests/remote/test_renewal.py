@@ -1,0 +1,93 @@
+"""Blocks in use do not expire, and their renewals are few and bounded."""
+
+from remote.fake_store import FakeClient, LibraryError, World
+
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.remote import renewal as renewal_module
+
+K = [key_of(number) for number in range(40)]
+TTL_S = 160.0
+
+
+def touch(world, keys):
+    world.runner.call_soon(world.tier.touch, keys)
+    world.runner.advance(0.0)
+
+
+def test_uses_are_renewed_in_one_batch():
+    with World(ttl_s=TTL_S) as world:
+        for key in K[:20]:
+            touch(world, [key])
+        world.runner.advance(TTL_S / 16)
+        assert world.client.renewed == K[:20]
+        assert world.client.calls["renew"] == 1
+        assert world.gauge("renewed") == 20
+
+
+def test_a_block_is_renewed_once_a_quarter_of_its_lifetime():
+    with World(ttl_s=TTL_S) as world:
+        world.store(K[:1])
+        for _ in range(64):
+            touch(world, K[:1])
+            world.runner.advance(TTL_S / 64)
+        assert 3 <= len(world.client.renewed) <= 4
+
+
+def test_a_load_is_a_use():
+    with World(FakeClient(portion=2), ttl_s=TTL_S) as world:
+        world.store(K[:2])
+        world.runner.advance(TTL_S / 2)
+        world.load(K[:3])
+        world.runner.advance(TTL_S / 2)
+        assert world.client.renewed == K[:2]
+
+
+def test_nothing_is_renewed_that_does_not_expire():
+    with World() as world:
+        world.store(K[:2])
+        touch(world, K[:2])
+        world.load(K[:2])
+        world.runner.advance(1e6)
+        assert world.client.calls["renew"] == 0
+
+
+def test_renewals_that_fail_are_counted_and_tried_at_the_next_use(caplog):
+    with World(ttl_s=TTL_S, max_retries=0) as world:
+        world.client.failures = [LibraryError()]
+        touch(world, K[:2])
+        world.runner.advance(TTL_S / 16)
+        assert world.gauge("dropped_renewals") == 2
+        assert "2 blocks were not renewed" in caplog.text
+        touch(world, K[:2])
+        world.runner.advance(TTL_S / 16)
+        assert world.client.renewed == K[:2]
+
+
+def test_what_waits_is_bounded_and_batches_are(monkeypatch):
+    monkeypatch.setattr(renewal_module, "_MOST_WAITING", 10)
+    monkeypatch.setattr(renewal_module, "BATCH_BLOCKS", 4)
+    monkeypatch.setattr(renewal_module, "_MOST_REMEMBERED", 5)
+    with World(ttl_s=TTL_S) as world:
+        touch(world, K[:12])
+        world.runner.advance(TTL_S / 16)
+        assert world.client.renewed == K[:10]
+        assert world.client.calls["renew"] == 3
+        assert world.gauge("dropped_renewals") == 2
+        touch(world, K[:10])
+        world.runner.advance(TTL_S / 16)
+        assert world.client.renewed[10:] == K[:5], "only the last five are remembered as fresh"
+
+
+def test_closing_ends_a_renewal_that_hangs():
+    with World(ttl_s=TTL_S) as world:
+        world.client.is_stalled = True
+        touch(world, K[:2])
+        world.runner.advance(TTL_S / 16)
+        touch(world, K[2:4])
+    assert world.client.is_closed
+
+
+def test_a_use_before_the_opening_is_nothing():
+    world = World(ttl_s=TTL_S)
+    world.tier.touch(K)
+    world.runner.close()

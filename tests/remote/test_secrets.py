@@ -1,0 +1,170 @@
+"""No secret in anything that a run prints, logs, raises or counts, in order and with faults."""
+
+import json
+import logging
+import traceback
+from urllib.parse import quote
+
+import prometheus_client
+import pytest
+from servers import seaweedfs
+from servers.proxy import Proxy
+from servers.seaweedfs import SeaweedServer
+from servers.valkey import ValkeyServer
+from typer.testing import CliRunner
+
+from kvoffload_async import ConfigError, OffloadConfig, TieringOffloadingSpec
+from kvoffload_async.cli.app import app
+from kvoffload_async.config import without_secrets
+from kvoffload_async.observe.prometheus import OffloadCollector
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.types import LookupResult, ReqContext
+
+VALKEY_SECRET = "v4lkey/p@ss word"  # noqa: S105 - made up
+WRONG_SECRET = "wr0ng/p@ss+word"  # noqa: S105 - made up
+K = [key_of(number) for number in range(8)]
+FAULTS = ({}, {"flip_at": 2000}, {"flip_at": 1}, {"reset_at": 3}, {"refuses": True}, {})
+STEP_S = 0.2
+UNDECIDED = {LookupResult.RETRY, LookupResult.HIT_PENDING}
+
+pytestmark = pytest.mark.filterwarnings("default")  # of a library whose connection was reset
+
+
+class ValkeyRun:
+    """A server with a password, and the configuration of a tier on it."""
+
+    secret = VALKEY_SECRET
+
+    def __init__(self, folder):
+        self.server = ValkeyServer(folder, password=VALKEY_SECRET)
+
+    def tier(self, port, secret=VALKEY_SECRET):
+        url = f"valkey://:{quote(secret, safe='')}@127.0.0.1:{port}/0"
+        return {"type": "valkey", "url": url}
+
+
+class ObjectRun:
+    """The same of an S3 server."""
+
+    secret = seaweedfs.SECRET_ACCESS_KEY
+
+    def __init__(self, folder):
+        self.server = SeaweedServer(folder)
+
+    def tier(self, port, secret=seaweedfs.SECRET_ACCESS_KEY):
+        connection = self.server.connection("secrets", port=port, secret_access_key=secret)
+        return {"type": "object", "url": connection.url, "allow_http": True, **connection.options}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ValkeyRun, pytest.param(ObjectRun, marks=pytest.mark.servers)],
+    ids=["valkey", "object"],
+)
+def run(request, tmp_path_factory):
+    run = request.param(tmp_path_factory.mktemp("server"))
+    with run.server:
+        yield run
+
+
+@pytest.fixture
+def proxy(run):
+    with Proxy(run.server.port) as proxy:
+        yield proxy
+
+
+def config_of(tier):
+    quick = {"call_timeout_s": 1.0, "io_timeout_s": 2.0, "max_retries": 1, "open_timeout_s": 20.0}
+    return {
+        "cpu_bytes_to_use": "1MiB",
+        "block_bytes": "4KiB",
+        "model": "org/model",
+        "breaker_retry_s": 0.1,
+        "secondary_tiers": [tier | quick],
+    }
+
+
+def check(said, *secrets):
+    """No secret is in a text, as it is or as a URL or JSON writes it."""
+    assert len(said) > 100
+    for secret in secrets:
+        forms = {secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]}
+        for form in forms | {secret[:8]}:
+            assert form not in said
+
+
+def settle(manager, lookup=None):
+    """Go on until nothing is under way, and a lookup has its answers."""
+    while True:
+        manager.on_schedule_end()
+        answers = lookup() if lookup else ()
+        if not UNDECIDED.intersection(answers) and not manager.has_pending_work():
+            return
+        manager.wait_for_progress(STEP_S)
+
+
+def request(manager, name, fault):
+    """Store anew what is not found."""
+    ctx = ReqContext(name)
+    manager.on_new_request(ctx)
+    settle(manager, lambda: [manager.lookup(key, ctx) for key in K])
+    extra = [key_of(100 + number) for number in range(4 * fault, 4 * fault + 4)]
+    manager.prepare_store(extra, ctx)
+    manager.complete_store(extra, ctx)
+    manager.on_request_finished(ctx)
+    settle(manager)
+    manager.reset_cache()
+    manager.on_reset_flushed()
+
+
+def test_a_run_with_faults_says_no_secret(run, proxy, caplog):
+    caplog.set_level(logging.DEBUG)
+    config = config_of(run.tier(proxy.port))
+    parsed = OffloadConfig.parse(config)
+    with TieringOffloadingSpec(config) as spec:
+        manager = spec.get_manager()
+        ctx = ReqContext("first")
+        manager.on_new_request(ctx)
+        manager.prepare_store(K, ctx)
+        manager.complete_store(K, ctx)
+        manager.on_request_finished(ctx)
+        settle(manager)
+        for number, fault in enumerate(FAULTS):
+            proxy.set(**fault)
+            request(manager, f"r{number}", number)
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(OffloadCollector({"0": manager.stats}))
+        said = [prometheus_client.generate_latest(registry).decode()]
+        (tier,) = manager.secondary_tiers
+        inner = tier._link.actor._tier
+        said += map(repr, (spec, parsed, manager, manager.stats(), tier, inner))
+        said += map(repr, vars(inner).values())
+        said += [
+            inner.describe(),
+            repr(inner.gauges()),
+            json.dumps(without_secrets(config["secondary_tiers"][0])),
+        ]
+    said.append(caplog.text)
+    assert "suspended" in caplog.text or "failed" in caplog.text
+    check("\n".join(said), run.secret)
+
+
+def test_a_wrong_secret_is_not_said_either(run, proxy, caplog):
+    caplog.set_level(logging.DEBUG)
+    config = config_of(run.tier(proxy.port, WRONG_SECRET))
+    with pytest.raises(ConfigError) as raised:
+        TieringOffloadingSpec(config).get_manager()
+    said = "".join(traceback.format_exception(raised.value)) + repr(raised.value) + caplog.text
+    check(said, run.secret, WRONG_SECRET)
+
+
+@pytest.mark.parametrize(("secret", "status"), [(None, 0), (WRONG_SECRET, 2)])
+def test_the_commands_say_no_secret(run, tmp_path, secret, status):
+    tier = run.tier(run.server.port, *([secret] if secret else []))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(tier) | {"block_bytes": "16KiB"}))
+    shown = CliRunner().invoke(app, ["check-config", str(path)])
+    arguments = ["replay", "--config", str(path), "--limit", "2", "-v", "--json", "-"]
+    replayed = CliRunner().invoke(app, arguments)
+    assert (shown.exit_code, replayed.exit_code) == (0, status), replayed.output
+    check(shown.output + replayed.output + replayed.stderr, run.secret, WRONG_SECRET)

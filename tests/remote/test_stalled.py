@@ -1,0 +1,155 @@
+"""A server that stalls for ever, under a whole manager, in virtual time: what it costs whom."""
+
+import pytest
+from facade.worlds import HIT, MISS, PENDING, RETRY, World
+from remote.fake_store import FakeClient
+
+from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.remote.tier import RemoteTier
+
+PROBE_S, RETRY_S, THRESHOLD = 2.0, 5.0, 3
+STEP_S = 0.125
+BLOCKS = range(1, 9)
+
+
+class StallingTier(RemoteTier):
+    """Over a client in memory; what `World` asks of scripted tiers besides."""
+
+    parked = ()
+
+    def __init__(self, client, **options):
+        settings = RemoteSettings(
+            probe_timeout_s=PROBE_S, remember_present_s=0.0, remember_absent_s=0.0, **options
+        )
+        super().__init__(
+            settings, lambda *_: client, "fake://host", probes_prefixes=not client.answers_many
+        )
+
+    def settle_all(self):
+        """Nothing is parked."""
+
+
+class Fleet:
+    """Requests of one prompt over such a tier, whose waits are noted."""
+
+    def __init__(self, *, answers_many=True):
+        self.client = FakeClient(answers_many=answers_many)
+        self.world = World(
+            StallingTier(self.client, call_timeout_s=1.0, job_timeout_s=4.0),
+            num_slots=64,
+            io_timeout_s=6.0,
+            breaker=BreakerSettings(THRESHOLD, RETRY_S),
+        )
+        self.runner = self.world.runner
+        self._number = 0
+
+    def step(self):
+        """One step of the scheduler; no hook lets time pass."""
+        before_s = self.runner.now_s()
+        self.world.step()
+        assert self.runner.now_s() == before_s
+        self.runner.advance(STEP_S)
+
+    def rest(self):
+        while self.world.manager.has_pending_work():
+            self.step()
+
+    def fill(self):
+        self.world.begin("filler")
+        self.world.store(*BLOCKS, req_id="filler")
+        self.world.finish("filler")
+        self.forget()
+
+    def forget(self):
+        """Empty the primary."""
+        self.rest()
+        self.world.manager.reset_cache()
+        self.world.manager.on_reset_flushed()
+
+    def request(self):
+        """Look the prompt up until there is an answer; return hits and the seconds it took."""
+        self._number += 1
+        name = f"r{self._number}"
+        began_s = self.runner.now_s()
+        self.world.begin(name)
+        while True:
+            answers = [self.world.lookup(number, name) for number in BLOCKS]
+            if not {PENDING, RETRY}.intersection(answers):
+                break
+            self.step()
+        assert set(answers) <= {HIT, MISS}
+        self.world.finish(name)
+        return answers.count(HIT), self.runner.now_s() - began_s
+
+
+@pytest.fixture(params=[True, False], ids=["one call a probe", "a call a key"])
+def fleet(request):
+    fleet = Fleet(answers_many=request.param)
+    fleet.fill()
+    yield fleet
+    fleet.client.is_stalled = False
+    fleet.world.end()
+
+
+def test_a_stall_costs_a_probe_deadline_until_the_breaker_opens_and_then_nothing(fleet):
+    assert fleet.request()[0] == len(BLOCKS)
+    fleet.forget()
+    fleet.client.is_stalled = True
+    waits = [fleet.request() for _ in range(THRESHOLD)]
+    assert all(hits == 0 for hits, _ in waits)
+    assert all(seconds <= PROBE_S + STEP_S for _, seconds in waits)
+    begun = fleet.client.calls.total()
+    until_s = fleet.runner.now_s() + 10 * RETRY_S
+    waits.clear()
+    while fleet.runner.now_s() < until_s:
+        waits.append(fleet.request()[1])
+        fleet.step()
+    assert len(waits) > 300
+    assert max(waits) <= STEP_S, "nobody waits for the probe that finds out"
+    assert fleet.client.calls.total() - begun <= 2 * 10, "one in each breaker_retry_s, tried twice"
+
+
+def test_hits_come_back_soon_after_the_server_has(fleet):
+    fleet.client.is_stalled = True
+    for _ in range(20):
+        fleet.request()
+        fleet.step()
+    fleet.client.is_stalled = False
+    back_s = fleet.runner.now_s()
+    while fleet.request()[0] < len(BLOCKS):
+        assert fleet.runner.now_s() - back_s <= 2 * RETRY_S
+        fleet.step()
+
+
+def test_what_was_under_way_when_it_stalled_ends_at_the_jobs_deadline(fleet):
+    world = fleet.world
+    world.begin("r")
+    while (answers := {world.lookup(number) for number in BLOCKS}) != {PENDING}:
+        assert answers <= {PENDING, RETRY}
+        fleet.step()
+    fleet.client.is_stalled = True
+    began_s = fleet.runner.now_s()
+    while PENDING in {world.lookup(number) for number in BLOCKS}:
+        fleet.step()
+    assert fleet.runner.now_s() - began_s <= 4.0 + 2 * STEP_S
+    world.finish("r")
+    fleet.rest()
+    assert world.counts["pinned"] == 0
+    assert world.tiers[0].gauges()["bytes_in_flight"] == 0
+
+
+def test_a_shutdown_beside_a_stalled_server_keeps_its_deadline(fleet):
+    world = fleet.world
+    fleet.client.is_stalled = True
+    world.begin("s")
+    world.store(*range(20, 30), req_id="s")
+    world.begin("r")
+    for number in BLOCKS:
+        world.lookup(number)
+    fleet.step()
+    began_s = fleet.runner.now_s()
+    world.manager.shutdown(3.0)
+    assert fleet.runner.now_s() - began_s <= 3.0 + STEP_S
+    counters = world.manager.planner.counters
+    assert counters.jobs_submitted == counters.job_results

@@ -1,0 +1,27 @@
+"""The `valkey` tier meets the whole contract, on a real server."""
+
+import pytest
+from remote.valkey.tiers import damage, tier_at
+
+from kvoffload_async.testing import TierConformance
+
+
+class TestValkeyTier(TierConformance):
+    @pytest.fixture(autouse=True)
+    def _server(self, server):
+        self.server = server
+
+    @pytest.fixture
+    def tier(self, server):
+        return lambda: tier_at(server.url())
+
+    def damage(self, tier, key):
+        return damage(self.server, key)
+
+
+class TestValkeyTierThatRemembers(TestValkeyTier):
+    """Longer than any test takes."""
+
+    @pytest.fixture
+    def tier(self, server):
+        return lambda: tier_at(server.url(), remember_present_s=60.0, remember_absent_s=60.0)

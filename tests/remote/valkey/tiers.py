@@ -1,0 +1,30 @@
+"""Bare `valkey` tiers for tests: short deadlines, no memory of answers unless asked for."""
+
+from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.valkey.address import Address
+from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
+
+QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
+
+
+TLS_FILES = ("ca_file", "cert_file", "key_file")
+
+
+def tier_at(url, *, is_cluster=False, **options):
+    files = {name: options.pop(name, None) for name in TLS_FILES}
+    remote = RemoteSettings(**{"remember_present_s": 0.0, "remember_absent_s": 0.0} | options)
+    settings = ValkeySettings(
+        address=Address.parse(url), is_cluster=is_cluster, remote=remote, **files
+    )
+    return ValkeyTier(settings)
+
+
+def damage(server, key, **options):
+    """Change one bit of a block's value; False if there is none."""
+    with server.client(**options) as client:
+        names = [name for name in client.scan_iter() if name.endswith(key)]
+        for name in names:
+            value = bytearray(client.get(name))
+            value[-1] ^= 1
+            client.set(name, bytes(value), keepttl=True)
+    return bool(names)

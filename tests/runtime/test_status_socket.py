@@ -1,0 +1,380 @@
+"""A Unix socket that answers: whose path it is, and what clients can do to it."""
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+
+import pytest
+from runtime.sockets import DEADLINE_S, connected, received
+
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.runtime import status_socket
+from kvoffload_async.runtime.status_socket import (
+    CONNECTION_TIMEOUT_S,
+    MAX_CONNECTIONS,
+    MAX_REQUEST_BYTES,
+    StatusSocket,
+)
+
+
+class Clock:
+    """Monotonic seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Rounds:
+    """A status socket whose rounds the test does."""
+
+    def __init__(self, path, answer=lambda request: b"<" + request + b">"):
+        self.clock = Clock()
+        self.socket = StatusSocket(str(path), self.clock)
+        self.socket._answer = answer
+        self.clients = []
+
+    def connect(self, sends=b""):
+        client = connected(self.socket.path)
+        client.sendall(sends)
+        self.clients.append(client)
+        return client
+
+    def rounds(self, count=3):
+        for _ in range(count):
+            self.socket.run_round(0)
+
+    def end(self):
+        self.socket.close()
+        for client in self.clients:
+            client.close()
+
+    @property
+    def counted(self):
+        return {name: count for name, count in self.socket.counters.read().items() if count}
+
+
+@pytest.fixture
+def path(tmp_path_factory):
+    """A short one, as `sockaddr_un` demands."""
+    return tmp_path_factory.mktemp("s") / "kv.sock"
+
+
+@pytest.fixture
+def rounds(path):
+    made = Rounds(path)
+    yield made
+    made.end()
+
+
+# -- answers ------------------------------------------------------------------------------------
+
+
+def test_a_line_is_answered_with_a_line_and_the_connection_ends(rounds):
+    client = rounds.connect(b"status\nmore")
+    rounds.rounds()
+    assert received(client) == b"<status>\n"
+    assert rounds.counted == {"answered": 1}
+
+
+def test_a_request_may_come_in_parts(rounds):
+    client = rounds.connect(b"sta")
+    rounds.rounds()
+    client.sendall(b"tus\n")
+    rounds.rounds()
+    assert received(client) == b"<status>\n"
+
+
+def test_those_who_ask_in_one_round_share_an_answer(path):
+    asked = []
+    made = Rounds(path, lambda request: asked.append(request) or b"%d" % len(asked))
+    clients = [made.connect(b"status\n") for _ in range(5)]
+    made.rounds()
+    assert {received(client) for client in clients} == {b"1\n"}
+    later = made.connect(b"status\n")
+    made.rounds()
+    assert received(later) == b"2\n"
+    made.end()
+
+
+def test_before_it_is_served_whoever_asks_is_told_so(path):
+    made = StatusSocket(str(path))
+    client = connected(str(path))
+    client.sendall(b"status\n")
+    for _ in range(3):
+        made.run_round(0)
+    assert b"being opened" in received(client)
+    made.close()
+    client.close()
+
+
+# -- hostile clients ----------------------------------------------------------------------------
+
+
+def test_a_request_without_an_end_is_refused(rounds):
+    rounds.connect(b"x" * MAX_REQUEST_BYTES)
+    rounds.rounds()
+    assert rounds.counted == {}
+    rounds.connect(b"x" * (1 << 15))
+    rounds.rounds()
+    assert rounds.counted == {"refused": 1}
+    assert len(rounds.socket._connections) == 1
+
+
+def test_one_that_asks_nothing_is_dropped_at_its_deadline(rounds):
+    client = rounds.connect()
+    rounds.rounds()
+    rounds.clock.now_s = CONNECTION_TIMEOUT_S - 0.1
+    client.sendall(b"slow")
+    rounds.rounds()
+    assert rounds.counted == {}
+    rounds.clock.now_s = CONNECTION_TIMEOUT_S
+    rounds.rounds()
+    assert rounds.counted == {"timed_out": 1}
+    assert not rounds.socket._connections
+
+
+def test_one_that_never_reads_is_dropped_and_others_are_answered(path):
+    made = Rounds(path, lambda request: request * (1 << 20))
+    deaf = made.connect(b"long\n")
+    made.rounds()
+    client = made.connect(b"\n")
+    made.rounds()
+    assert received(client) == b"\n"
+    made.clock.now_s = CONNECTION_TIMEOUT_S
+    made.rounds()
+    assert made.counted == {"answered": 1, "timed_out": 1}
+    assert 0 < len(received(deaf)) < 4 << 20
+    made.end()
+
+
+@pytest.mark.parametrize("sends", [b"", b"status\n", b"sta"])
+def test_one_that_goes_away_is_forgotten(path, sends):
+    made = Rounds(path, lambda request: request * (1 << 20))
+    made.connect(sends).close()
+    made.rounds(5)
+    assert made.counted == {"broken_off": 1}
+    assert not made.socket._connections
+    made.end()
+
+
+def test_only_so_many_are_served_at_once_and_the_rest_waits_for_room(rounds):
+    clients = [rounds.connect() for _ in range(MAX_CONNECTIONS - 2)]
+    rounds.rounds()
+    clients += [rounds.connect() for _ in range(2)]
+    late = rounds.connect(b"status\n")
+    rounds.rounds()
+    assert len(rounds.socket._connections) == MAX_CONNECTIONS
+    assert rounds.counted == {}
+    assert not rounds.socket._listens  # else every round would begin at once
+    clients[0].close()
+    rounds.rounds(4)
+    assert received(late) == b"<status>\n"
+
+
+def test_a_thousand_connections_are_the_systems_to_refuse(rounds):
+    refused, flood = 0, []
+    for _ in range(1000):
+        client = socket.socket(socket.AF_UNIX)
+        client.setblocking(False)
+        flood.append(client)
+        try:
+            client.connect(rounds.socket.path)
+        except BlockingIOError:
+            refused += 1
+        rounds.rounds(1)
+    assert len(rounds.socket._connections) == MAX_CONNECTIONS
+    assert refused > 900
+    for client in flood:
+        client.close()
+    rounds.rounds(8)
+    client = rounds.connect(b"status\n")
+    rounds.rounds()
+    assert received(client) == b"<status>\n"
+
+
+def test_a_round_in_which_no_descriptor_is_left_is_no_end(rounds, monkeypatch):
+    class Full:
+        def accept(self):
+            raise OSError(24, "Too many open files")
+
+    client = rounds.connect(b"status\n")
+    listener = rounds.socket._listener
+    rounds.socket._listener = Full()
+    rounds.socket._accept()
+    rounds.socket._listener = listener
+    rounds.rounds()
+    assert received(client) == b"<status>\n"
+
+
+# -- the thread ---------------------------------------------------------------------------------
+
+
+def test_the_thread_answers_until_the_socket_is_closed(path):
+    made = StatusSocket(str(path))
+    made.serve(lambda request: request)
+    for _ in range(3):
+        client = connected(str(path))
+        client.sendall(b"status\n")
+        assert received(client) == b"status\n"
+        client.close()
+    made.close()
+    made.close()
+    assert not path.exists()
+
+
+def test_closing_ends_connections_that_are_open(path):
+    made = StatusSocket(str(path))
+    made.serve(lambda request: request)
+    client = connected(str(path))
+    made.close()
+    with contextlib.suppress(ConnectionResetError):  # it may not have been accepted yet
+        assert received(client) == b""
+    client.close()
+
+
+def test_closing_does_not_wait_for_ever_for_an_answer(path, monkeypatch, caplog):
+    monkeypatch.setattr(status_socket, "_STOP_S", 0.01)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def answer(request):
+        asked.set()
+        go_on.wait(DEADLINE_S)
+        return request
+
+    made = StatusSocket(str(path))
+    made.serve(answer)
+    client = connected(str(path))
+    client.sendall(b"status\n")
+    assert asked.wait(DEADLINE_S)
+    made.close()
+    assert "did not stop" in caplog.text
+    assert not path.exists()
+    go_on.set()
+    made._thread.join(DEADLINE_S)
+    opened = (made._listener, made._waker, made._wake)
+    assert [one.fileno() for one in opened] == [-1] * 3
+    received(client)  # its connection has ended as well
+    client.close()
+
+
+# -- the path -----------------------------------------------------------------------------------
+
+
+def test_a_path_that_is_too_long_is_said_to_be(tmp_path):
+    with pytest.raises(ConfigError, match=r"no socket can be made at .*: AF_UNIX path too long"):
+        StatusSocket(str(tmp_path / ("x" * 108)))
+
+
+def test_only_this_user_can_connect(path):
+    before = os.umask(0)
+    try:
+        made = StatusSocket(str(path))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    made.close()
+
+
+def test_the_socket_of_a_dead_process_is_replaced(path):
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    made = StatusSocket(str(path))
+    connected(str(path)).close()
+    made.close()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("queued", [0, 2])
+def test_the_socket_of_a_living_process_is_left_alone(path, queued):
+    living = socket.socket(socket.AF_UNIX)
+    living.bind(str(path))
+    living.listen(1)
+    clients = [connected(str(path)) for _ in range(queued)]  # more than that, and it is full
+    who = "a process that is busy" if queued else f"process {os.getpid()}"
+    with pytest.raises(ConfigError, match=rf"status_socket: .* in use by {who}; give"):
+        StatusSocket(str(path))
+    assert path.exists()
+    for opened in (living, *clients):
+        opened.close()
+
+
+def test_what_is_no_socket_is_left_alone(path):
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is there and is no socket; name another"):
+        StatusSocket(str(path))
+    assert path.read_text() == "mine"
+
+
+def test_a_link_is_not_followed(path):
+    path.symlink_to(path.with_name("elsewhere"))
+    with pytest.raises(ConfigError, match="is no socket"):
+        StatusSocket(str(path))
+
+
+def test_a_directory_that_is_not_there_is_named(path):
+    with pytest.raises(ConfigError, match=r"no socket can be made at .* No such file or directory"):
+        StatusSocket(str(path.parent / "no" / "kv.sock"))
+
+
+def test_a_directory_that_another_keeps_locked_is_waited_for_but_not_for_ever(path, monkeypatch):
+    import fcntl
+
+    monkeypatch.setattr(status_socket, "_LOCK_PAUSE_S", 0.0)
+    fd = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match=r"another process keeps .* locked"):
+        StatusSocket(str(path))
+    os.close(fd)
+    StatusSocket(str(path)).close()
+
+
+def test_closing_leaves_what_others_have_put_there(path):
+    made = StatusSocket(str(path))
+    path.unlink()
+    path.write_text("theirs")
+    made.close()
+    assert path.read_text() == "theirs"
+
+
+def test_closing_is_fine_with_a_path_that_is_gone_or_cannot_be_removed(path, caplog, monkeypatch):
+    made = StatusSocket(str(path))
+    path.unlink()
+    made.close()
+    assert not caplog.text
+    made = StatusSocket(str(path))
+    made.path = str(path / "below")
+    made.close()
+    assert "could not be removed" in caplog.text
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_forked_child_does_not_keep_the_socket_alive_or_remove_it(path, closes):
+    made = StatusSocket(str(path))
+    made.serve(lambda request: request)
+    held, release = os.pipe()
+    done, report = os.pipe()
+    pid = os.fork()
+    if not pid:  # pragma: no cover - in the child
+        os.close(release)
+        if closes:
+            made.close()
+        os.write(report, b"done")
+        os.read(held, 1)
+        os._exit(0)
+    assert os.read(done, 4) == b"done"
+    client = connected(str(path))
+    client.sendall(b"status\n")
+    assert received(client) == b"status\n"
+    client.close()
+    made._inode = (0, 0)  # as if this process had died: nothing is removed
+    made.close()
+    StatusSocket(str(path)).close()
+    for fd in (release, held, done, report):
+        os.close(fd)
+    os.waitpid(pid, 0)
