@@ -137,6 +137,7 @@ def test_a_prefix_that_is_nowhere_costs_few_requests(host):
     assert one.questions() - before <= 8
 
 
+@pytest.mark.slow
 def test_a_far_tier_is_asked_only_where_enough_is_missed(host):
     host("b").store(KEYS[:12])
     one = host(min_blocks=8)

@@ -16,6 +16,8 @@ from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object.client import ObjectConnection
 
+pytestmark = pytest.mark.slow
+
 K = [key_of(number) for number in range(6)]
 GOOD, BAD = "good", "bad"
 

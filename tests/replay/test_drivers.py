@@ -23,6 +23,7 @@ def assert_sound(report):
     assert report["corrupt_blocks"] == report["leaked_pins"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

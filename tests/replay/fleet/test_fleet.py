@@ -17,6 +17,8 @@ from kvoffload_async.replay.fleet import FleetOptions, run_fleet
 from kvoffload_async.replay.fleet.process import MemberProcess
 from kvoffload_async.replay.fleet.protocol import READY, Start
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 100
 REQUESTS = [[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [7, 8], [1, 2, 4, 6], [7, 8, 9]]
 
