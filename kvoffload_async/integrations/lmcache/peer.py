@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload_async.config import at_least, parse_bool
-from kvoffload_async.types import BlockIds, JobResult, LookupResult, OffloadKey
+from kvoffload_async.types import BlockIds, LookupResult, OffloadKey
 
 _L2 = "lmcache.v1.distributed.l2_adapters"
 _DEFAULT_WORKERS = 4
@@ -29,6 +29,13 @@ class Job(NamedTuple):
     job_id: int
     keys: list[Any]
     rows: list[Row]
+
+
+class Ended(NamedTuple):
+    """What became of a job."""
+
+    job_id: int
+    success: bool
 
 
 class LmcacheManager:
@@ -49,18 +56,18 @@ class LmcacheManager:
         """Begin to load."""
         self._loads[self._adapter.submit_load_task(job.keys, job.rows)] = job
 
-    def get_finished_jobs(self) -> list[JobResult]:
+    def get_finished_jobs(self) -> list[Ended]:
         """Return the results of jobs that have ended."""
         results = []
         if self._stores:
             for task, result in self._adapter.pop_completed_store_tasks().items():
-                results.append(JobResult(self._stores.pop(task), success=result.is_successful()))
+                results.append(Ended(self._stores.pop(task), result.is_successful()))
         for task, job in list(self._loads.items()):
             loaded = self._adapter.query_load_result(task)
             if loaded is not None:
                 del self._loads[task]
                 is_whole = loaded.popcount() == len(job.keys)
-                results.append(JobResult(job.job_id, success=is_whole))
+                results.append(Ended(job.job_id, is_whole))
         return results
 
     def on_schedule_end(self, context: object, /) -> None:
