@@ -40,6 +40,8 @@ _PREFIXES: Final = 1 << 12
 """Progress is told in these: names are listed in their order, and begin with three digits."""
 _PAGE_OBJECTS: Final = 64
 _READS_AT_ONCE: Final = 8
+_MAX_READ_BYTES: Final = 1 << 30
+"""Of one object: whoever writes into the bucket decides how large its objects are."""
 _REQUEST_TIMEOUT_S: Final = 60.0
 
 
@@ -314,6 +316,8 @@ class ObjectMaintenance(StoreMaintenance):
         gate = asyncio.Semaphore(_READS_AT_ONCE)
 
         async def judge(item: FoundObject) -> tuple[FoundObject, Verdict, str]:
+            if item.size_bytes > _MAX_READ_BYTES:
+                return item, Verdict.UNREADABLE, f"{item.size_bytes} bytes are more than is read"
             async with gate:
                 try:
                     found = await obstore.get_async(self._store, item.name)

@@ -131,6 +131,13 @@ def test_a_header_of_which_any_bit_is_another_one_is_corrupt(store, at):
     assert store.run("verify")[1]["verification"]["corrupt_blocks"] == 1
 
 
+def test_an_object_that_is_larger_than_any_block_is_not_read(store):
+    os.truncate(store.path(name_of(store.namespace, K[0])), (1 << 30) + 1)  # takes no space
+    status, found, said = store.run("verify")
+    assert (status, found["verification"]["verified"]) == (1, 9)
+    assert "1073741825 bytes are more than is read" in said
+
+
 def test_gc_removes_what_is_too_old(store):
     for key in K[:4]:
         store.age(name_of(store.namespace, key), 5000.0)
