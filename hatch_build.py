@@ -44,7 +44,8 @@ class NativeBuildHook(BuildHookInterface):
             if target != in_place:
                 build_data["force_include"][str(target)] = str(in_place.relative_to(self.root))
         else:
-            in_place.unlink(missing_ok=True)  # of an older source
+            if target == in_place:
+                in_place.unlink(missing_ok=True)  # of an older source
             build_data["tag"], build_data["pure_python"] = "py3-none-any", True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
