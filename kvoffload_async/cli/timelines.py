@@ -37,17 +37,15 @@ class TimelineOutput:
         return self._explained is not None or self._name is not None
 
     def __enter__(self) -> Self:
-        """Create the file.
+        """Check the file, which `recording` makes once nothing else is wrong.
 
         Raises:
-            InputError: It cannot be created.
+            InputError: It cannot be written.
         """
         if self._name is not None:
             if self._name == STDOUT:
                 raise InputError("--trace-out -: it must be a file")
             check_writable("--trace-out", self._name)
-            with as_unwritable("--trace-out", self._name):
-                self._file = TraceEventFile(Path(self._name))
         return self
 
     def __exit__(
@@ -61,9 +59,16 @@ class TimelineOutput:
                 self._file.close()
 
     def recording(self, spec: TieringOffloadingSpec, concurrency: int) -> TieringOffloadingSpec:
-        """Return a spec whose engines record what is needed here."""
+        """Return a spec whose engines record what is needed here; makes the file.
+
+        Raises:
+            InputError: It cannot be written.
+        """
         if not self.is_wanted:
             return spec
+        if self._name is not None:
+            with as_unwritable("--trace-out", self._name):
+                self._file = TraceEventFile(Path(self._name))
         needed = 2 * concurrency + _MORE_REQUESTS
         kept = max(spec.config.explain_requests, needed)
         return TieringOffloadingSpec(replace(spec.config, explain_requests=kept))

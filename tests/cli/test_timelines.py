@@ -80,3 +80,13 @@ def test_an_error_reaches_the_terminal_as_letters_alone(capsys):
         capsys.readouterr().err
         == "kvoffload: error: \ufffd]0;title\ufffd\ufffd[2J\\ud800 is wrong\n"
     )
+
+
+def test_a_file_stays_as_it_was_when_something_else_is_wrong(command, tmp_path):
+    out = tmp_path / "trace.json"
+    out.write_text("of yesterday")
+    result = command.run(
+        *("replay", command.trace(TRACE), "--trace-out", out, "--plot", tmp_path / "plot.exe")
+    )
+    assert result.exit_code == 2
+    assert out.read_text() == "of yesterday"
