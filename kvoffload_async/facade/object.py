@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import KVIdentity, TierPlace
-from kvoffload_async.config import is_encodable, parse_bool, shown
+from kvoffload_async.config import is_encodable, or_none, parse_bool, parse_size_bytes, shown
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.remote import (
     MAX_CERTIFICATE_BYTES,
@@ -20,6 +20,7 @@ from kvoffload_async.facade.remote import (
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import config_of, identity_of, named_layout
 from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
+from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
@@ -39,7 +40,7 @@ _SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "ser
 
 
 class ObjectTierManager(SecondaryTierManager):
-    """One object per block in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
+    """Objects of blocks in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
     Credentials that are not given are found as the library finds them: in the environment, or from
     the machine's role. A rule of the bucket's life cycle bounds it; see docs/howto/object.md.
@@ -66,6 +67,7 @@ class ObjectTierManager(SecondaryTierManager):
         store_options: Mapping[str, Any] | None = None,
         allow_http: bool = False,
         tls_ca_file: str | None = None,
+        pack_bytes: int | str | None = "1MiB",
         ttl_s: float | None = None,
         connections: int = 16,
         bytes_in_flight: int | str = "64MiB",
@@ -99,6 +101,8 @@ class ObjectTierManager(SecondaryTierManager):
             allow_http: Whether the connection may be without encryption.
             tls_ca_file: Absolute path of certificates to verify the server with, besides the
                 system's.
+            pack_bytes: Bytes of blocks, at most, that are stored as one object, where they follow
+                each other in a prompt: at most 64 blocks, and 16 MiB; None: one object a block.
             ttl_s: Seconds that a block lives unused; must be less than the bucket's rule says.
             connections: Calls with payload at once, in each direction.
             bytes_in_flight: Payload on the way at once, in each direction.
@@ -130,6 +134,7 @@ class ObjectTierManager(SecondaryTierManager):
             "store_options": store_options,
             "allow_http": allow_http,
             "tls_ca_file": tls_ca_file,
+            "pack_bytes": pack_bytes,
             "ttl_s": ttl_s,
             "connections": connections,
             "bytes_in_flight": bytes_in_flight,
@@ -188,7 +193,19 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ObjectSetting
     )
     if not url.startswith("file:"):  # whose directory would be made
         connection.open()
-    return ObjectSettings(connection=connection, remote=remote)
+    return ObjectSettings(
+        connection=connection, pack_bytes=_pack_bytes(options["pack_bytes"]), remote=remote
+    )
+
+
+def _pack_bytes(value: object) -> int:
+    num_bytes = or_none(parse_size_bytes)(value, "pack_bytes") or 0
+    if num_bytes > MOST_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"pack_bytes: {shown(value)} is too much; it must be at most "
+            f"{MOST_PAYLOAD_BYTES >> 20} MiB"
+        )
+    return num_bytes
 
 
 def _parse_object_url(value: object) -> str:

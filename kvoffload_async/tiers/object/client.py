@@ -20,7 +20,9 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
+from kvoffload_async.tiers.object.chains import Chains
 from kvoffload_async.tiers.object.names import description_name_of, name_of, renewal_name_of
+from kvoffload_async.tiers.object.packs import Packs, head_bytes
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
 from kvoffload_async.tiers.remote.envelope import Bytes
 from kvoffload_async.tiers.remote.together import run_together
@@ -36,6 +38,8 @@ _NOT_TRUSTED: Final = "InvalidCertificate"
 """Only what the library says for debugging has it."""
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")
 _TOO_SLOW: Final = ("timed out", "timeout")
+_NO_SUCH_RANGE: Final = ("416", "InvalidRange", "range was invalid")
+"""What is said of the head of an empty object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +105,32 @@ class ObjectConnection:
 
 
 class ObjectClient(RemoteClient):
-    """Blocks as objects: a conditional put, a get and a head each."""
+    """Blocks as objects, one each or several: a conditional put, a get, and a look at the head."""
 
     place: ClassVar[str] = "object store"
     answers_many: ClassVar[bool] = False
 
-    def __init__(self, store: ObjectStore, namespace: str, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        namespace: str,
+        description: Mapping[str, Any],
+        packs: Packs | None = None,
+        chains: Chains | None = None,
+    ) -> None:
         """Connect to nothing yet.
 
         Args:
             store: Bucket and prefix.
             namespace: 32 hexadecimal digits.
             description: Whose blocks these are, for people.
+            packs: Reads the tables of packs; None: it is not looked what objects have.
+            chains: Where it is noted what they have.
         """
         self._store = store
         self._namespace = namespace
+        self._packs = packs
+        self._chains = Chains() if chains is None else chains
         self._description = json.dumps(description, sort_keys=True, indent=2).encode()
 
     async def connect(self) -> None:
@@ -128,7 +143,8 @@ class ObjectClient(RemoteClient):
         await self._head(description_name_of(self._namespace))
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        return frozenset([key for key in keys if await self._head(self._name(key)) is not None])
+        """Return the keys after which an object is called; notes what else these have."""
+        return frozenset([key for key in keys if await self._is_there(key)])
 
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
@@ -139,8 +155,12 @@ class ObjectClient(RemoteClient):
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
         for key, value in zip(keys, values, strict=True):
-            await self._create(self._name(key), value.data)
+            await self.create(key, value)
         return [None] * len(keys)
+
+    async def create(self, key: OffloadKey, value: Bytes) -> bool:
+        """Store an object that is called after a block; False if there is one: it stays."""
+        return await self._create(self._name(key), value.data)
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
         """Remove an object if its version is still this one.
@@ -201,11 +221,31 @@ class ObjectClient(RemoteClient):
     def _name(self, key: OffloadKey) -> str:
         return name_of(self._namespace, key)
 
-    async def _create(self, name: str, content: bytes | memoryview) -> None:
+    async def _create(self, name: str, content: bytes | memoryview) -> bool:
         try:
             await obstore.put_async(self._store, name, content, mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:
-            return  # the first writer has won, with the same bytes
+            return False  # the first writer has won, with the same bytes
+        return True
+
+    async def _is_there(self, key: OffloadKey) -> bool:
+        name = self._name(key)
+        if self._packs is None:
+            return await self._head(name) is not None
+        try:
+            found = await obstore.get_async(
+                self._store, name, options={"range": (0, head_bytes(len(key)))}
+            )
+            head = memoryview(await found.bytes_async())
+        except FileNotFoundError:
+            return False
+        except exceptions.BaseError as error:
+            if not any(sign in str(error) for sign in _NO_SUCH_RANGE):
+                raise
+            head = memoryview(b"")
+        table = self._packs.table(key, head)
+        self._chains.saw_object((key,) if table is None else table.keys)
+        return True
 
     async def _head(self, name: str) -> str | None:
         """Return an object's version, or None if there is none."""

@@ -2,36 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvoffload_async.abc.tier import TierEnvironment
-from kvoffload_async.tiers.remote.client import RemoteClient
+from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
+from kvoffload_async.tiers.object.chains import Chains, is_lead
+from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Packs, is_pack
+from kvoffload_async.tiers.object.search import HeadSearch, longest_heads
+from kvoffload_async.tiers.remote.client import RemoteClient, Value
+from kvoffload_async.tiers.remote.envelope import Bytes
 from kvoffload_async.tiers.remote.settings import RemoteSettings
-from kvoffload_async.tiers.remote.tier import RemoteTier
+from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
+from kvoffload_async.types import JobMetadata, OffloadKey
 
 if TYPE_CHECKING:
-    from kvoffload_async.tiers.object.client import ObjectConnection
+    from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
+
+KEYS_BEFORE: Final = 4 * MOST_BLOCKS
+"""In so many blocks one leads, but for 2 % of all places in a prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectSettings:
-    """How an `object` tier works; see the facade's `ObjectTierManager`."""
+    """How an `object` tier works; see the facade's `ObjectTierManager`.
+
+    Attributes:
+        connection: Where the objects are.
+        pack_bytes: Payload of an object of several blocks, at most; 0: each block has its own.
+        remote: What is alike in all remote tiers.
+    """
 
     connection: ObjectConnection
+    pack_bytes: int = 0
     remote: RemoteSettings = field(default_factory=RemoteSettings)
 
 
+Verdicts = dict[int, TierError | None]
+"""Of blocks of a job, given by their indices: why they were not loaded, or None."""
+
+
+@dataclass(slots=True)
+class PackCounters:
+    """What packing has come to.
+
+    Attributes:
+        stored_packs: Objects of several blocks that were stored.
+        packed_blocks: Blocks in these.
+        lost_races: Objects that another host had stored when this one's came.
+    """
+
+    stored_packs: int = 0
+    packed_blocks: int = 0
+    lost_races: int = 0
+
+
 class ObjectTier(RemoteTier):
-    """Keeps each block as an object of S3, Google Cloud Storage, Azure, or a directory."""
+    """Keeps blocks as objects of S3, Google Cloud Storage, Azure, or a directory.
+
+    Blocks that are known to follow each other are stored as one object, a pack, up to the next
+    block that leads one. It is called after its first block; see docs/remote-tiers.md.
+    """
 
     def __init__(self, settings: ObjectSettings) -> None:
         """Describe the tier; nothing is connected before `open`."""
         self._connection = settings.connection
+        self._pack_bytes = settings.pack_bytes
+        self._pack_counters = PackCounters()
         self._description: Mapping[str, Any] = {}
+        self._chains = Chains()
         place = settings.connection.url
-        super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
+        super().__init__(
+            settings.remote,
+            self._client_of,
+            place,
+            probes_prefixes=True,
+        )
 
     async def open(self, env: TierEnvironment) -> None:
         identity = env.identity
@@ -42,7 +90,211 @@ class ObjectTier(RemoteTier):
             "rank": identity.rank,
             "run_config": dict(identity.run_config),
         }
+        block_bytes = env.kv_view.nbytes // len(env.kv_view)
+        self._packs = Packs(identity.digest, block_bytes, self._settings.integrity_key)
+        self._most_blocks = min(MOST_BLOCKS, max(1, self._pack_bytes // block_bytes))
+        self._spacing = 1 << self._most_blocks.bit_length() - 1
+        self._chains = Chains()
         await super().open(env)
+
+    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return the keys whose object is there, as far as it is known which one that is."""
+        names = {key: self._chains.name_of(key) for key in keys}
+        present = await super().contains(list(dict.fromkeys(names.values())))
+        return frozenset(key for key, name in names.items() if name in present)
+
+    async def longest_prefixes(
+        self,
+        chains: Sequence[Sequence[OffloadKey]],
+        before: Sequence[Sequence[OffloadKey]] = (),
+    ) -> Sequence[int]:
+        """Return how many keys at the head of each chain have been stored, as it seems."""
+        self._opened()
+        deadline_s = self._deadline(self._settings.probe_timeout_s)
+        searches = []
+        for number, chain in enumerate(chains):
+            if self._most_blocks > 1:
+                self._chains.saw_chain(chain)
+            preceding = before[number] if before else ()
+            searches.append(HeadSearch(preceding, chain, spacing=self._spacing, most=KEYS_BEFORE))
+        return await longest_heads(
+            searches, self._chains, lambda keys: self._questions.ask(keys, deadline_s)
+        )
+
+    def gauges(self) -> Mapping[str, float]:
+        return {**super().gauges(), **asdict(self._pack_counters)}
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[Portion]:
+        return self._to_load(job) if job.is_promotion else self._to_store(job)
+
+    def _to_store(self, job: JobMetadata) -> Iterator[Portion]:
+        """Divide a job into blocks that follow each other, up to the next that leads a pack."""
+        keys, begin = job.keys, 0
+        for i in range(1, len(keys) + 1):
+            if (
+                i == len(keys)
+                or i - begin >= self._most_blocks
+                or not self._chains.follows(keys[i - 1], keys[i])
+                or len(keys[i]) != len(keys[begin])
+                or is_lead(keys[i], self._spacing)
+            ):
+                yield range(begin, i)
+                begin = i
+
+    async def _store_portion(
+        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
+    ) -> dict[int, TierError]:
+        """Store what is not there of some blocks that follow each other, as one object."""
+        keys, chains = job.keys, self._chains
+        rest = list(portion)
+        while rest:
+            first = keys[rest[0]]
+            if self._memory.get(first) is not False and await self._questions.ask_anew(
+                [first], deadline_s
+            ):
+                missing = [i for i in rest[1:] if chains.first_of(keys[i]) != first]
+                self._counters.present_blocks += len(rest) - len(missing)
+                rest = missing
+                continue
+            stored = [keys[i] for i in rest]
+            value = await self._wrapped(job, rest)
+            create = partial(cast("ObjectClient", client).create, first, value)
+            is_new = await self._calls.run(create, deadline_s)
+            del value, create
+            self._memory.appeared([first])
+            if not is_new:  # another host was first: what has it stored?
+                self._pack_counters.lost_races += 1
+                continue
+            chains.saw_object(stored)
+            if len(stored) > 1:
+                self._pack_counters.stored_packs += 1
+                self._pack_counters.packed_blocks += len(stored)
+            if self._renewal is not None:
+                self._renewal.written([first])
+            break
+        return {}
+
+    async def _wrapped(self, job: JobMetadata, indices: Sequence[int]) -> Bytes:
+        """Return an object of these blocks."""
+        env, rows = self._opened()
+        keys = [job.keys[i] for i in indices]
+        blocks = [rows[job.block_ids[i]] for i in indices]
+
+        def wrap() -> Bytes:
+            if len(keys) == 1:
+                return self._envelopes.wrap(keys[0], blocks[0])
+            return self._packs.wrap(keys, blocks)
+
+        return await env.io.run(Direction.STORE, wrap)
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def _to_load(self, job: JobMetadata) -> Iterator[Portion]:
+        """Divide a job by the objects that its blocks are in, or else may be in."""
+        keys, chains = job.keys, self._chains
+        portions: dict[OffloadKey, list[int]] = {}
+        before = name = OffloadKey(b"")
+        for i, key in enumerate(keys):
+            if (known := chains.first_of(key)) is not None:
+                name = known
+            elif is_lead(key, self._spacing) or not chains.follows(before, key):
+                name = key
+            portions.setdefault(name, []).append(i)
+            before = key
+        return iter(portions.values())
+
+    def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
+        blocks = max(len(portion), self._most_blocks) if job.is_promotion else len(portion)
+        return blocks * self._envelopes.block_bytes
+
+    def _names_of(self, keys: Iterable[OffloadKey]) -> Iterable[OffloadKey]:
+        return map(self._chains.name_of, keys)
+
+    async def _load_portion(
+        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
+    ) -> dict[int, TierError]:
+        """Load blocks that are in one object, or may be; those that are not may be in the next."""
+        failures: dict[int, TierError] = {}
+        rest = list(portion)
+        while rest:
+            first = rest[0]
+            name = self._chains.name_of(job.keys[first])
+            verdicts = await self._load_object(client, job, name, rest, deadline_s)
+            if first not in verdicts:  # what was known of it is not so any more
+                self._chains.lost_object(name, [job.keys[first]])
+                continue
+            failures |= {i: error for i, error in verdicts.items() if error is not None}
+            rest = [i for i in rest if i not in verdicts]
+        return failures
+
+    async def _load_object(
+        self,
+        client: RemoteClient,
+        job: JobMetadata,
+        name: OffloadKey,
+        wanted: Sequence[int],
+        deadline_s: float,
+    ) -> Verdicts:
+        """Load what an object has of the blocks that are wanted; say how each of these went."""
+        counters = self._counters
+        value, verdicts = await self._read_object(client, job, name, wanted, deadline_s)
+        if value is not None and (corrupt := _corrupt(verdicts)):
+            counters.read_again += len(corrupt)  # perhaps only damaged on its way here
+            value, again = await self._read_object(client, job, name, corrupt, deadline_s)
+            verdicts |= again
+        corrupt = _corrupt(verdicts)
+        if value is not None and corrupt:
+            env, _ = self._opened()
+            counters.corrupt += len(corrupt)
+            sha1 = await env.io.run(Direction.NONE, value.sha1)
+            await self._remove(client, name, value, sha1, deadline_s)
+        if value is None or corrupt:
+            self._memory.vanished([name])
+            self._chains.lost_object(name, [job.keys[i] for i in wanted])
+        elif verdicts:
+            self._memory.appeared([name])
+        return verdicts
+
+    async def _read_object(
+        self,
+        client: RemoteClient,
+        job: JobMetadata,
+        name: OffloadKey,
+        wanted: Sequence[int],
+        deadline_s: float,
+    ) -> tuple[Value | None, Verdicts]:
+        """Read an object, and copy what is right of it; None: there is no such object."""
+        env, rows = self._opened()
+        most_bytes = max(self._packs.most_bytes(len(name)), self._envelopes.value_bytes(name))
+        (value,) = await self._calls.run(partial(client.get, [name], most_bytes), deadline_s)
+        indices = {job.keys[i]: i for i in wanted}
+        if not isinstance(value, Value):
+            missing = BlockMissingError(f"block {name.hex()} is not there")
+            return None, {indices[name]: missing} if name in indices else {}
+        found = value
+
+        def unwrap() -> tuple[Sequence[OffloadKey], Mapping[OffloadKey, TierError | None]]:
+            """Return what is in it, and how what is wanted of that went."""
+            into = {key: rows[job.block_ids[i]] for key, i in indices.items()}
+            if not is_pack(found.data):
+                row = into.get(name)
+                error = None if row is None else self._envelopes.unwrap(name, found.data, row)
+                return (name,), {} if row is None else {name: error}
+            table = self._packs.table(name, found.data)
+            if table is None:
+                wrong = CorruptBlockError(f"block {name.hex()}: the table of its pack is wrong")
+                return (), dict.fromkeys(expected, wrong)
+            bad = self._packs.unwrap(table, found.data, into)
+            return table.keys, {key: bad.get(key) for key in table.keys if key in into}
+
+        expected = [key for key in indices if self._chains.name_of(key) == name]
+        contents, judged = await env.io.run(Direction.LOAD, unwrap)
+        self._chains.saw_object(contents)
+        return value, {indices[key]: error for key, error in judged.items()}
+
+    # -- inside ---------------------------------------------------------------------------------
 
     def _client_of(
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
@@ -51,4 +303,10 @@ class ObjectTier(RemoteTier):
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
         del block_bytes, emptied  # an object store is not emptied by a restart
-        return ObjectClient(self._connection.open(), namespace, self._description)
+        packs = self._packs if self._most_blocks > 1 else None
+        store = self._connection.open()
+        return ObjectClient(store, namespace, self._description, packs, self._chains)
+
+
+def _corrupt(verdicts: Verdicts) -> list[int]:
+    return [i for i, error in verdicts.items() if isinstance(error, CorruptBlockError)]

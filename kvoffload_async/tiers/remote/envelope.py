@@ -63,7 +63,7 @@ class Header:
     @property
     def namespace(self) -> str:
         """The only namespace in which a tier takes it for a block."""
-        return _namespace(self.layout, self.key_id.hex() if self.is_keyed else "")
+        return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
 
 
 def is_newer(value: memoryview) -> bool:
@@ -76,10 +76,11 @@ def is_newer(value: memoryview) -> bool:
 
 def namespace_of(layout: str, integrity_key: IntegrityKey | None) -> str:
     """Return 32 hexadecimal digits, others for every other format, layout or integrity key."""
-    return _namespace(layout, integrity_key.id.hex() if integrity_key else "")
+    return namespace_name(layout, integrity_key.id.hex() if integrity_key else "")
 
 
-def _namespace(layout: str, key_id: str) -> str:
+def namespace_name(layout: str, key_id: str) -> str:
+    """Return the name of the namespace of a layout and the id of an integrity key, if any."""
     text = f"kvoffload remote {VERSION} {layout} {key_id}"
     return hashlib.sha256(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
 

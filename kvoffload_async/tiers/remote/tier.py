@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Final
@@ -45,8 +45,11 @@ logger = logging.getLogger(__name__)
 _VERIFIED: Final = Value(memoryview(b""))
 """In place of a value whose block is in its row."""
 
-Portion = Callable[[RemoteClient, JobMetadata, range, float], Awaitable[dict[int, TierError]]]
-"""Moves some blocks of a job, given by their indices, until a deadline; returns what failed."""
+Portion = Sequence[int]
+"""Indices of some blocks of a job."""
+
+MovePortion = Callable[[RemoteClient, JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
+"""Moves some blocks of a job until a deadline; returns what failed."""
 
 
 class RemoteTier(AsyncTier):
@@ -163,13 +166,14 @@ class RemoteTier(AsyncTier):
         """
         failures = await self._run_job(job, self._loads, self._load_portion)
         if self._renewal is not None:
-            self._renewal.used(key for i, key in enumerate(job.keys) if i not in failures)
+            loaded = (key for i, key in enumerate(job.keys) if i not in failures)
+            self._renewal.used(self._names_of(loaded))
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of blocks, head to tail."""
         if self._renewal is not None:
-            self._renewal.used(keys)
+            self._renewal.used(self._names_of(keys))
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
@@ -201,7 +205,7 @@ class RemoteTier(AsyncTier):
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
-        self, job: JobMetadata, limits: Limits, run_portion: Portion
+        self, job: JobMetadata, limits: Limits, run_portion: MovePortion
     ) -> BlockFailures:
         client = self._client
         if client is None:
@@ -210,8 +214,8 @@ class RemoteTier(AsyncTier):
         await self._calls.check(deadline_s)
         failures: dict[int, TierError] = {}
 
-        async def run(portion: range) -> None:
-            num_bytes = len(portion) * self._envelopes.block_bytes
+        async def run(portion: Portion) -> None:
+            num_bytes = self._bytes_of(job, portion)
             try:
                 async with asyncio.timeout_at(deadline_s), limits.hold(num_bytes):
                     failures.update(await run_portion(client, job, portion, deadline_s))
@@ -232,7 +236,7 @@ class RemoteTier(AsyncTier):
         return failures
 
     async def _store_portion(
-        self, client: RemoteClient, job: JobMetadata, portion: range, deadline_s: float
+        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         env, rows = self._opened()
         keys, slots = job.keys, job.block_ids
@@ -261,7 +265,7 @@ class RemoteTier(AsyncTier):
         return failures
 
     async def _load_portion(
-        self, client: RemoteClient, job: JobMetadata, portion: range, deadline_s: float
+        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         env, rows = self._opened()
         keys, slots = job.keys, job.block_ids
@@ -315,6 +319,7 @@ class RemoteTier(AsyncTier):
                 failures[i] = self._redacted(client, value)
             elif i in corrupt:
                 failures[i] = corrupt[i]
+                self._counters.corrupt += 1
                 sha1 = await env.io.run(Direction.NONE, value.sha1)
                 await self._remove(client, keys[i], value, sha1, deadline_s)
         self._memory.vanished(
@@ -329,7 +334,6 @@ class RemoteTier(AsyncTier):
         self, client: RemoteClient, key: OffloadKey, value: Value, sha1: str, deadline_s: float
     ) -> None:
         """Remove a bad block, if it still is this one: else it would be there for ever."""
-        self._counters.corrupt += 1
         try:
             call = partial(client.remove_if, key, value, sha1)
             self._counters.removed += await self._calls.run(call, deadline_s)
@@ -337,7 +341,16 @@ class RemoteTier(AsyncTier):
             self._counters.unremoved += 1
             logger.warning("%s: corrupt block %s stays: %s", self._place, key.hex(), error)
 
-    def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[range]:
+    def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
+        """Return how many bytes move at most for some blocks of a job."""
+        del job
+        return len(portion) * self._envelopes.block_bytes
+
+    def _names_of(self, keys: Iterable[OffloadKey]) -> Iterable[OffloadKey]:
+        """Return what the values are called after that blocks are in."""
+        return keys
+
+    def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[Portion]:
         count = len(job.keys)
         block_bytes = self._envelopes.block_bytes
         most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)

@@ -8,6 +8,8 @@ from kvoffload_async.tiers.object.client import ObjectConnection
 
 
 class TestObjectTierInADirectory(TierConformance):
+    pack_bytes = 0
+
     @pytest.fixture
     def connection(self, tmp_path):
         return ObjectConnection(f"file://{tmp_path}/blocks")
@@ -15,7 +17,7 @@ class TestObjectTierInADirectory(TierConformance):
     @pytest.fixture
     def tier(self, connection):
         self.connection = connection
-        return lambda: tier_on(connection)
+        return lambda: tier_on(connection, pack_bytes=self.pack_bytes)
 
     def damage(self, tier, key):
         return damage(self.connection, key)
@@ -28,3 +30,12 @@ class TestObjectTierOnS3(TestObjectTierInADirectory):
     @pytest.fixture
     def connection(self, server, prefix):
         return server.connection(prefix)
+
+
+class TestPackingObjectTierInADirectory(TestObjectTierInADirectory):
+    pack_bytes = 1 << 20
+
+
+@pytest.mark.servers
+class TestPackingObjectTierOnS3(TestObjectTierOnS3):
+    pack_bytes = 1 << 20

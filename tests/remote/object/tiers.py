@@ -8,9 +8,9 @@ from kvoffload_async.tiers.remote.settings import RemoteSettings
 QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 
-def tier_on(connection, **options):
+def tier_on(connection, pack_bytes=0, **options):
     remote = RemoteSettings(**{"remember_present_s": 0.0, "remember_absent_s": 0.0} | options)
-    return ObjectTier(ObjectSettings(connection=connection, remote=remote))
+    return ObjectTier(ObjectSettings(connection=connection, pack_bytes=pack_bytes, remote=remote))
 
 
 def names_in(connection):

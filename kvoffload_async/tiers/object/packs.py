@@ -1,0 +1,236 @@
+"""Several blocks as one object, a *pack*: a table of what is in it, then the blocks.
+
+All integers are little-endian.
+
+| offset | bytes | what |
+|---|---|---|
+| 0 | 4 | `KVOP` |
+| 4 | 2 | version of the format, 1 |
+| 6 | 2 | flags: bit 0: the checksums are made with an integrity key |
+| 8 | 4 | offset of the first block's bytes, a multiple of 64 |
+| 12 | 2 | length of a key |
+| 14 | 2 | number of blocks, at most 64 |
+| 16 | 8 | length of a block |
+| 24 | 16 | layout: the digest of the `KVIdentity` |
+| 40 | 16 | checksum of header (with zeros here) and table, bound to the first key and the layout |
+| 56 | 8 | the id of the integrity key, or zeros |
+| 64 | | the table: of each block its key, and its checksum as in an envelope |
+| | | zeros up to a multiple of 64, then the blocks, each padded with zeros to such a multiple |
+
+The object is called after the first block. Its name is all that says where the pack is, so the
+first block is the one by which the others are found.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvoffload_async.errors import CorruptBlockError
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES, BlockDigester, create_digester
+from kvoffload_async.tiers.files.integrity import KEY_ID_BYTES, IntegrityKey
+from kvoffload_async.tiers.remote.envelope import Bytes, namespace_name
+from kvoffload_async.types import OffloadKey
+
+MAGIC: Final = b"KVOP"
+VERSION: Final = 1
+MOST_BLOCKS: Final = 64
+MOST_PAYLOAD_BYTES: Final = 16 << 20
+"""Of a pack, without its table. A reader believes nobody who has more."""
+
+_ALIGNMENT: Final = 64
+_FIXED: Final = struct.Struct("<4sHHIHHQ16s16s8s")
+_CHECKSUM: Final = slice(40, 56)
+_KEYED: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackHeader:
+    """What a pack says of itself; nothing of it is believed before the table verifies."""
+
+    is_keyed: bool
+    payload_offset: int
+    block_bytes: int
+    layout: str
+    checksum: bytes
+    key_id: bytes
+    keys: tuple[OffloadKey, ...]
+    digests: tuple[bytes, ...]
+
+    @classmethod
+    def parse(cls, value: memoryview) -> PackHeader | None:
+        """Return what the head of an object says, or None if it is no pack of this version."""
+        if len(value) < _FIXED.size:
+            return None
+        fields = _FIXED.unpack_from(value)
+        magic, version, flags, offset, key_bytes, count, block_bytes, layout, check, key_id = fields
+        if (magic, version) != (MAGIC, VERSION) or flags not in {0, _KEYED}:
+            return None
+        table_end = _FIXED.size + count * (key_bytes + DIGEST_BYTES)
+        if not 0 < count <= MOST_BLOCKS or offset != _aligned(table_end) or len(value) < offset:
+            return None
+        if count * _aligned(block_bytes) > MOST_PAYLOAD_BYTES or any(value[table_end:offset]):
+            return None
+        if not flags and any(key_id):
+            return None
+        step = key_bytes + DIGEST_BYTES
+        rows = [bytes(value[at : at + step]) for at in range(_FIXED.size, table_end, step)]
+        return cls(
+            flags == _KEYED,
+            offset,
+            block_bytes,
+            layout.hex(),
+            check,
+            key_id,
+            tuple(OffloadKey(row[:key_bytes]) for row in rows),
+            tuple(row[key_bytes:] for row in rows),
+        )
+
+    @property
+    def namespace(self) -> str:
+        """The only namespace in which a tier takes it for a pack."""
+        return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
+
+    @property
+    def value_bytes(self) -> int:
+        """How long the whole object is."""
+        return self.payload_offset + len(self.keys) * _aligned(self.block_bytes)
+
+    def block(self, value: memoryview, number: int) -> memoryview:
+        """Return the bytes of a block; empty where the object ends before it."""
+        begin = self.payload_offset + number * _aligned(self.block_bytes)
+        return value[begin : begin + self.block_bytes]
+
+    def verifies(self, value: memoryview, digester: BlockDigester) -> bool:
+        """Tell whether header and table are as they were written."""
+        return digester.digest(self.keys[0], _checked(value, self.payload_offset)) == self.checksum
+
+
+def is_pack(value: memoryview) -> bool:
+    """Tell whether a value says that it is a pack."""
+    return bytes(value[: len(MAGIC)]) == MAGIC
+
+
+def is_newer_pack(value: memoryview) -> bool:
+    """Tell whether a value is a pack of a newer release."""
+    if len(value) < _FIXED.size:
+        return False
+    magic, version = _FIXED.unpack_from(value)[:2]
+    return bool(magic == MAGIC and version > VERSION)
+
+
+class Packs:
+    """Makes packs of the blocks of one layout, and reads them. Thread: any."""
+
+    def __init__(
+        self, layout: str, block_bytes: int, integrity_key: IntegrityKey | None = None
+    ) -> None:
+        """Describe the blocks.
+
+        Args:
+            layout: 32 hexadecimal digits, the digest of a `KVIdentity`.
+            block_bytes: Bytes of every block.
+            integrity_key: What checksums are made with; None: anybody can make them.
+        """
+        self.block_bytes = block_bytes
+        self._layout = layout
+        self._key_id = integrity_key.id if integrity_key else bytes(KEY_ID_BYTES)
+        self._digester = create_digester(layout, integrity_key)
+
+    def most_bytes(self, key_bytes: int) -> int:
+        """Return how long a pack of such keys is at most."""
+        blocks = min(MOST_BLOCKS, max(1, MOST_PAYLOAD_BYTES // _aligned(self.block_bytes)))
+        return head_bytes(key_bytes) + blocks * _aligned(self.block_bytes)
+
+    def wrap(self, keys: Sequence[OffloadKey], rows: Sequence[Bytes]) -> Bytes:
+        """Return a pack; copies the blocks once. The keys are of one length, and `MOST_BLOCKS`."""
+        table_end = _FIXED.size + len(keys) * (len(keys[0]) + DIGEST_BYTES)
+        offset, stride = _aligned(table_end), _aligned(self.block_bytes)
+        value = np.zeros(offset + len(keys) * stride, dtype=np.uint8)
+        head = bytearray(offset)
+        _FIXED.pack_into(
+            head,
+            0,
+            MAGIC,
+            VERSION,
+            _KEYED if self._digester.is_keyed else 0,
+            offset,
+            len(keys[0]),
+            len(keys),
+            self.block_bytes,
+            bytes.fromhex(self._layout),
+            bytes(DIGEST_BYTES),
+            self._key_id,
+        )
+        digests = self._digester.digests(keys, [row.data for row in rows])
+        table = b"".join(part for pair in zip(keys, digests, strict=True) for part in pair)
+        head[_FIXED.size : table_end] = table
+        head[_CHECKSUM] = self._digester.digest(keys[0], memoryview(head))
+        value[:offset] = np.frombuffer(head, dtype=np.uint8)
+        for number, row in enumerate(rows):
+            begin = offset + number * stride
+            np.copyto(value[begin : begin + self.block_bytes], row)
+        return value
+
+    def table(self, first: OffloadKey, head: memoryview) -> PackHeader | None:
+        """Return what is in the pack that is called after a block, or None if it is not right.
+
+        Args:
+            first: After which block the object is called.
+            head: At least as much of the object as `head_bytes` says, or all of it.
+        """
+        header = PackHeader.parse(head)
+        if (
+            header is None
+            or header.keys[0] != first
+            or header.block_bytes != self.block_bytes
+            or (header.layout, header.key_id) != (self._layout, self._key_id)
+            or header.is_keyed != self._digester.is_keyed
+            or not header.verifies(head, self._digester)
+        ):
+            return None
+        return header
+
+    def unwrap(
+        self, header: PackHeader, value: memoryview, rows: Mapping[OffloadKey, Bytes]
+    ) -> dict[OffloadKey, CorruptBlockError]:
+        """Copy blocks of a pack into rows, each of which is touched only if its block verifies.
+
+        Args:
+            header: What `table` returned for it.
+            value: The object.
+            rows: Where blocks go, all of which are in the table.
+        """
+        bad: dict[OffloadKey, CorruptBlockError] = {}
+        for number, key in enumerate(header.keys):
+            if (row := rows.get(key)) is None:
+                continue
+            block = header.block(value, number)
+            if (
+                len(value) == header.value_bytes
+                and self._digester.digest(key, block) == header.digests[number]
+            ):
+                np.copyto(row, np.frombuffer(block, dtype=np.uint8))
+            else:
+                bad[key] = CorruptBlockError(f"block {key.hex()}: wrong checksum in its pack")
+        return bad
+
+
+def head_bytes(key_bytes: int) -> int:
+    """Return how long header and table are at most, for keys of this length."""
+    return _aligned(_FIXED.size + MOST_BLOCKS * (key_bytes + DIGEST_BYTES))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _checked(head: memoryview, offset: int) -> memoryview:
+    """Return header and table as they were when their checksum was computed."""
+    checked = bytearray(head[:offset])
+    checked[_CHECKSUM] = bytes(DIGEST_BYTES)
+    return memoryview(checked)

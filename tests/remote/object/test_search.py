@@ -1,0 +1,157 @@
+"""Which head of a chain is found where blocks are packed, and at what price."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.object.chains import Chains, is_lead
+from kvoffload_async.tiers.object.search import HeadSearch, longest_heads, most_questions
+
+CHAIN = [key_of(number) for number in range(256)]
+MOST_BEFORE = 100
+
+
+class Store:
+    """Objects in memory, cut as a writer cuts them."""
+
+    def __init__(self, spacing):
+        self.spacing = spacing
+        self.objects = {}
+        self.asked = []
+        self.chains = Chains()
+
+    def put(self, keys, most=64):
+        """Store blocks that follow each other, as packs."""
+        begin = 0
+        for i in range(1, len(keys) + 1):
+            if i == len(keys) or i - begin >= most or is_lead(keys[i], self.spacing):
+                self.objects.setdefault(keys[begin], keys[begin:i])
+                begin = i
+
+    async def ask(self, keys):
+        self.asked += keys
+        found = [key for key in keys if key in self.objects]
+        for key in found:
+            self.chains.saw_object(self.objects[key])
+        return found
+
+    def heads(self, *chains, before=()):
+        self.asked.clear()
+        searches = [
+            HeadSearch(before, chain, spacing=self.spacing, most=MOST_BEFORE) for chain in chains
+        ]
+        return asyncio.run(longest_heads(searches, self.chains, self.ask))
+
+
+def cuts(length):
+    """Where jobs end in a chain of this length."""
+    return st.lists(st.integers(1, length), max_size=4).map(lambda ends: sorted({*ends, length}))
+
+
+@given(
+    spacing=st.sampled_from([1, 4, 16, 64]), length=st.integers(0, 256), head=st.integers(0, 256)
+)
+def test_what_one_job_has_stored_is_found_whole(spacing, length, head):
+    store = Store(spacing)
+    store.put(CHAIN[: min(head, length)])
+    assert store.heads(CHAIN[:length]) == [min(head, length)]
+    assert len(store.asked) <= most_questions(length)
+
+
+@given(spacing=st.sampled_from([4, 16, 64]), ends=cuts(64), start=st.integers(0, 63))
+def test_what_several_jobs_have_stored_is_found_up_to_the_bound_of_questions(spacing, ends, start):
+    store = Store(spacing)
+    for begin, end in zip([0, *ends], ends, strict=False):
+        store.put(CHAIN[begin:end])
+    (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
+    assert len(store.asked) <= most_questions(64 - start)
+    assert found == 64 - start or len(store.asked) == most_questions(64 - start)
+
+
+@given(spacing=st.sampled_from([16, 64]), start=st.integers(1, 63), head=st.integers(0, 64))
+def test_a_reader_who_has_the_head_elsewhere_finds_the_rest_of_a_pack(spacing, start, head):
+    store = Store(spacing)
+    store.put(CHAIN[:head])
+    (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
+    assert found == max(0, head - start) or len(store.asked) == most_questions(64 - start)
+
+
+def test_a_reader_who_does_not_know_what_precedes_finds_nothing_of_a_pack_begun_before():
+    store = Store(64)
+    chain = [key for key in CHAIN if not is_lead(key, 64)][:20]
+    store.put(chain)
+    assert store.heads(chain[3:]) == [0]
+    assert store.heads(chain[3:], before=chain[:3]) == [17]
+
+
+@given(
+    spacing=st.sampled_from([4, 64]),
+    present=st.sets(st.integers(0, 63)),
+    start=st.integers(0, 63),
+    ends=cuts(64),
+)
+def test_gaps_and_single_blocks_cost_no_more_questions(spacing, present, start, ends):
+    store = Store(spacing)
+    for begin, end in zip([0, *ends], ends, strict=False):
+        store.put([CHAIN[i] for i in range(begin, end) if i in present])
+    (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
+    assert 0 <= found <= 64 - start
+    assert len(store.asked) <= most_questions(64 - start)
+
+
+@given(spacing=st.sampled_from([1, 4, 64]), head=st.integers(0, 64))
+def test_of_blocks_that_were_stored_one_by_one_all_but_one_is_found(spacing, head):
+    store = Store(spacing)
+    store.put(CHAIN[:head], most=1)
+    (found,) = store.heads(CHAIN[:64])
+    assert head - 1 <= found <= head
+    assert spacing > 1 or found == head
+    assert len(store.asked) <= 8
+
+
+def test_another_prompt_shares_the_pack_of_the_first_one_up_to_where_they_part():
+    store = Store(64)
+    chain = [key for key in CHAIN if not is_lead(key, 64)]
+    one, other = chain[:40], [*chain[:10], *chain[50:80]]
+    store.put(one)
+    assert store.heads(other) == [10]
+    store.put(other[10:])
+    assert store.heads(other) == [40]
+    assert len(store.asked) <= 3
+
+
+def test_no_probe_of_64_blocks_costs_more_than_8_questions_however_they_were_stored():
+    source, costs = random.Random(1), Counter()
+    for _ in range(10_000):
+        store = Store(source.choice((1, 8, 64)))
+        head = source.choice((0, 64, source.randint(0, 64)))
+        begin = 0
+        while begin < head:
+            end = min(head, begin + source.choice((1, 1, 4, 16, 64)))
+            store.put(CHAIN[begin:end])
+            begin = end
+        start = source.choice((0, 0, source.randint(0, 63)))
+        (found,) = store.heads(CHAIN[start : start + 64], before=CHAIN[:start])
+        assert found <= max(0, head - start)
+        costs[len(store.asked)] += 1
+    assert max(costs) <= 8
+
+
+def test_chains_with_a_common_head_share_their_questions():
+    store = Store(16)
+    store.put(CHAIN[:40])
+    assert store.heads(*[CHAIN[:64]] * 32) == [40] * 32
+    assert len(store.asked) <= 8
+
+
+@pytest.mark.parametrize("spacing", [4, 16, 64])
+def test_one_block_in_so_many_leads_and_also_with_every_narrower_spacing(spacing):
+    keys = [key_of(number) for number in range(64 * 1000)]
+    leads = [key for key in keys if is_lead(key, spacing)]
+    assert len(leads) == pytest.approx(len(keys) / spacing, rel=0.15)
+    assert all(is_lead(key, spacing // 2) for key in leads)
