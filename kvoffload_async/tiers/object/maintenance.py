@@ -25,12 +25,11 @@ from kvoffload_async.abc.maintenance import (
 )
 from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import InputError
-from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.verdicts import Verdict, Verification
 from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.judgement import Judged, judge_object
 from kvoffload_async.tiers.object.names import NAMESPACE, RENEWALS, key_of_name
-from kvoffload_async.tiers.remote.envelope import Header, is_newer
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ _REQUEST_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FoundObject:
-    """An object of a namespace; `key` is None where it is no block."""
+    """An object of a namespace; `key` is of its first block, None where it has none."""
 
     name: str
     size_bytes: int
@@ -57,7 +56,7 @@ class FoundObject:
 
 @dataclass(frozen=True, slots=True)
 class BadObject:
-    """A block that is not as it should be, and why."""
+    """An object with a block that is not as it should be, and why."""
 
     what: str
     reason: str
@@ -70,8 +69,8 @@ class BadObject:
 class Inspection:
     """What is in a namespace."""
 
-    blocks: int = 0
-    block_bytes: int = 0
+    objects: int = 0
+    object_bytes: int = 0
     unknown_files: int = 0
     unknown_file_bytes: int = 0
     oldest_s: float = 0.0
@@ -82,16 +81,16 @@ class Inspection:
             self.unknown_files += 1
             self.unknown_file_bytes += found.size_bytes
             return
-        self.blocks += 1
-        self.block_bytes += found.size_bytes
+        self.objects += 1
+        self.object_bytes += found.size_bytes
         self.oldest_s = max(self.oldest_s, found.age_s)
 
     @property
     def rows(self) -> list[tuple[str, str]]:
         """The figures for people."""
         return [
-            ("blocks", f"{self.blocks:,}"),
-            ("bytes", f"{self.block_bytes:,}"),
+            ("objects of blocks", f"{self.objects:,}"),
+            ("bytes", f"{self.object_bytes:,}"),
             ("age of the oldest", f"{self.oldest_s:,.0f} s"),
             ("unknown objects", f"{self.unknown_files:,}"),
             ("bytes of these", f"{self.unknown_file_bytes:,}"),
@@ -102,9 +101,9 @@ class Inspection:
 class Removed:
     """What was removed, or in a dry run would be."""
 
-    expired_blocks: int = 0
-    surplus_blocks: int = 0
-    corrupt_blocks: int = 0
+    expired_objects: int = 0
+    surplus_objects: int = 0
+    corrupt_objects: int = 0
     unknown_files: int = 0
     freed_bytes: int = 0
 
@@ -282,16 +281,18 @@ class ObjectMaintenance(StoreMaintenance):
                     removed.unknown_files += 1
                     yield await self._remove(item, "no block", options, removed)
             elif options.max_age_s is not None and item.age_s >= options.max_age_s:
-                removed.expired_blocks += 1
+                removed.expired_objects += 1
                 yield await self._remove(item, "too old", options, removed)
             elif surplus_age_s is not None and item.age_s >= surplus_age_s:
-                removed.surplus_blocks += 1
+                removed.surplus_objects += 1
                 yield await self._remove(item, "too much", options, removed)
             else:
                 rest.append(item)
+        seen: set[str] = set()
         for item, verdict, reason in await self._verdicts(rest) if options.corrupt else ():
-            if verdict is Verdict.CORRUPT:
-                removed.corrupt_blocks += 1
+            if verdict is Verdict.CORRUPT and item.name not in seen:
+                seen.add(item.name)
+                removed.corrupt_objects += 1
                 yield await self._remove(item, reason, options, removed)
             elif verdict is Verdict.UNREADABLE:
                 yield Problem(f"unreadable: {item.name}: {reason}", item.name)
@@ -312,42 +313,27 @@ class ObjectMaintenance(StoreMaintenance):
     async def _verdicts(
         self, page: Sequence[FoundObject]
     ) -> list[tuple[FoundObject, Verdict, str]]:
-        """Read blocks, a few at once, and judge them."""
+        """Read objects, a few at once, and judge each of their blocks."""
         gate = asyncio.Semaphore(_READS_AT_ONCE)
 
-        async def judge(item: FoundObject) -> tuple[FoundObject, Verdict, str]:
+        async def judge(item: FoundObject) -> list[Judged]:
             if item.size_bytes > _MAX_READ_BYTES:
-                return item, Verdict.UNREADABLE, f"{item.size_bytes} bytes are more than is read"
+                return [(Verdict.UNREADABLE, f"{item.size_bytes} bytes are more than is read")]
             async with gate:
                 try:
                     found = await obstore.get_async(self._store, item.name)
                     value = memoryview(await found.bytes_async())
                 except FileNotFoundError:
-                    return item, Verdict.GONE, ""
+                    return [(Verdict.GONE, "")]
                 except (exceptions.BaseError, OSError) as error:
-                    return item, Verdict.UNREADABLE, _text_of(error)
-                return (item, *await asyncio.to_thread(self._judge, item.key, value))
+                    return [(Verdict.UNREADABLE, _text_of(error))]
+                return await asyncio.to_thread(
+                    judge_object, value, item.key, self._namespace, self._key
+                )
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(judge(item)) for item in page if item.key is not None]
-        return [task.result() for task in tasks]
-
-    def _judge(self, key: OffloadKey | None, value: memoryview) -> tuple[Verdict, str]:
-        """Say of a value what a tier on this namespace would."""
-        if is_newer(value):
-            return Verdict.NEWER, ""
-        header = Header.parse(value)
-        if header is None or header.key != key or header.namespace != self._namespace:
-            return Verdict.CORRUPT, "its header is not that block's"
-        if len(value) != header.payload_offset + header.payload_bytes:
-            return Verdict.CORRUPT, f"{len(value)} bytes"
-        integrity_key = self._key if header.is_keyed else None
-        if header.is_keyed and (integrity_key is None or integrity_key.id != header.key_id):
-            return Verdict.OTHER_KEY, ""
-        digester = create_digester(header.layout, integrity_key)
-        if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
-            return Verdict.CORRUPT, "wrong checksum"
-        return Verdict.VERIFIED, ""
+            tasks = {item: group.create_task(judge(item)) for item in page if item.key is not None}
+        return [(item, *judged) for item, task in tasks.items() for judged in task.result()]
 
 
 def _prefix_of(name: str) -> int:

@@ -240,11 +240,12 @@ class ObjectTier(RemoteTier):
         """Load what an object has of the blocks that are wanted; say how each of these went."""
         counters = self._counters
         value, verdicts = await self._read_object(client, job, name, wanted, deadline_s)
-        if value is not None and (corrupt := _corrupt(verdicts)):
+        if corrupt := _corrupt(verdicts):
             counters.read_again += len(corrupt)  # perhaps only damaged on its way here
             value, again = await self._read_object(client, job, name, corrupt, deadline_s)
-            verdicts |= again
-        corrupt = _corrupt(verdicts)
+            # What the object of now does not have may be somewhere else.
+            verdicts = {i: verdicts[i] for i in verdicts if i not in corrupt} | again
+            corrupt = _corrupt(again)
         if value is not None and corrupt:
             env, _ = self._opened()
             counters.corrupt += len(corrupt)

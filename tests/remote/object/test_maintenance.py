@@ -73,8 +73,8 @@ def test_inspect_counts_blocks_bytes_ages_and_what_is_unknown(store):
     store.age(name_of(store.namespace, K[3]), 5000.0)
     status, found, _ = store.run("inspect")
     assert status == 0
-    assert found["blocks"] == 10
-    assert found["block_bytes"] == 10 * VALUE_BYTES
+    assert found["objects"] == 10
+    assert found["object_bytes"] == 10 * VALUE_BYTES
     assert (found["unknown_files"], found["unknown_file_bytes"]) == (1, 5)
     assert 5000 <= found["oldest_s"] < 5100
 
@@ -142,9 +142,9 @@ def test_gc_removes_what_is_too_old(store):
     for key in K[:4]:
         store.age(name_of(store.namespace, key), 5000.0)
     status, found, _ = store.run("gc", "--max-age", "3600", "--dry-run")
-    assert (status, found["expired_blocks"], len(store.names())) == (0, 4, 10)
+    assert (status, found["expired_objects"], len(store.names())) == (0, 4, 10)
     status, found, _ = store.run("gc", "--max-age", "3600")
-    assert (found["expired_blocks"], found["freed_bytes"]) == (4, 4 * VALUE_BYTES)
+    assert (found["expired_objects"], found["freed_bytes"]) == (4, 4 * VALUE_BYTES)
     assert store.names() == {name_of(store.namespace, key) for key in K[4:]}
 
 
@@ -152,16 +152,16 @@ def test_gc_keeps_the_newest_of_what_is_too_much(store):
     for age, key in enumerate(K):
         store.age(name_of(store.namespace, key), 1000.0 * age)
     _, found, _ = store.run("gc", "--keep", str(4 * VALUE_BYTES + 100))
-    assert found["surplus_blocks"] == 6
+    assert found["surplus_objects"] == 6
     assert store.names() == {name_of(store.namespace, key) for key in K[:4]}
-    assert store.run("gc", "--keep", "1GiB")[1]["surplus_blocks"] == 0
+    assert store.run("gc", "--keep", "1GiB")[1]["surplus_objects"] == 0
 
 
 def test_blocks_of_a_server_whose_clock_is_ahead_count_as_new(store):
     for key in K[:4]:
         store.age(name_of(store.namespace, key), -7200.0)
     assert store.run("inspect")[1]["oldest_s"] < 100
-    assert store.run("gc", "--max-age", "3600")[1]["expired_blocks"] == 0
+    assert store.run("gc", "--max-age", "3600")[1]["expired_objects"] == 0
     assert len(store.names()) == len(K)
 
 
@@ -171,7 +171,7 @@ def test_gc_removes_corrupt_and_unknown_objects_on_demand(store):
     store.add(f"{store.namespace}/new.txt")
     assert store.run("gc")[1]["freed_bytes"] == 0
     _, found, _ = store.run("gc", "--corrupt", "--unknown-files")
-    assert (found["corrupt_blocks"], found["unknown_files"]) == (1, 1)
+    assert (found["corrupt_objects"], found["unknown_files"]) == (1, 1)
     assert len(store.names()) == 10
     assert store.run("repair")[0] == 0
 

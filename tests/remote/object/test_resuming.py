@@ -90,7 +90,7 @@ def run_in_parts(url, call, pages):
 def test_a_verification_in_parts_sees_every_block_once(connection, pages):
     found, parts = run_in_parts(connection.url, lambda store, c: store.verify(c), pages)
     figures = [finding.figures for finding in found if isinstance(finding, Summary)]
-    assert sum(each["blocks"] for each in figures) == 2 * len(K)
+    assert sum(each["objects"] for each in figures) == 2 * len(K)
     assert sum(each["verification"]["verified"] for each in figures) == len(K)
     assert sum(each["verification"]["other_key"] for each in figures) == len(K)
     assert parts > 1
@@ -113,5 +113,5 @@ def test_the_command_goes_on_behind_a_name(connection):
     arguments = ["store", "verify", connection.url, "--json", "--after", blocks[12]]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    counts = [found["blocks"] for found in json.loads(done.stdout)["object_namespaces"]]
+    counts = [found["objects"] for found in json.loads(done.stdout)["object_namespaces"]]
     assert counts == [0, 7]
