@@ -45,6 +45,8 @@ class TierCapabilities:
         locality: How far away that is.
         probes_prefixes: Its probes are answered by `longest_prefixes`, which may cost far less than
             `contains` does.
+        keys_before: Where it probes prefixes: how many keys `longest_prefixes` is told, at most, of
+            those that come right before each chain. 0: none.
         announces_removals: Every block that it stored or announced is announced as evicted when
             it goes, whoever removed it, sooner or later. Consumers of events may then keep
             metadata of a block until its removal. Leave it False for a tier without a bound.
@@ -57,6 +59,7 @@ class TierCapabilities:
     locality: Locality = Locality.LOCAL
     announces_removals: bool = False
     probes_prefixes: bool = False
+    keys_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +257,23 @@ class AsyncTier(ABC):
         last stands.
         """
 
-    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
+    async def longest_prefixes(
+        self,
+        chains: Sequence[Sequence[OffloadKey]],
+        before: Sequence[Sequence[OffloadKey]] = (),
+    ) -> Sequence[int]:
         """Return for each chain how many keys at its head can probably be loaded now.
 
         Keys of a chain are chained hashes, head to tail: a block is of use only with those before
         it. Asked instead of `contains` where `capabilities.probes_prefixes`; what it says may be
         wrong, as loads confirm it.
+
+        Args:
+            chains: What is asked for.
+            before: For each chain, the keys of the same request and KV-cache group that come right
+                before it, head to tail: at most `capabilities.keys_before`, as far as they are
+                known, and none before the chains of a group that has several. Empty where none
+                are told; where `keys_before` is 0, it is not passed at all.
         """
         present = await self.contains(list(dict.fromkeys(key for chain in chains for key in chain)))
         return [

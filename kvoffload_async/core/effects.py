@@ -22,6 +22,8 @@ class StartProbe:
     keys: tuple[OffloadKey, ...]
     chains: tuple[tuple[OffloadKey, ...], ...] = ()
     """The same keys as chains, head to tail, for a tier that is asked for the longest heads."""
+    before: tuple[tuple[OffloadKey, ...], ...] = ()
+    """For each chain the keys right before it, head to tail; empty for a tier that is told none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which head of a batch is stored where there is no room for all of it.
+"""Heads of prompts: what lies before what, and which head of a batch is stored for want of room.
 
 A batch is head to tail, grouped by KV-cache group. A group's blocks are worth nothing without those
 of the others for the same tokens, so it is cut at a token, over all groups. Without positions only
@@ -8,8 +8,10 @@ the order in one group is known, and a batch of several groups is not cut.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappush, heapreplace
+from math import inf
 
-from kvoffload_async.types import OffloadKey, get_offload_group_idx
+from kvoffload_async.types import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
 
 def split_where_it_fits(
@@ -58,3 +60,33 @@ def used_before(
     """Return what a request has used of the prompt before `wanted`: its tail must not evict it."""
     first = min(positions.get(key, 0) for key in wanted)
     return [key for key in used if positions.get(key, first) < first]
+
+
+def nearest_before(
+    key: OffloadKey, positions: dict[OffloadKey, int], most: int
+) -> tuple[OffloadKey, ...]:
+    """Return the keys of the same group that come right before `key`, head to tail.
+
+    Positions are looked through once, from the last one on: mostly they were learned head to tail,
+    and then all but a few are passed over at the price of a comparison.
+
+    Args:
+        key: Nothing is known to come before one without a position.
+        positions: Key -> the end token of its block, of all groups, in any order.
+        most: How many keys, at most; 1 at least.
+    """
+    end = positions.get(key)
+    if end is None:
+        return ()
+    group = key.removeprefix(get_offload_block_hash(key))
+    nearest: list[tuple[int, OffloadKey]] = []
+    beyond = -inf
+    for other, position in reversed(positions.items()):
+        if beyond < position < end and other.endswith(group):
+            if len(nearest) < most:
+                heappush(nearest, (position, other))
+            else:
+                heapreplace(nearest, (position, other))
+            if len(nearest) == most:
+                beyond = nearest[0][0]
+    return tuple(other for _, other in sorted(nearest))

@@ -12,6 +12,7 @@ from itertools import islice, repeat
 from typing import Final
 
 from kvoffload_async.core.effects import StartProbe
+from kvoffload_async.core.heads import nearest_before
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import (
     LookupResult,
@@ -130,6 +131,10 @@ _PHASES: Final = 4
 _ANSWERS: Final = (LookupResult.RETRY, LookupResult.RETRY, LookupResult.MISS, LookupResult.HIT)
 
 
+_Chains = dict[tuple[Hashable, int, int], list[OffloadKey]]
+"""Chains by request, KV-cache group, and number among those of both."""
+
+
 class ProbedIndex(KeyIndex):
     """The contents of a shared tier, as far as live requests have asked.
 
@@ -139,7 +144,12 @@ class ProbedIndex(KeyIndex):
     """
 
     def __init__(
-        self, concurrent_probes: int, keys_per_probe: int = 4096, *, keeps_order: bool = False
+        self,
+        concurrent_probes: int,
+        keys_per_probe: int = 4096,
+        *,
+        keeps_order: bool = False,
+        keys_before: int = 0,
     ) -> None:
         """Start empty.
 
@@ -147,10 +157,12 @@ class ProbedIndex(KeyIndex):
             concurrent_probes: Probes in flight at once; a hung one delays no other.
             keys_per_probe: Bound on one batch; the rest waits for the next step.
             keeps_order: Whether probes say which keys are a chain; see `_chains`.
+            keys_before: How many of the keys before each chain they say, at most; see `_before`.
         """
         self._concurrent_probes = concurrent_probes
         self._keys_per_probe = keys_per_probe
         self._keeps_order = keeps_order
+        self._keys_before = keys_before
         self._verdicts = KeyMap()
         self._by_request: dict[Hashable, dict[OffloadKey, None]] = {}
         self._pending: dict[OffloadKey, Hashable] = {}
@@ -188,12 +200,13 @@ class ProbedIndex(KeyIndex):
             return None
         self._generation += 1
         keys = tuple(islice(self._pending, self._keys_per_probe))
-        chains = self._chains(keys) if self._keeps_order else ()
+        chains = self._chains(keys) if self._keeps_order else {}
         for key in keys:
             del self._pending[key]
         self._enter(keys, _IN_FLIGHT)
         self._in_flight[self._generation] = keys
-        return StartProbe(self._generation, keys, chains)
+        in_order = tuple(map(tuple, chains.values()))
+        return StartProbe(self._generation, keys, in_order, self._before(chains))
 
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
         """Resolve the keys that were asked in this generation and are still waiting for it."""
@@ -229,13 +242,13 @@ class ProbedIndex(KeyIndex):
     def __len__(self) -> int:
         return len(self._verdicts)
 
-    def _chains(self, keys: Sequence[OffloadKey]) -> tuple[tuple[OffloadKey, ...], ...]:
+    def _chains(self, keys: Sequence[OffloadKey]) -> _Chains:
         """Return queued keys as chains: of one request and KV-cache group, head to tail.
 
         A group that is looked up from its tail on, for a sliding window, has chains of one key:
         there a block may be present, and of use, without those before it.
         """
-        chains: dict[tuple[Hashable, int, int], list[OffloadKey]] = {}
+        chains: _Chains = {}
         last: dict[tuple[Hashable, int], tuple[int, int]] = {}
         for key in keys:
             request, group = self._pending[key], get_offload_group_idx(key)
@@ -245,7 +258,21 @@ class ProbedIndex(KeyIndex):
                 number += 1
             last[request, group] = (number, position)
             chains.setdefault((request, group, number), []).append(key)
-        return tuple(map(tuple, chains.values()))
+        return chains
+
+    def _before(self, chains: _Chains) -> tuple[tuple[OffloadKey, ...], ...]:
+        """Return for each chain the keys right before it, whether they were ever asked for or not.
+
+        None before the chains of a group that is looked up from its tail on: there are several.
+        """
+        if self._keys_before <= 0:
+            return ()
+        return tuple(
+            nearest_before(chain[0], request.key_positions, self._keys_before)
+            if isinstance(request, ReqContext) and (request, group, 1) not in chains
+            else ()
+            for (request, group, _), chain in chains.items()
+        )
 
     def _known(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[OffloadKey, int]]:
         """Yield those of the keys that have a verdict, with it."""

@@ -13,7 +13,9 @@ def create_index(tier: AsyncTier, min_blocks: int) -> KeyIndex:
         ExactIndex()
         if tier.capabilities.exclusive
         else ProbedIndex(
-            tier.bounds.concurrent_probes, keeps_order=tier.capabilities.probes_prefixes
+            tier.bounds.concurrent_probes,
+            keeps_order=tier.capabilities.probes_prefixes,
+            keys_before=tier.capabilities.keys_before,
         )
     )
     return index if min_blocks == 1 else SelectiveIndex(index, min_blocks)

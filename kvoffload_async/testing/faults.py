@@ -93,9 +93,15 @@ class FaultyTier(AsyncTier):
         """Ask the wrapped tier."""
         return await self.inner.contains(keys)
 
-    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
+    async def longest_prefixes(
+        self,
+        chains: Sequence[Sequence[OffloadKey]],
+        before: Sequence[Sequence[OffloadKey]] = (),
+    ) -> Sequence[int]:
         """Ask the tier."""
-        return await self.inner.longest_prefixes(chains)
+        if not before:
+            return await self.inner.longest_prefixes(chains)
+        return await self.inner.longest_prefixes(chains, before)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Store, with the job's fault."""

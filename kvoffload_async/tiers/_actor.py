@@ -189,9 +189,10 @@ class TierActor:
         generation: int,
         keys: Sequence[OffloadKey],
         chains: Sequence[Sequence[OffloadKey]] = (),
+        before: Sequence[Sequence[OffloadKey]] = (),
     ) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
-        self._probes.start(generation, keys, chains)
+        self._probes.start(generation, keys, chains, before)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks on to the tier."""

@@ -54,17 +54,21 @@ class Probes:
         generation: int,
         keys: Sequence[OffloadKey],
         chains: Sequence[Sequence[OffloadKey]] = (),
+        before: Sequence[Sequence[OffloadKey]] = (),
     ) -> None:
         """Ask the tier which keys it has; answered exactly once, at the deadline at the latest.
 
-        With `chains`, which are the same keys, it is asked for their longest heads.
+        With `chains`, which are the same keys, it is asked for their longest heads, and told what
+        comes `before` each, if that is given.
         """
         if (error := self._refusal()) is not None:
             self._post(ProbeAnswered(generation, _NOTHING, error))
             return
         loop = asyncio.get_running_loop()
         question = (
-            contained(self._heads, chains) if chains else contained(self._tier.contains, keys)
+            contained(self._heads, chains, before)
+            if chains
+            else contained(self._tier.contains, keys)
         )
         task = loop.create_task(question, name=f"{self._name}:probe:{generation}")
         self.tasks[task] = None
@@ -79,8 +83,12 @@ class Probes:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    async def _heads(self, chains: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey]:
-        lengths = await self._tier.longest_prefixes(chains)
+    async def _heads(
+        self, chains: Sequence[Sequence[OffloadKey]], before: Sequence[Sequence[OffloadKey]]
+    ) -> frozenset[OffloadKey]:
+        # Without `before` a method that does not take it is called as it always was.
+        asked = (chains, before) if before else (chains,)
+        lengths = await self._tier.longest_prefixes(*asked)
         heads = zip(chains, lengths, strict=True)
         return frozenset(key for chain, length in heads for key in chain[:length])
 

@@ -44,6 +44,20 @@ def test_a_request_has_one_context_for_its_whole_life():
     assert convert.request_of(request) is not convert.request_of(other)
 
 
+def test_a_request_knows_the_positions_that_vllm_notes_after_it_was_begun():
+    context = base.ReqContext(req_id="r")
+    request = convert.request_of(context)
+    for number, key in enumerate(keys_of(1, 2), 1):
+        context.set_offload_key_position(key, 16 * number)
+    assert request.key_positions == dict(zip(keys_of(1, 2), (16, 32), strict=True))
+
+
+def test_requests_of_a_vllm_that_keeps_positions_in_another_way_have_their_own():
+    context = base.ReqContext(req_id="r")
+    del context._offload_key_positions
+    assert convert.request_of(context).key_positions == {}
+
+
 @pytest.mark.parametrize("result", list(LookupResult))
 def test_a_lookups_answer_keeps_its_name(result):
     assert convert.lookup_result(result) is base.LookupResult[result.name]

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.connector.protocol import TransferJobSpec
+from kvoffload_async.integrations.vllm.positions import share_positions
 from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -82,6 +83,7 @@ def request_of(context: base.ReqContext) -> ReqContext:
         context.kv_transfer_params,
         load_tier_filter=tier_filter(context.load_tier_filter),
     )
+    share_positions(context, made)
     context.set_state(made)
     return made
 

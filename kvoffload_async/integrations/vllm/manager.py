@@ -14,6 +14,7 @@ from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.engine_metrics import EngineCounts
 from kvoffload_async.integrations.vllm.events import hold_removals
+from kvoffload_async.integrations.vllm.positions import take_positions
 from kvoffload_async.integrations.vllm.worker import FAILED
 from kvoffload_async.types import Medium, OffloadingEvent, OffloadKey, ReqContext
 
@@ -220,10 +221,7 @@ class KVOffloadManager(base.OffloadingManager):
     ) -> list[OffloadKey]:
         """Take over where in the prompt the keys lie, for the order of eviction."""
         ordered = list(keys)
-        for key in ordered:
-            position = context.get_offload_key_position(key)
-            if position is not None:
-                request.key_positions[key] = position
+        take_positions(ordered, context, request)
         return ordered
 
     def _failed(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:

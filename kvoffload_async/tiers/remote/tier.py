@@ -138,7 +138,11 @@ class RemoteTier(AsyncTier):
         deadline_s = self._deadline(self._settings.probe_timeout_s)
         return frozenset(await self._questions.ask(keys, deadline_s))
 
-    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
+    async def longest_prefixes(
+        self,
+        chains: Sequence[Sequence[OffloadKey]],
+        before: Sequence[Sequence[OffloadKey]] = (),
+    ) -> Sequence[int]:
         """Return how many keys at the head of each chain have a value.
 
         Where one call answers for many keys, all are asked for; else O(log n) of each chain.
