@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -74,12 +74,9 @@ class ObjectTier(RemoteTier):
         self._description: Mapping[str, Any] = {}
         self._chains = Chains()
         place = settings.connection.url
-        super().__init__(
-            settings.remote,
-            self._client_of,
-            place,
-            probes_prefixes=True,
-        )
+        super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
+        if self._pack_bytes:
+            self.capabilities = replace(self.capabilities, keys_before=KEYS_BEFORE)
 
     async def open(self, env: TierEnvironment) -> None:
         identity = env.identity
