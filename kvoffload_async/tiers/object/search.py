@@ -12,17 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from math import ceil, log2
+from typing import Final
 
 from kvoffload_async.tiers.object.chains import Chains, is_lead
 from kvoffload_async.types import OffloadKey
+
+_FEWEST: Final = 8
+"""What a chain of 64 blocks costs at most."""
+_MOST_STEPS: Final = 3
+"""How many objects before a chain are looked into for one that goes on in it."""
 
 Ask = Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]]
 """Returns those of the keys after which an object is called, and notes what these objects have."""
 
 
 def most_questions(num_keys: int) -> int:
-    """Return how many questions the search for the head of a chain costs at most."""
-    return 2 + ceil(log2(num_keys)) if num_keys else 0
+    """Return how many questions the search for the head of a chain costs at most.
+
+    Few are needed where the chain was stored by few jobs. A short chain may be behind many.
+    """
+    return max(_FEWEST, 2 + ceil(log2(num_keys))) if num_keys else 0
 
 
 class HeadSearch:
@@ -35,29 +44,38 @@ class HeadSearch:
     """
 
     def __init__(
-        self, before: Sequence[OffloadKey], chain: Sequence[OffloadKey], *, spacing: int, most: int
+        self,
+        before: Sequence[OffloadKey],
+        chain: Sequence[OffloadKey],
+        chains: Chains,
+        *,
+        spacing: int,
+        most: int,
     ) -> None:
         """Begin.
 
         Args:
             before: Keys right before the chain, as far as they are known.
             chain: Keys, head to tail.
+            chains: What is known of objects, also from answers to come.
             spacing: See `is_lead`.
             most: How many keys `before` has at most: where it has fewer, the prompt begins there.
         """
         self.keys = (*before, *chain)
         self.found = 0
+        self._chains = chains
         self._spacing = spacing
         self._begins_prompt = len(before) < most
         self._left = most_questions(len(chain))
         self._search = self._questions(len(before))
         self.wanted: int | None = None
-        self._proceed(None)
+        if chain:
+            self._proceed(None)
 
-    def learn(self, length: int) -> None:
-        """Take in how many of the keys, from `wanted` on, the object has; 0: there is none."""
+    def learn(self, index: int, *, is_present: bool) -> None:
+        """Take in whether there is an object that is called after the wanted key."""
         self._left -= 1
-        self._proceed(length)
+        self._proceed(self._chains.length_at(self.keys, index) if is_present else 0)
 
     def _proceed(self, length: int | None) -> None:
         try:
@@ -68,9 +86,11 @@ class HeadSearch:
             self.wanted = None
 
     def _questions(self, first: int) -> Generator[int, int, None]:
-        low = yield from self._entrance(first)
+        low = yield from self._walk(self._known_place(first), first)
         if low == first:
-            low += yield low
+            low += yield first
+        if low == first:
+            low = yield from self._walk(self._entrance(first), first)
         self.found = low - first
         if not self.found:
             return
@@ -88,16 +108,28 @@ class HeadSearch:
             middle = (begin + end) // 2
         yield from self._tail(first, low, high)
 
-    def _entrance(self, first: int) -> Generator[int, int, int]:
-        """Go from the last place before the chain where an object begins; return where it ends."""
-        leads = (i for i in range(first - 1, -1, -1) if is_lead(self.keys[i], self._spacing))
-        index = next(leads, 0 if self._begins_prompt else first)
-        while index < first:
-            length = yield index
+    def _walk(self, index: int, first: int) -> Generator[int, int, int]:
+        """Go from object to object before the chain; return how far into it the last one goes."""
+        for _ in range(_MOST_STEPS):
+            length = (yield index) if index < first else 0
             if not length:
-                return first
+                break
             index += length
-        return index
+        return max(index, first)
+
+    def _known_place(self, first: int) -> int:
+        """Return where the object begins that the chain's first block is known to be in."""
+        name = self._chains.first_of(self.keys[first])
+        return self.keys.index(name) if name in self.keys[:first] else first
+
+    def _entrance(self, first: int) -> int:
+        """Return the last place before the chain where the object begins that goes into it."""
+        for index in range(first - 1, -1, -1):
+            if self._chains.first_of(self.keys[index]) is not None:
+                return index + 1  # it is known what that object has
+            if is_lead(self.keys[index], self._spacing):
+                return index
+        return 0 if self._begins_prompt else first
 
     def _tail(self, first: int, low: int, high: int) -> Generator[int, int, None]:
         """Go from object to object, behind the last lead; halve where they are of one block."""
@@ -119,12 +151,11 @@ class HeadSearch:
                     return  # no object begins there
 
 
-async def longest_heads(searches: Sequence[HeadSearch], chains: Chains, ask: Ask) -> list[int]:
+async def longest_heads(searches: Sequence[HeadSearch], ask: Ask) -> list[int]:
     """Carry out searches side by side; return how many keys of each are taken to be present.
 
     Args:
         searches: One a chain.
-        chains: What `ask` notes the contents of objects in.
         ask: Asked for one key a chain in each round; equal keys are asked once.
     """
     while True:
@@ -133,5 +164,4 @@ async def longest_heads(searches: Sequence[HeadSearch], chains: Chains, ask: Ask
             return [search.found for search in searches]
         present = await ask(list(dict.fromkeys(search.keys[index] for search, index in open_)))
         for search, index in open_:
-            is_there = search.keys[index] in present
-            search.learn(chains.length_at(search.keys, index) if is_there else 0)
+            search.learn(index, is_present=search.keys[index] in present)

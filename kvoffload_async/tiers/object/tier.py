@@ -113,10 +113,10 @@ class ObjectTier(RemoteTier):
             if self._most_blocks > 1:
                 self._chains.saw_chain(chain)
             preceding = before[number] if before else ()
-            searches.append(HeadSearch(preceding, chain, spacing=self._spacing, most=KEYS_BEFORE))
-        return await longest_heads(
-            searches, self._chains, lambda keys: self._questions.ask(keys, deadline_s)
-        )
+            searches.append(
+                HeadSearch(preceding, chain, self._chains, spacing=self._spacing, most=KEYS_BEFORE)
+            )
+        return await longest_heads(searches, lambda keys: self._questions.ask(keys, deadline_s))
 
     def gauges(self) -> Mapping[str, float]:
         return {**super().gauges(), **asdict(self._pack_counters)}

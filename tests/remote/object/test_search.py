@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -43,9 +44,10 @@ class Store:
     def heads(self, *chains, before=()):
         self.asked.clear()
         searches = [
-            HeadSearch(before, chain, spacing=self.spacing, most=MOST_BEFORE) for chain in chains
+            HeadSearch(before, chain, self.chains, spacing=self.spacing, most=MOST_BEFORE)
+            for chain in chains
         ]
-        return asyncio.run(longest_heads(searches, self.chains, self.ask))
+        return asyncio.run(longest_heads(searches, self.ask))
 
 
 def cuts(length):
@@ -63,14 +65,25 @@ def test_what_one_job_has_stored_is_found_whole(spacing, length, head):
     assert len(store.asked) <= most_questions(length)
 
 
-@given(spacing=st.sampled_from([4, 16, 64]), ends=cuts(64), start=st.integers(0, 63))
-def test_what_several_jobs_have_stored_is_found_up_to_the_bound_of_questions(spacing, ends, start):
+@given(spacing=st.sampled_from([4, 16, 64]), ends=cuts(64))
+def test_what_several_jobs_have_stored_is_found_up_to_the_bound_of_questions(spacing, ends):
     store = Store(spacing)
-    for begin, end in zip([0, *ends], ends, strict=False):
+    for begin, end in pairwise([0, *ends]):
+        store.put(CHAIN[begin:end])
+    (found,) = store.heads(CHAIN[:64])
+    assert len(store.asked) <= most_questions(64)
+    assert found == 64 or len(store.asked) == most_questions(64)
+
+
+@given(spacing=st.sampled_from([16, 64]), ends=cuts(64), start=st.integers(1, 63))
+def test_a_reader_in_mid_prompt_walks_over_a_few_objects_and_no_more(spacing, ends, start):
+    store = Store(spacing)
+    for begin, end in pairwise([0, *ends]):
         store.put(CHAIN[begin:end])
     (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
     assert len(store.asked) <= most_questions(64 - start)
-    assert found == 64 - start or len(store.asked) == most_questions(64 - start)
+    is_far = sum(1 for end in ends if end < start) > 2
+    assert found == 64 - start or is_far or len(store.asked) == most_questions(64 - start)
 
 
 @given(spacing=st.sampled_from([16, 64]), start=st.integers(1, 63), head=st.integers(0, 64))
@@ -97,7 +110,7 @@ def test_a_reader_who_does_not_know_what_precedes_finds_nothing_of_a_pack_begun_
 )
 def test_gaps_and_single_blocks_cost_no_more_questions(spacing, present, start, ends):
     store = Store(spacing)
-    for begin, end in zip([0, *ends], ends, strict=False):
+    for begin, end in pairwise([0, *ends]):
         store.put([CHAIN[i] for i in range(begin, end) if i in present])
     (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
     assert 0 <= found <= 64 - start
@@ -105,11 +118,11 @@ def test_gaps_and_single_blocks_cost_no_more_questions(spacing, present, start, 
 
 
 @given(spacing=st.sampled_from([1, 4, 64]), head=st.integers(0, 64))
-def test_of_blocks_that_were_stored_one_by_one_all_but_one_is_found(spacing, head):
+def test_of_blocks_that_were_stored_one_by_one_nearly_all_are_found(spacing, head):
     store = Store(spacing)
     store.put(CHAIN[:head], most=1)
     (found,) = store.heads(CHAIN[:64])
-    assert head - 1 <= found <= head
+    assert head - 4 <= found <= head
     assert spacing > 1 or found == head
     assert len(store.asked) <= 8
 
