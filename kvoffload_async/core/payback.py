@@ -84,15 +84,11 @@ class Payback:
         self._probed_at_s = self._now_s
 
     def load_ended(self, num_blocks: int, seconds: float) -> None:
-        """Take in how long a load took that has brought all of its blocks, of which there are some.
-
-        It ends an exploration.
-        """
+        """Take in how long a load of some blocks took that has brought all of them."""
         if self._is_old(self._loaded_at_s):
             self._loads = _Line()
         self._loads.add(num_blocks, seconds)
         self._loaded_at_s = self._now_s
-        self._is_exploring = False
 
     # -- what follows ---------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ def test_the_end_of_the_explorer_and_of_no_other_lets_the_next_one_through():
     answers(index, "cd", "second")
     assert probed(index) is None
     index.forget_request("explorer")
-    index.forget_request("explorer")
+    assert index._explorer is None, "nothing is remembered of it"
     answers(index, "ef", "third")
     assert probed(index) == tuple(ks("ef"))
 

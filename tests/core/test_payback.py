@@ -103,6 +103,7 @@ def test_loads_that_take_no_time_leave_the_probe():
     payback = measured(100.0, 0.05, [(4, 0.0), (8, 0.0)])
     assert payback.needed_blocks == 5
     assert payback.blocks_per_s is None
+    assert measured(100.0, 0.0, [(1, 1e-320), (100, 1e-318)]).blocks_per_s is None
 
 
 @given(rate=RATES, probe_s=SECONDS, jobs=JOBS, factor=st.floats(1.0, 100.0), more_s=SECONDS)
