@@ -66,10 +66,9 @@ class TierSearch:
     def _ask(self, key: OffloadKey, request: RequestState, now_s: float) -> LookupResult:
         unknown = skipped = False
         for index, tier in enumerate(self._tiers):
-            selective = tier.selective
             if unknown and tier.locality is Locality.REMOTE:
-                if selective is not None:
-                    selective.expect(key, request.ctx)
+                if tier.selective is not None:
+                    tier.selective.expect(key, request.ctx)
                 continue
             counters = tier.counters
             reason = tier.skips_load(request.ctx, now_s)
@@ -80,23 +79,22 @@ class TierSearch:
                 skipped = True
                 continue
             answer = self.sources[index].lookup(key, request.ctx)
-            if (
-                answer is LookupResult.MISS
-                and selective is not None
-                and selective.declines(request.ctx)
-            ):
-                counters.skipped_lookups["too_few"] += 1
-                skipped = True
+            if answer is LookupResult.MISS:
+                if tier.selective is not None and tier.selective.declines(request.ctx):
+                    counters.skipped_lookups["too_few"] += 1
+                    skipped = True
+                else:
+                    counters.lookups += 1
+                    counters.misses += 1
                 continue
             counters.lookups += 1
             if answer is LookupResult.HIT:
                 counters.hits += 1
                 return self._promote(index, request, key)
-            if answer is LookupResult.MISS:
-                counters.misses += 1
-            else:  # a tier has no pending hits; one that says so does not know yet
-                counters.undecided += 1
-                unknown = True
+            counters.undecided += (
+                1  # a tier has no pending hits; one that says so does not know yet
+            )
+            unknown = True
         if unknown:
             return LookupResult.RETRY
         self._counters.misses["skipped" if skipped else "absent"] += 1
