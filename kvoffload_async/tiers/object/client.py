@@ -38,8 +38,8 @@ _NOT_TRUSTED: Final = "InvalidCertificate"
 """Only what the library says for debugging has it."""
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")
 _TOO_SLOW: Final = ("timed out", "timeout")
-_NO_SUCH_RANGE: Final = ("416", "InvalidRange", "range was invalid")
-"""What is said of the head of an empty object."""
+_NO_SUCH_RANGE: Final = ("status code: 416", "InvalidRange", "range was invalid")
+"""What is said of the head of an empty object; names, which are digits, may have any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +238,7 @@ class ObjectClient(RemoteClient):
             )
             head = memoryview(await found.bytes_async())
         except FileNotFoundError:
+            self._chains.lost_object(key)
             return False
         except exceptions.BaseError as error:
             if not any(sign in str(error) for sign in _NO_SUCH_RANGE):
