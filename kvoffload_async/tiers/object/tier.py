@@ -110,6 +110,10 @@ class ObjectTier(RemoteTier):
         """Return the keys whose object is there, as far as it is known which one that is."""
         names = {key: self._chains.name_of(key) for key in keys}
         present = await super().contains(list(dict.fromkeys(names.values())))
+        moved = [key for key, name in names.items() if self._chains.name_of(key) != name]
+        if moved:  # what was known of these was out of date
+            names |= zip(moved, moved, strict=True)
+            present |= await super().contains(moved)
         return frozenset(key for key, name in names.items() if name in present)
 
     async def longest_prefixes(
@@ -217,10 +221,12 @@ class ObjectTier(RemoteTier):
         keys, chains = job.keys, self._chains
         portions: dict[OffloadKey, list[int]] = {}
         before = name = OffloadKey(b"")
+        known: OffloadKey | None = None
         for i, key in enumerate(keys):
-            if (known := chains.first_of(key)) is not None:
+            is_behind_known, known = known is not None, chains.first_of(key)
+            if known is not None:
                 name = known
-            elif is_lead(key, self._spacing) or not chains.follows(before, key):
+            elif is_behind_known or is_lead(key, self._spacing) or not chains.follows(before, key):
                 name = key
             portions.setdefault(name, []).append(i)
             before = key

@@ -4,57 +4,13 @@ import asyncio
 
 import obstore
 import pytest
-from remote.object.tiers import damage, names_in, tier_on
+from remote.object.tiers import BLOCK_BYTES, K, damage, head, loads, objects, stored
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
-from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object.chains import is_lead
-from kvoffload_async.tiers.object.client import ObjectConnection
 
-BLOCK_BYTES = 4096
-# No block in the middle leads a pack, so that what belongs together is one object.
-K = [key for key in map(key_of, range(200)) if not is_lead(key, 64)][:64]
 LEAD = next(key for key in map(key_of, range(1000)) if is_lead(key, 64))
-
-
-@pytest.fixture
-def connection(tmp_path):
-    return ObjectConnection(f"file://{tmp_path}/blocks")
-
-
-@pytest.fixture
-def host(connection):
-    made = []
-
-    def make(**options):
-        tier = tier_on(connection, **{"pack_bytes": 64 * BLOCK_BYTES} | options)
-        made.append(TierHarness(tier, 64, BLOCK_BYTES))
-        return made[-1]
-
-    yield make
-    for one in reversed(made):
-        one.close()
-
-
-def head(harness, chain, before=()):
-    """Look for a chain, as every request does before it computes, or loads, anything."""
-    (length,) = harness.run(harness.tier.longest_prefixes([chain], [before]))
-    return length
-
-
-def stored(harness, chain):
-    assert head(harness, chain) == 0
-    assert harness.store(chain) == {}
-
-
-def loads(harness, keys):
-    assert harness.load(keys) == {}
-    return all(harness.holds(key, slot) for slot, key in enumerate(keys))
-
-
-def objects(connection):
-    return [name for name in names_in(connection) if "_g" in name]
 
 
 def requests(harness, call):
