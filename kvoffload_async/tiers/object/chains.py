@@ -13,7 +13,9 @@ from kvoffload_async.types import OffloadKey
 Fact = TypeVar("Fact")
 
 MOST_REMEMBERED: Final = 1 << 17
-"""Bound on each kind of fact: the oldest are forgotten first."""
+"""Bound on each kind of fact, with which all of them take 54 MiB at most for keys of 36 bytes.
+
+The oldest are forgotten first."""
 
 
 def is_lead(key: OffloadKey, spacing: int) -> bool:

@@ -56,6 +56,19 @@ def test_the_bytes_of_a_larger_pack_than_ones_own_are_counted_once_it_was_looked
     assert other.tier.gauges()["bytes_in_flight"] == 0
 
 
+def test_what_no_probe_has_looked_at_is_counted_as_a_pack_of_ones_own(host):
+    one = host(pack_bytes=8 * BLOCK_BYTES)
+    get, taken = one.tier._client.get, []
+
+    async def watched(*arguments):
+        taken.append(one.tier.gauges()["bytes_in_flight"])
+        return await get(*arguments)
+
+    one.tier._client.get = watched
+    assert len(one.load(K[:1])) == 1
+    assert taken == [8 * BLOCK_BYTES]
+
+
 def slowed(harness, seconds=0.05):
     """Have every read take a while; return how many went on at once, at most."""
     get, going = harness.tier._client.get, [0, 0]
@@ -91,6 +104,17 @@ def test_what_is_behind_a_pack_that_was_looked_at_is_loaded_beside_it(host):
     reader.tier._chains.saw_chain(K)
     going = slowed(reader)
     assert loads(reader, K[:30])
+    assert going[1] == 2
+
+
+def test_packs_that_begin_where_every_pack_does_are_loaded_at_once(host):
+    lead = next(key for key in map(key_of, range(1000)) if is_lead(key, 64))
+    chain = [*K[:10], lead, *K[10:20]]
+    stored(host(), chain)
+    reader = host()
+    reader.tier._chains.saw_chain(chain)
+    going = slowed(reader)
+    assert loads(reader, chain)
     assert going[1] == 2
 
 

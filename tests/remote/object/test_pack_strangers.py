@@ -8,11 +8,13 @@ import pytest
 from remote.object.tiers import BLOCK_BYTES, K, head, loads, objects, stored
 
 from kvoffload_async.errors import CorruptBlockError, TierUnavailableError
+from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.object.chains import Chains
 from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
 from kvoffload_async.tiers.object.names import name_of
 from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES, Packs
+from kvoffload_async.tiers.remote.client import Value
 
 LAYOUT = "0123456789abcdef" * 2
 
@@ -147,6 +149,25 @@ def test_what_is_asked_for_is_found_though_its_pack_was_replaced_by_single_block
     assert one.contains(K[:5]) == set(K[1:4])
     assert host(pack_bytes=0).store(K[:1]) == {}
     assert one.contains(K[:5]) == set(K[:4])
+
+
+def test_a_block_that_was_bad_in_a_pack_is_found_where_it_is_now(host, connection):
+    assert host(pack_bytes=0).store(K[:3]) == {}
+    one = host()
+    rows = [content_of(key, BLOCK_BYTES) for key in K[:3]]
+    damaged = one.tier._packs.wrap(K[:3], rows)
+    damaged[-1] ^= 1
+    get, values = one.tier._client.get, [Value(damaged.data, "1")]
+
+    async def first_the_old_one(*arguments):
+        return [values.pop()] if values else await get(*arguments)
+
+    one.tier._chains.saw_object(K[:3])
+    one.tier._client.get = first_the_old_one
+    assert one.load(K[:3]) == {}
+    assert one.tier.gauges()["read_again"] == 1
+    assert all(one.holds(K[i], i) for i in range(3))
+    assert len(objects(connection)) == 3
 
 
 def test_a_name_that_can_be_neither_read_nor_written_costs_two_requests_a_block(host, tmp_path):

@@ -9,6 +9,7 @@ from remote.object.tiers import BLOCK_BYTES, K, damage, head, loads, objects, st
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object.chains import is_lead
+from kvoffload_async.types import make_offload_key
 
 LEAD = next(key for key in map(key_of, range(1000)) if is_lead(key, 64))
 
@@ -45,6 +46,15 @@ def test_blocks_that_do_not_follow_each_other_are_not_packed(host, connection):
     assert (head(other, K[:4]), head(other, K[10:14])) == (4, 4)
 
 
+def test_keys_of_several_lengths_are_in_several_packs(host, connection):
+    chain = [*K[:3], *(make_offload_key(key[:16]) for key in K[3:6]), *K[6:8]]
+    stored(host(), chain)
+    assert len(objects(connection)) == 3
+    other = host()
+    assert head(other, chain) == 8
+    assert loads(other, chain)
+
+
 def test_a_pack_ends_before_a_block_that_leads(host, connection):
     chain = [*K[:5], LEAD, *K[5:9]]
     stored(host(), chain)
@@ -70,7 +80,8 @@ def test_what_is_stored_already_is_not_stored_again(host, connection):
 def test_two_hosts_that_store_the_same_at_once_leave_one_object(host, connection):
     hosts = [host(remember_absent_s=60.0) for _ in range(2)]
     assert [head(one, K[:20]) for one in hosts] == [0, 0]
-    assert [one.store(K[:20]) for one in hosts] == [{}, {}]
+    assert hosts[0].store(K[:20]) == {}
+    assert requests(hosts[1], lambda: hosts[1].store(K[:20])) == ({}, 2)
     assert len(objects(connection)) == 1
     assert [one.tier.gauges()["lost_races"] for one in hosts] == [0, 1]
     assert loads(hosts[1], K[:20])
@@ -148,6 +159,16 @@ def test_a_pack_that_has_gone_is_a_miss_and_is_stored_anew(host, connection):
     assert one.contains(K[:8]) == frozenset()
     assert one.store(K[:8]) == {}
     assert loads(one, K[:8])
+
+
+def test_that_a_pack_has_gone_is_remembered_though_it_was_just_there(host, connection):
+    one = host(remember_present_s=60.0)
+    stored(one, K[:8])
+    assert head(one, K[:8]) == 8
+    (name,) = objects(connection)
+    obstore.delete(connection.open(), name)
+    assert len(one.load(K[:8])) == 8
+    assert head(one, K[:8]) == 0
 
 
 def test_blocks_whose_pack_was_replaced_by_single_ones_are_found(host, connection):
