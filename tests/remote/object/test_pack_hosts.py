@@ -56,6 +56,12 @@ def test_the_bytes_of_a_larger_pack_than_ones_own_are_counted_once_it_was_looked
     assert other.tier.gauges()["bytes_in_flight"] == 0
 
 
+def test_small_packs_begin_where_readers_of_small_packs_look(host):
+    chain = [key_of(number) for number in range(64)]
+    stored(host(pack_bytes=4 * BLOCK_BYTES), chain)
+    assert head(host(pack_bytes=4 * BLOCK_BYTES), chain) == 64
+
+
 def test_what_no_probe_has_looked_at_is_counted_as_a_pack_of_ones_own(host):
     one = host(pack_bytes=8 * BLOCK_BYTES)
     get, taken = one.tier._client.get, []

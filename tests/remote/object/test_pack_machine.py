@@ -80,10 +80,10 @@ class PackMachine(RuleBasedStateMachine):
         (length,) = harness.run(question)
         asked = harness.tier.gauges()["requests"] - before
         assert asked <= most_questions(len(prompt[begin:end]))
-        found = prompt[begin : begin + length]
-        if self.is_sound:
-            ends_at = prompt[begin + length : begin + length + 1]
-            assert set(found) <= self.stored or not set(ends_at) <= self.stored
+        assert 0 <= length <= len(prompt[begin:end])
+        # Those before it are taken to be there; the last one is.
+        last = prompt[begin + length - 1 : begin + length] if length else ()
+        assert set(last) <= self.stored or not self.is_sound
 
     @rule(host=hosts, part=slices, is_looked_for=st.booleans())
     def store(self, host, part, is_looked_for):

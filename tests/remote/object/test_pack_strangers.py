@@ -82,6 +82,15 @@ def test_an_object_that_was_put_right_meanwhile_is_not_removed(host, connection)
     assert loads(one, K[:4])
 
 
+def test_a_pack_that_cannot_be_read_costs_no_block_that_may_be_elsewhere(host, connection):
+    assert host(pack_bytes=0).store(K[:3]) == {}
+    one = host()
+    one.tier._chains.saw_chain(K)
+    put(connection, K[0], b"KVOP" + bytes(1000))
+    assert {i: type(error) for i, error in one.load(K[:3]).items()} == {0: CorruptBlockError}
+    assert len(objects(connection)) == 2
+
+
 def test_a_pack_that_claims_the_blocks_of_others_costs_them_one_load(host, connection):
     one = host()
     stored(one, K[:4])

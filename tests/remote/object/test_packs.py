@@ -26,6 +26,7 @@ def test_blocks_that_follow_each_other_are_one_object_and_one_request_each_way(h
     assert len(objects(connection)) == 1
     assert one.tier.gauges()["stored_packs"] == 1
     assert one.tier.gauges()["packed_blocks"] == 64
+    assert head(one, K) == 64, "that it was absent is remembered no more"
     assert head(other, K) == 64
     assert requests(other, lambda: loads(other, K)) == (True, 1)
 
@@ -188,6 +189,13 @@ def test_a_host_that_packs_nothing_reads_what_others_have_packed(host, connectio
     assert plain.load(K[:1]) == {}
     assert plain.tier.gauges()["corrupt"] == 0
     assert len(objects(connection)) == 1
+
+
+def test_what_was_just_stored_needs_no_renewal(host):
+    one = host(ttl_s=600.0)
+    stored(one, K[:8])
+    one.on_loop(lambda: one.tier.touch(K[:8]))
+    assert not one.tier._renewal._waiting
 
 
 def test_a_use_renews_the_object_that_a_block_is_in(host, connection):
