@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.object import search
 from kvoffload_async.tiers.object.chains import Chains, is_lead
 from kvoffload_async.tiers.object.search import HeadSearch, longest_heads, most_questions
 
@@ -110,6 +111,23 @@ def test_a_reader_who_does_not_know_what_precedes_finds_nothing_of_a_pack_begun_
     store.put(chain)
     assert store.heads(chain[3:]) == [0]
     assert store.heads(chain[3:], before=chain[:3]) == [17]
+
+
+@pytest.mark.parametrize("spacing", [4, 8, 16])
+def test_a_reader_of_small_packs_finds_larger_ones_once_he_has_seen_one(spacing):
+    store = Store(64)
+    store.put(CHAIN)
+    store.spacing = spacing
+    assert any(is_lead(key, spacing) for key in store.objects[CHAIN[0]][1:])
+    assert store.heads(CHAIN) == [256]
+    assert store.heads(CHAIN[2:], before=CHAIN[:2]) == [254]
+
+
+def test_keys_that_lead_everywhere_do_not_keep_a_reader_busy(monkeypatch):
+    store = Store(4)
+    store.objects[CHAIN[0]] = CHAIN[:30]
+    monkeypatch.setattr(search, "is_lead", lambda key, spacing: True)
+    assert store.heads(CHAIN[:64]) == [30]
 
 
 def test_a_reader_who_knows_the_pack_that_his_chain_begins_in_asks_for_that_one():
