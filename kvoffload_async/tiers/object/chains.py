@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from itertools import islice, pairwise
-from typing import Final
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Final, TypeVar
 
 from kvoffload_async.types import OffloadKey
 
+Fact = TypeVar("Fact")
+
 MOST_REMEMBERED: Final = 1 << 17
-"""Bound on each kind of fact: the oldest are forgotten first."""
+"""Bound on each kind of fact, with which all of them take 54 MiB at most for keys of 36 bytes.
+
+The oldest are forgotten first."""
 
 
 def is_lead(key: OffloadKey, spacing: int) -> bool:
@@ -26,59 +31,80 @@ def is_lead(key: OffloadKey, spacing: int) -> bool:
     return not zlib.crc32(key) & (spacing - 1)
 
 
-class Chains:
-    """Which block follows which, as probes have said, and the first block of each one's object.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Object:
+    """An object as it was seen once."""
 
-    What is forgotten costs a block its place in a pack, or a miss, and no wrong byte.
+    first: OffloadKey
+    num_blocks: int
+
+
+class Chains:
+    """Which block follows which, as probes have said, and which object each one is in.
+
+    Of an object holds what was seen of it last. What is forgotten costs a block its place in a
+    pack, or a miss, and no wrong byte.
 
     Thread: loop.
     """
 
     def __init__(self) -> None:
         self._previous: dict[OffloadKey, OffloadKey] = {}
-        self._firsts: dict[OffloadKey, OffloadKey] = {}
+        self._objects: dict[OffloadKey, _Object] = {}
+        """By what they are called after."""
+        self._places: dict[OffloadKey, _Object] = {}
+        """By block; one that is not in `_objects` any more is out of date."""
 
     def saw_chain(self, chain: Sequence[OffloadKey]) -> None:
         """Note the order of a chain, head to tail."""
-        _remember(self._previous, ((key, before) for before, key in pairwise(chain)))
+        _remember(self._previous, zip(chain[1:], chain, strict=False))
 
     def follows(self, before: OffloadKey, key: OffloadKey) -> bool:
         """Tell whether a block is known to come right behind another."""
         return self._previous.get(key) == before
 
     def saw_object(self, keys: Sequence[OffloadKey]) -> None:
-        """Note which blocks an object has; it is called after the first of them, if any."""
-        _remember(self._firsts, ((key, keys[0]) for key in keys))
+        """Note all blocks that an object has, after the first of which it is called."""
+        seen = _Object(keys[0], len(keys))
+        _remember(self._objects, [(seen.first, seen)])
+        _remember(self._places, zip(keys, repeat(seen)))
+
+    def lost_object(self, name: OffloadKey) -> None:
+        """Forget an object: it has gone, or is not right."""
+        self._objects.pop(name, None)
 
     def first_of(self, key: OffloadKey) -> OffloadKey | None:
         """Return after which block the object is called that a block is in, if that is known."""
-        return self._firsts.get(key)
+        found = self._object_of(key)
+        return None if found is None else found.first
 
     def name_of(self, key: OffloadKey) -> OffloadKey:
         """Return after which block a block's object is called: itself, unless more is known."""
-        return self._firsts.get(key, key)
+        found = self._object_of(key)
+        return key if found is None else found.first
 
-    def lost_object(self, name: OffloadKey, keys: Iterable[OffloadKey]) -> None:
-        """Forget that some blocks are in an object."""
-        for key in keys:
-            if self._firsts.get(key) == name:
-                del self._firsts[key]
+    def blocks_beside(self, key: OffloadKey) -> int:
+        """Return how many blocks the object has that a block is in, itself among them."""
+        found = self._object_of(key)
+        return 1 if found is None else found.num_blocks
 
     def length_at(self, chain: Sequence[OffloadKey], index: int) -> int:
         """Return how many blocks of a chain, from this one on, the object called after it has."""
-        first = chain[index]
+        found = self._objects.get(chain[index])
         end = index + 1
-        while end < len(chain) and self._firsts.get(chain[end]) == first:
+        while found is not None and end < len(chain) and self._places.get(chain[end]) is found:
             end += 1
         return end - index
 
     def __len__(self) -> int:
-        return len(self._previous) + len(self._firsts)
+        return len(self._previous) + len(self._objects) + len(self._places)
+
+    def _object_of(self, key: OffloadKey) -> _Object | None:
+        found = self._places.get(key)
+        return found if found is not None and self._objects.get(found.first) is found else None
 
 
-def _remember(
-    facts: dict[OffloadKey, OffloadKey], new: Iterable[tuple[OffloadKey, OffloadKey]]
-) -> None:
+def _remember(facts: dict[OffloadKey, Fact], new: Iterable[tuple[OffloadKey, Fact]]) -> None:
     for key, fact in new:
         facts.pop(key, None)
         facts[key] = fact

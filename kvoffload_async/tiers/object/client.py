@@ -48,8 +48,8 @@ _FULL: Final = (
 )
 """In whatever case; some servers refuse what is beyond a quota with 403."""
 _TOO_SLOW: Final = ("timed out", "timeout")
-_NO_SUCH_RANGE: Final = ("416", "InvalidRange", "range was invalid")
-"""What is said of the head of an empty object."""
+_NO_SUCH_RANGE: Final = ("status code: 416", "InvalidRange", "range was invalid")
+"""What is said of the head of an empty object; names, which are digits, may have any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +250,7 @@ class ObjectClient(RemoteClient):
             )
             head = memoryview(await found.bytes_async())
         except FileNotFoundError:
+            self._chains.lost_object(key)
             return False
         except exceptions.BaseError as error:
             if not any(sign in str(error) for sign in _NO_SUCH_RANGE):

@@ -19,6 +19,8 @@ All integers are little-endian.
 
 The object is called after the first block. Its name is all that says where the pack is, so the
 first block is the one by which the others are found.
+
+A reader removes what it cannot read, so that a newer version needs namespaces of its own.
 """
 
 from __future__ import annotations
@@ -75,10 +77,11 @@ class PackHeader:
             return None
         if count * _aligned(block_bytes) > MOST_PAYLOAD_BYTES or any(value[table_end:offset]):
             return None
-        if not flags and any(key_id):
-            return None
         step = key_bytes + DIGEST_BYTES
         rows = [bytes(value[at : at + step]) for at in range(_FIXED.size, table_end, step)]
+        keys = tuple(OffloadKey(row[:key_bytes]) for row in rows)
+        if len(set(keys)) < count or (not flags and any(key_id)):
+            return None
         return cls(
             flags == _KEYED,
             offset,
@@ -86,7 +89,7 @@ class PackHeader:
             layout.hex(),
             check,
             key_id,
-            tuple(OffloadKey(row[:key_bytes]) for row in rows),
+            keys,
             tuple(row[key_bytes:] for row in rows),
         )
 
@@ -141,10 +144,14 @@ class Packs:
         self._key_id = integrity_key.id if integrity_key else bytes(KEY_ID_BYTES)
         self._digester = create_digester(layout, integrity_key)
 
+    def most_blocks(self, payload_bytes: int) -> int:
+        """Return how many blocks a pack has whose payload is no longer than this, 1 at least."""
+        return min(MOST_BLOCKS, max(1, payload_bytes // _aligned(self.block_bytes)))
+
     def most_bytes(self, key_bytes: int) -> int:
         """Return how long a pack of such keys is at most."""
-        blocks = min(MOST_BLOCKS, max(1, MOST_PAYLOAD_BYTES // _aligned(self.block_bytes)))
-        return head_bytes(key_bytes) + blocks * _aligned(self.block_bytes)
+        payload_bytes = self.most_blocks(MOST_PAYLOAD_BYTES) * _aligned(self.block_bytes)
+        return head_bytes(key_bytes) + payload_bytes
 
     def wrap(self, keys: Sequence[OffloadKey], rows: Sequence[Bytes]) -> Bytes:
         """Return a pack; copies the blocks once. The keys are of one length, and `MOST_BLOCKS`."""

@@ -15,6 +15,7 @@ from math import ceil, log2
 from typing import Final
 
 from kvoffload_async.tiers.object.chains import Chains, is_lead
+from kvoffload_async.tiers.object.packs import MOST_BLOCKS
 from kvoffload_async.types import OffloadKey
 
 _FEWEST: Final = 8
@@ -94,6 +95,7 @@ class HeadSearch:
         self.found = low - first
         if not self.found:
             return
+        self._look_as_wide_as_packed(first, low)
         high = len(self.keys)
         leads = [i for i in range(low, high) if is_lead(self.keys[i], self._spacing)]
         begin, end = 0, len(leads)
@@ -130,6 +132,14 @@ class HeadSearch:
             if is_lead(self.keys[index], self._spacing):
                 return index
         return 0 if self._begins_prompt else first
+
+    def _look_as_wide_as_packed(self, first: int, end: int) -> None:
+        """Leave out what leads here, but not where somebody packs more: it is within an object."""
+        for key in self.keys[max(0, first - MOST_BLOCKS) : end]:
+            while self._spacing < MOST_BLOCKS and is_lead(key, self._spacing):
+                if self._chains.name_of(key) == key:
+                    break
+                self._spacing *= 2
 
     def _tail(self, first: int, low: int, high: int) -> Generator[int, int, None]:
         """Go from object to object, behind the last lead; halve where they are of one block."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
-from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
+from kvoffload_async.errors import (
+    BlockMissingError,
+    CorruptBlockError,
+    TierError,
+    drop_tracebacks,
+)
 from kvoffload_async.tiers.object.chains import Chains, is_lead
 from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Packs, is_pack
 from kvoffload_async.tiers.object.search import HeadSearch, longest_heads
@@ -16,10 +23,14 @@ from kvoffload_async.tiers.remote.client import RemoteClient, Value
 from kvoffload_async.tiers.remote.envelope import Bytes
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
+from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import JobMetadata, OffloadKey
 
 if TYPE_CHECKING:
     from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
+
+_LONE_OBJECTS: Final = 2
+"""After so many of one block in a row, which may be missing, each block is asked for by itself."""
 
 KEYS_BEFORE: Final = 4 * MOST_BLOCKS
 """In so many blocks one leads, but for 2 % of all places in a prompt."""
@@ -89,15 +100,20 @@ class ObjectTier(RemoteTier):
         }
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
         self._packs = Packs(identity.digest, block_bytes, self._settings.integrity_key)
-        self._most_blocks = min(MOST_BLOCKS, max(1, self._pack_bytes // block_bytes))
+        self._most_blocks = self._packs.most_blocks(self._pack_bytes)
         self._spacing = 1 << self._most_blocks.bit_length() - 1
         self._chains = Chains()
+        self._further_loads = asyncio.Semaphore(self._settings.connections)
         await super().open(env)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys whose object is there, as far as it is known which one that is."""
         names = {key: self._chains.name_of(key) for key in keys}
         present = await super().contains(list(dict.fromkeys(names.values())))
+        moved = [key for key, name in names.items() if self._chains.name_of(key) != name]
+        if moved:  # what was known of these was out of date
+            names |= zip(moved, moved, strict=True)
+            present |= await super().contains(moved)
         return frozenset(key for key, name in names.items() if name in present)
 
     async def longest_prefixes(
@@ -112,7 +128,8 @@ class ObjectTier(RemoteTier):
         for number, chain in enumerate(chains):
             if self._most_blocks > 1:
                 self._chains.saw_chain(chain)
-            preceding = before[number] if before else ()
+            # Where each block has its object, what precedes a chain says nothing of it.
+            preceding = before[number] if before and self._most_blocks > 1 else ()
             searches.append(
                 HeadSearch(preceding, chain, self._chains, spacing=self._spacing, most=KEYS_BEFORE)
             )
@@ -148,22 +165,27 @@ class ObjectTier(RemoteTier):
         rest = list(portion)
         while rest:
             first = keys[rest[0]]
-            if self._memory.get(first) is not False and await self._questions.ask_anew(
-                [first], deadline_s
+            name = chains.name_of(first)
+            if self._memory.get(name) is not False and await self._questions.ask_anew(
+                [name], deadline_s
             ):
-                missing = [i for i in rest[1:] if chains.first_of(keys[i]) != first]
-                self._counters.present_blocks += len(rest) - len(missing)
-                rest = missing
+                rest = self._missing(job, name, rest)
+                continue
+            if name != first:  # what had the block has gone
+                chains.lost_object(name)
                 continue
             stored = [keys[i] for i in rest]
             value = await self._wrapped(job, rest)
             create = partial(cast("ObjectClient", client).create, first, value)
             is_new = await self._calls.run(create, deadline_s)
             del value, create
-            self._memory.appeared([first])
             if not is_new:  # another host was first: what has it stored?
                 self._pack_counters.lost_races += 1
+                await self._questions.ask_anew([first], deadline_s)
+                self._counters.present_blocks += 1
+                rest = self._missing(job, first, rest[1:])
                 continue
+            self._memory.appeared([first])
             chains.saw_object(stored)
             if len(stored) > 1:
                 self._pack_counters.stored_packs += 1
@@ -172,6 +194,12 @@ class ObjectTier(RemoteTier):
                 self._renewal.written([first])
             break
         return {}
+
+    def _missing(self, job: JobMetadata, name: OffloadKey, indices: Sequence[int]) -> list[int]:
+        """Return those of some blocks that an object has not which was just asked for."""
+        missing = [i for i in indices if self._chains.name_of(job.keys[i]) != name]
+        self._counters.present_blocks += len(indices) - len(missing)
+        return missing
 
     async def _wrapped(self, job: JobMetadata, indices: Sequence[int]) -> Bytes:
         """Return an object of these blocks."""
@@ -193,17 +221,27 @@ class ObjectTier(RemoteTier):
         keys, chains = job.keys, self._chains
         portions: dict[OffloadKey, list[int]] = {}
         before = name = OffloadKey(b"")
+        known: OffloadKey | None = None
         for i, key in enumerate(keys):
-            if (known := chains.first_of(key)) is not None:
+            is_behind_known, known = known is not None, chains.first_of(key)
+            if known is not None:
                 name = known
-            elif is_lead(key, self._spacing) or not chains.follows(before, key):
+            elif is_behind_known or is_lead(key, self._spacing) or not chains.follows(before, key):
                 name = key
             portions.setdefault(name, []).append(i)
             before = key
         return iter(portions.values())
 
     def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
-        blocks = max(len(portion), self._most_blocks) if job.is_promotion else len(portion)
+        """Return how many bytes move, which for a load is a whole object.
+
+        One that no probe has looked at, of a host that packs more, may be longer: each of
+        `connections` then has 16 MiB at most.
+        """
+        blocks = len(portion)
+        if job.is_promotion:
+            beside = self._chains.blocks_beside(job.keys[portion[0]])
+            blocks = max(blocks, beside, self._most_blocks)
         return blocks * self._envelopes.block_bytes
 
     def _names_of(self, keys: Iterable[OffloadKey]) -> Iterable[OffloadKey]:
@@ -214,17 +252,53 @@ class ObjectTier(RemoteTier):
     ) -> dict[int, TierError]:
         """Load blocks that are in one object, or may be; those that are not may be in the next."""
         failures: dict[int, TierError] = {}
-        rest = list(portion)
+        rest, lone = list(portion), 0
         while rest:
-            first = rest[0]
-            name = self._chains.name_of(job.keys[first])
-            verdicts = await self._load_object(client, job, name, rest, deadline_s)
-            if first not in verdicts:  # what was known of it is not so any more
-                self._chains.lost_object(name, [job.keys[first]])
-                continue
+            if lone < _LONE_OBJECTS:
+                name = self._chains.name_of(job.keys[rest[0]])
+                verdicts = await self._try_object(client, job, name, rest, deadline_s)
+                lone = lone + 1 if len(verdicts) == 1 else 0
+            else:
+                verdicts = await self._load_each(client, job, rest, deadline_s)
+                lone = 0
             failures |= {i: error for i, error in verdicts.items() if error is not None}
             rest = [i for i in rest if i not in verdicts]
         return failures
+
+    async def _load_each(
+        self, client: RemoteClient, job: JobMetadata, wanted: Sequence[int], deadline_s: float
+    ) -> Verdicts:
+        """Load blocks that have an object each, as it seems, several at once."""
+        chains, verdicts = self._chains, Verdicts()
+        objects: dict[OffloadKey, list[int]] = {}
+        for i in wanted:
+            objects.setdefault(chains.name_of(job.keys[i]), []).append(i)
+
+        async def load(name: OffloadKey, indices: Sequence[int]) -> None:
+            async with self._further_loads:
+                verdicts.update(await self._try_object(client, job, name, indices, deadline_s))
+
+        await run_together(starmap(load, objects.items()), f"object:{job.job_id}")
+        return {  # what has no object of its own may be in one that was read meanwhile
+            i: error
+            for i, error in verdicts.items()
+            if not isinstance(error, BlockMissingError) or chains.first_of(job.keys[i]) is None
+        }
+
+    async def _try_object(
+        self,
+        client: RemoteClient,
+        job: JobMetadata,
+        name: OffloadKey,
+        wanted: Sequence[int],
+        deadline_s: float,
+    ) -> Verdicts:
+        """Load from an object; where that cannot be read, what was wanted of it has failed."""
+        try:
+            return await self._load_object(client, job, name, wanted, deadline_s)
+        except TierError as error:
+            drop_tracebacks(error)  # whose frames hold the rows
+            return dict.fromkeys(wanted, error)
 
     async def _load_object(
         self,
@@ -239,6 +313,7 @@ class ObjectTier(RemoteTier):
         value, verdicts = await self._read_object(client, job, name, wanted, deadline_s)
         if corrupt := _corrupt(verdicts):
             counters.read_again += len(corrupt)  # perhaps only damaged on its way here
+            value = None  # not two at once
             value, again = await self._read_object(client, job, name, corrupt, deadline_s)
             # What the object of now does not have may be somewhere else.
             verdicts = {i: verdicts[i] for i in verdicts if i not in corrupt} | again
@@ -250,7 +325,7 @@ class ObjectTier(RemoteTier):
             await self._remove(client, name, value, sha1, deadline_s)
         if value is None or corrupt:
             self._memory.vanished([name])
-            self._chains.lost_object(name, [job.keys[i] for i in wanted])
+            self._chains.lost_object(name)
         elif verdicts:
             self._memory.appeared([name])
         return verdicts
@@ -289,7 +364,8 @@ class ObjectTier(RemoteTier):
 
         expected = [key for key in indices if self._chains.name_of(key) == name]
         contents, judged = await env.io.run(Direction.LOAD, unwrap)
-        self._chains.saw_object(contents)
+        if contents:
+            self._chains.saw_object(contents)
         return value, {indices[key]: error for key, error in judged.items()}
 
     # -- inside ---------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 import itertools
 
 import pytest
+from remote.object.tiers import BLOCK_BYTES, tier_on
 from servers.proxy import Proxy
 from servers.seaweedfs import SeaweedServer
+
+from kvoffload_async.testing import TierHarness
+from kvoffload_async.tiers.object.client import ObjectConnection
 
 _numbers = itertools.count()
 
@@ -23,3 +27,23 @@ def prefix():
 def proxy(server):
     with Proxy(server.port) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def connection(tmp_path):
+    return ObjectConnection(f"file://{tmp_path}/blocks")
+
+
+@pytest.fixture
+def host(connection):
+    """Makes hosts on a directory that pack all they can, unless told otherwise."""
+    made = []
+
+    def make(slot_bytes=BLOCK_BYTES, **options):
+        tier = tier_on(connection, **{"pack_bytes": 64 * BLOCK_BYTES} | options)
+        made.append(TierHarness(tier, 64, slot_bytes))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()

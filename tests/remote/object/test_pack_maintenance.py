@@ -59,6 +59,16 @@ def test_of_a_damaged_pack_the_bad_blocks_are_counted_and_the_object_is_named(st
     assert store.pack in said
 
 
+def test_of_a_pack_whose_table_is_wrong_nothing_is_believed(store):
+    value = bytearray(store.path(store.pack).read_bytes())
+    for row in (0, 1):
+        value[64 + row * (36 + 16) + 36] ^= 1  # its checksum
+    store.path(store.pack).write_bytes(value)
+    _, found, said = verified(store)
+    assert found["corrupt_blocks"] == 1
+    assert "its header is not that block's" in said
+
+
 def test_a_pack_that_was_cut_off_is_corrupt(store):
     value = store.path(store.pack).read_bytes()
     store.path(store.pack).write_bytes(value[:-1])

@@ -4,57 +4,14 @@ import asyncio
 
 import obstore
 import pytest
-from remote.object.tiers import damage, names_in, tier_on
+from remote.object.tiers import BLOCK_BYTES, K, damage, head, loads, objects, stored
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
-from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object.chains import is_lead
-from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.types import make_offload_key
 
-BLOCK_BYTES = 4096
-# No block in the middle leads a pack, so that what belongs together is one object.
-K = [key for key in map(key_of, range(200)) if not is_lead(key, 64)][:64]
 LEAD = next(key for key in map(key_of, range(1000)) if is_lead(key, 64))
-
-
-@pytest.fixture
-def connection(tmp_path):
-    return ObjectConnection(f"file://{tmp_path}/blocks")
-
-
-@pytest.fixture
-def host(connection):
-    made = []
-
-    def make(**options):
-        tier = tier_on(connection, **{"pack_bytes": 64 * BLOCK_BYTES} | options)
-        made.append(TierHarness(tier, 64, BLOCK_BYTES))
-        return made[-1]
-
-    yield make
-    for one in reversed(made):
-        one.close()
-
-
-def head(harness, chain, before=()):
-    """Look for a chain, as every request does before it computes, or loads, anything."""
-    (length,) = harness.run(harness.tier.longest_prefixes([chain], [before]))
-    return length
-
-
-def stored(harness, chain):
-    assert head(harness, chain) == 0
-    assert harness.store(chain) == {}
-
-
-def loads(harness, keys):
-    assert harness.load(keys) == {}
-    return all(harness.holds(key, slot) for slot, key in enumerate(keys))
-
-
-def objects(connection):
-    return [name for name in names_in(connection) if "_g" in name]
 
 
 def requests(harness, call):
@@ -69,6 +26,7 @@ def test_blocks_that_follow_each_other_are_one_object_and_one_request_each_way(h
     assert len(objects(connection)) == 1
     assert one.tier.gauges()["stored_packs"] == 1
     assert one.tier.gauges()["packed_blocks"] == 64
+    assert head(one, K) == 64, "that it was absent is remembered no more"
     assert head(other, K) == 64
     assert requests(other, lambda: loads(other, K)) == (True, 1)
 
@@ -87,6 +45,15 @@ def test_blocks_that_do_not_follow_each_other_are_not_packed(host, connection):
     assert len(objects(connection)) == 2
     other = host()
     assert (head(other, K[:4]), head(other, K[10:14])) == (4, 4)
+
+
+def test_keys_of_several_lengths_are_in_several_packs(host, connection):
+    chain = [*K[:3], *(make_offload_key(key[:16]) for key in K[3:6]), *K[6:8]]
+    stored(host(), chain)
+    assert len(objects(connection)) == 3
+    other = host()
+    assert head(other, chain) == 8
+    assert loads(other, chain)
 
 
 def test_a_pack_ends_before_a_block_that_leads(host, connection):
@@ -114,7 +81,8 @@ def test_what_is_stored_already_is_not_stored_again(host, connection):
 def test_two_hosts_that_store_the_same_at_once_leave_one_object(host, connection):
     hosts = [host(remember_absent_s=60.0) for _ in range(2)]
     assert [head(one, K[:20]) for one in hosts] == [0, 0]
-    assert [one.store(K[:20]) for one in hosts] == [{}, {}]
+    assert hosts[0].store(K[:20]) == {}
+    assert requests(hosts[1], lambda: hosts[1].store(K[:20])) == ({}, 2)
     assert len(objects(connection)) == 1
     assert [one.tier.gauges()["lost_races"] for one in hosts] == [0, 1]
     assert loads(hosts[1], K[:20])
@@ -194,6 +162,16 @@ def test_a_pack_that_has_gone_is_a_miss_and_is_stored_anew(host, connection):
     assert loads(one, K[:8])
 
 
+def test_that_a_pack_has_gone_is_remembered_though_it_was_just_there(host, connection):
+    one = host(remember_present_s=60.0)
+    stored(one, K[:8])
+    assert head(one, K[:8]) == 8
+    (name,) = objects(connection)
+    obstore.delete(connection.open(), name)
+    assert len(one.load(K[:8])) == 8
+    assert head(one, K[:8]) == 0
+
+
 def test_blocks_whose_pack_was_replaced_by_single_ones_are_found(host, connection):
     one = host()
     stored(one, K[:4])
@@ -211,6 +189,13 @@ def test_a_host_that_packs_nothing_reads_what_others_have_packed(host, connectio
     assert plain.load(K[:1]) == {}
     assert plain.tier.gauges()["corrupt"] == 0
     assert len(objects(connection)) == 1
+
+
+def test_what_was_just_stored_needs_no_renewal(host):
+    one = host(ttl_s=600.0)
+    stored(one, K[:8])
+    one.on_loop(lambda: one.tier.touch(K[:8]))
+    assert not one.tier._renewal._waiting
 
 
 def test_a_use_renews_the_object_that_a_block_is_in(host, connection):

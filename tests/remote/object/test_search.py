@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.object import search
 from kvoffload_async.tiers.object.chains import Chains, is_lead
 from kvoffload_async.tiers.object.search import HeadSearch, longest_heads, most_questions
 
@@ -94,12 +95,59 @@ def test_a_reader_who_has_the_head_elsewhere_finds_the_rest_of_a_pack(spacing, s
     assert found == max(0, head - start) or len(store.asked) == most_questions(64 - start)
 
 
+@pytest.mark.parametrize("spacing", [4, 16])
+def test_a_chain_that_is_there_whole_costs_two_questions_and_one_that_is_not_one(spacing):
+    store = Store(spacing)
+    assert store.heads(CHAIN[:64]) == [0]
+    assert len(store.asked) == 1
+    store.put(CHAIN[:64])
+    assert store.heads(CHAIN[:64]) == [64]
+    assert len(store.asked) == 2
+
+
 def test_a_reader_who_does_not_know_what_precedes_finds_nothing_of_a_pack_begun_before():
     store = Store(64)
     chain = [key for key in CHAIN if not is_lead(key, 64)][:20]
     store.put(chain)
     assert store.heads(chain[3:]) == [0]
     assert store.heads(chain[3:], before=chain[:3]) == [17]
+
+
+@pytest.mark.parametrize("spacing", [4, 8, 16])
+def test_a_reader_of_small_packs_finds_larger_ones_once_he_has_seen_one(spacing):
+    store = Store(64)
+    store.put(CHAIN)
+    store.spacing = spacing
+    assert any(is_lead(key, spacing) for key in store.objects[CHAIN[0]][1:])
+    assert store.heads(CHAIN) == [256]
+    assert store.heads(CHAIN[2:], before=CHAIN[:2]) == [254]
+
+
+def test_keys_that_lead_everywhere_do_not_keep_a_reader_busy(monkeypatch):
+    store = Store(4)
+    store.objects[CHAIN[0]] = CHAIN[:30]
+    monkeypatch.setattr(search, "is_lead", lambda key, spacing: True)
+    assert store.heads(CHAIN[:64]) == [30]
+
+
+def test_a_reader_who_knows_the_pack_that_his_chain_begins_in_asks_for_that_one():
+    store = Store(64)
+    chain = [key for key in CHAIN if not is_lead(key, 64)]
+    store.put(chain[:40])
+    store.chains.saw_object(chain[:40])
+    assert store.heads(chain[10:50], before=chain[:10]) == [30]
+    assert store.asked == [chain[0], chain[40]]
+
+
+def test_a_reader_who_knows_what_precedes_goes_on_from_there_however_many_objects_that_is():
+    store = Store(64)
+    chain = [key for key in CHAIN if not is_lead(key, 64)]
+    for begin in range(0, 60, 6):
+        store.put(chain[begin : begin + 6])
+        store.chains.saw_object(chain[begin : begin + 6])
+    store.chains.lost_object(chain[54])
+    assert store.heads(chain[56:64], before=chain[:56]) == [4]
+    assert store.asked == [chain[56], chain[54], chain[60]]
 
 
 @given(

@@ -2,9 +2,14 @@
 
 import obstore
 
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.object.chains import is_lead
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 
+BLOCK_BYTES = 4096
+# No block in the middle leads a pack, so that what belongs together is one object.
+K = [key for key in map(key_of, range(200)) if not is_lead(key, 64)][:64]
 QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 
@@ -26,3 +31,23 @@ def damage(connection, key):
         value[-1] ^= 1
         obstore.put(store, name, bytes(value))
     return bool(names)
+
+
+def head(harness, chain, before=()):
+    """Look for a chain, as every request does before it computes, or loads, anything."""
+    (length,) = harness.run(harness.tier.longest_prefixes([chain], [before]))
+    return length
+
+
+def stored(harness, chain):
+    assert head(harness, chain) == 0
+    assert harness.store(chain) == {}
+
+
+def loads(harness, keys):
+    assert harness.load(keys) == {}
+    return all(harness.holds(key, slot) for slot, key in enumerate(keys))
+
+
+def objects(connection):
+    return sorted(name for name in names_in(connection) if "_g" in name)
