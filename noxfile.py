@@ -100,7 +100,7 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def servers(session: nox.Session) -> None:
-    """All tests of tiers behind a network, on Valkey, an S3 server and Mooncake.
+    """All tests of tiers behind a network, and their pages, on Valkey, an S3 server and Mooncake.
 
     Mooncake's library needs those of RDMA: Debian's, which are unpacked and not installed.
     """
@@ -113,14 +113,15 @@ def servers(session: nox.Session) -> None:
     for package in folder.glob("*.deb"):
         session.run("dpkg", "-x", str(package), str(folder / "unpacked"), external=True)
     libraries = {str(path.parent) for path in (folder / "unpacked").rglob("*.so.*")}
-    session.run(
-        *("python", "-m", "pytest", "tests/remote", *session.posargs),
-        env={
-            "KVOFFLOAD_PROBES": "10000",
-            "KVOFFLOAD_SERVERS": "all",
-            "LD_LIBRARY_PATH": os.pathsep.join(sorted(libraries)),
-        },
-    )
+    environment = {
+        "KVOFFLOAD_PROBES": "10000",
+        "KVOFFLOAD_SERVERS": "all",
+        "LD_LIBRARY_PATH": os.pathsep.join(sorted(libraries)),
+    }
+    pytest = ("python", "-m", "pytest")
+    session.run(*pytest, "tests/remote", *session.posargs, env=environment)
+    pages = ("tests/docs/test_blocks.py", "-k", "valkey or object or mooncake")
+    session.run(*pytest, *pages, *session.posargs, env=environment)
 
 
 @nox.session(default=False)

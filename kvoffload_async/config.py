@@ -24,6 +24,7 @@ _UNITS: Final = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _MAX_SECONDS: Final = 1e9
+_MAX_RATE: Final = 1e12
 _MAX_INTEGER: Final = (1 << 63) - 1
 """The largest size or number that the system has a type for."""
 _MAX_LABEL_CHARS: Final = 200
@@ -138,6 +139,13 @@ def parse_seconds(value: object, key: str) -> float:
         or not 0 < value < _MAX_SECONDS
     ):
         _reject(key, value, "a positive number of seconds")
+    return float(value)
+
+
+def parse_rate(value: object, key: str) -> float:
+    """Return a positive number of things a second; raises ConfigError."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_RATE:
+        _reject(key, value, f"a number above 0 and at most {_MAX_RATE:g}, or left out")
     return float(value)
 
 

@@ -33,10 +33,10 @@ MISS_REASONS: Final[tuple[MissReason, ...]] = get_args(MissReason)
 has it, but the primary has no slot for it; a reset is under way; the request was deferred for
 longer than `deferral_timeout_s`."""
 
-SkipReason = Literal["unavailable", "suspended", "filtered", "failed"]
+SkipReason = Literal["unavailable", "suspended", "filtered", "failed", "too_few"]
 SKIP_REASONS: Final[tuple[SkipReason, ...]] = get_args(SkipReason)
 """Why a tier was not asked: it is not open; its breaker is; the request loads nothing from it; a
-promotion of this block failed for this request before."""
+promotion of this block failed for this request before; it misses fewer blocks than pay."""
 
 DropReason = Literal["evicted", "reset", "closed"]
 DROP_REASONS: Final[tuple[DropReason, ...]] = get_args(DropReason)
@@ -155,6 +155,26 @@ class PrimaryStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaybackStatistics:
+    """Where loading from a tier pays, as measured lately; see `prefill_blocks_per_s`.
+
+    Attributes:
+        needed_blocks: Blocks that a request must miss for the tier to be asked, by `min_blocks` and
+            what was measured; None: no number is enough. Gauge.
+        latency_s: What loading takes however few the blocks are, the probe included; None: no load
+            was measured. Gauge.
+        blocks_per_s: How fast the rest of it goes; None: no load was measured, or the number of
+            their blocks made no difference. Gauge.
+        explorations: Requests that were let through to measure anew.
+    """
+
+    needed_blocks: int | None
+    latency_s: float | None
+    blocks_per_s: float | None
+    explorations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
     """One secondary tier.
 
@@ -203,6 +223,7 @@ class TierStatistics:
         load_seconds: How long loads took.
         store_seconds: How long stores took.
         gauges: What the tier says of itself; see `AsyncTier.gauges`.
+        payback: Where loading pays; None: nobody measures that.
     """
 
     name: str
@@ -249,6 +270,7 @@ class TierStatistics:
     load_seconds: DurationStatistics
     store_seconds: DurationStatistics
     gauges: Mapping[str, float] = field(default_factory=dict)
+    payback: PaybackStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -341,6 +341,7 @@ _WORDS: Final = {
     "pending": "on the way",
     "paused": "not promoted: a reset is under way",
     "suspended": "not asked: its breaker is open",
+    "too_few": "not asked: too few are missed for loading to pay",
     "unavailable": "not asked: the tier is not open",
     "undecided": "not known yet",
 }

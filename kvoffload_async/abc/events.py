@@ -48,6 +48,8 @@ class ProbeAnswered:
     present: frozenset[OffloadKey]
     error: TierError | None = field(default=None, compare=False)
     """Why the tier did not answer; then nothing is in `present`."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the actor's acceptance to the end."""
 
 
 @dataclass(frozen=True, slots=True)

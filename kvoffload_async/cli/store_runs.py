@@ -60,6 +60,11 @@ class StoreReport:
     problems: list[Problem] = field(default_factory=list)
     num_unlisted: int = 0
 
+    @property
+    def stopped_after(self) -> str:
+        """Where the work was stopped; empty where it was not, or begins anew."""
+        return "" if self.summary is None else self.summary.stopped_after
+
     def take_in(self, finding: Finding, max_listed: int | None) -> None:
         """Note a finding; problems up to a number."""
         if isinstance(finding, Summary):
@@ -93,20 +98,19 @@ def look_after(
         max_listed = None if lists_all else MAX_LISTED
         with _followed(console, title, interrupt, max_listed, after) as control:
             reports = _run(directory, call, key_file, control)
-        for report in reports:
-            if report.summary is not None and report.summary.stopped_after:
-                after = shown(report.summary.stopped_after)
-                typer.echo(f"kvoffload: stopped; go on with --after {after}", err=True)
-        if interrupt.is_requested and not shows_part:
+        stopped_after = next(filter(None, (report.stopped_after for report in reports)), "")
+        if stopped_after:
+            typer.echo(f"kvoffload: stopped; go on with --after {shown(stopped_after)}", err=True)
+        if interrupt.is_requested and not (shows_part or stopped_after):
             raise typer.Exit(EXIT_INTERRUPTED)
         _publish(directory, reports, as_json=as_json)
-    if interrupt.is_requested:
-        raise typer.Exit(EXIT_INTERRUPTED)
     for report in reports:
         for problem in report.problems:
             complain(shown(f"{report.store.name}: {problem.text}"))
         if report.num_unlisted:
             complain(shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all"))
+    if interrupt.is_requested:
+        raise typer.Exit(EXIT_INTERRUPTED)
     if any(report.problems for report in reports):
         raise typer.Exit(EXIT_FAILED)
 
@@ -146,6 +150,7 @@ async def _find_and_call(
     directory: str, call: Call, key_file: Path | None, control: MaintenanceControl
 ) -> list[StoreReport]:
     reports: list[StoreReport] = []
+    was_stopped = False
     # All are called before the first one starts: that checks the options.
     stores = await find_stores(directory)
     if key_file is not None:
@@ -153,8 +158,9 @@ async def _find_and_call(
             store.use_integrity_key_file(str(key_file))
     calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
-        if control.should_stop():
+        if was_stopped or (control.should_stop() and not store.resumes):
             break
+        was_stopped = control.should_stop()  # this one is still called, and says where to go on
         reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
             logger.info("%s: a store of the %s tier", shown(store.name), store.tier_type)
@@ -164,6 +170,7 @@ async def _find_and_call(
                 if isinstance(finding, Problem):
                     logger.info("%s: %s", shown(store.name), shown(finding.text))
             logger.info("%s: done after %.1f s", shown(store.name), time.monotonic() - began_s)
+        was_stopped = was_stopped or reports[-1].stopped_after != ""
     return reports
 
 

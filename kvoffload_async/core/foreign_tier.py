@@ -50,6 +50,7 @@ class ForeignTierState(TierState):
             locality=locality,
             backpressure=backpressure,
         )
+        self.knowledge = None
         self._source = source
         self._given_up: set[JobId] = set()
 

@@ -52,6 +52,10 @@ class KeyIndex(ABC):
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those of the keys that are known to be absent. Asks nobody."""
 
+    @abstractmethod
+    def peek(self, key: OffloadKey) -> LookupResult:
+        """Return HIT, or MISS, or RETRY while an answer is outstanding. Asks nobody."""
+
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
         return None
@@ -94,6 +98,10 @@ class ExactIndex(KeyIndex):
         self._present = KeyMap()
 
     def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
+        """Return HIT or MISS."""
+        return LookupResult.MISS if self._present.get(key) is None else LookupResult.HIT
+
+    def peek(self, key: OffloadKey) -> LookupResult:
         """Return HIT or MISS."""
         return LookupResult.MISS if self._present.get(key) is None else LookupResult.HIT
 
@@ -193,6 +201,11 @@ class ProbedIndex(KeyIndex):
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those for which a live request has the answer that they are absent."""
         return [key for key, verdict in self._known(keys) if verdict % _PHASES == _ABSENT]
+
+    def peek(self, key: OffloadKey) -> LookupResult:
+        """Return what live requests have found out, MISS where none has asked."""
+        verdict = self._verdicts.get(key)
+        return LookupResult.MISS if verdict is None else _ANSWERS[verdict % _PHASES]
 
     def next_probe(self) -> StartProbe | None:
         """Batch the queued keys, unless as many probes are in flight as may be."""

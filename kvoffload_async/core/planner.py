@@ -243,6 +243,7 @@ class Planner:
         for request in self.cascades.retry_parked(self.now_s):
             self._end_if_done(request)
         self._touches.flush(self.now_s)
+        self._search.end_step(self.now_s)
         self.cascades.send_owed(self.now_s)
         self._asking = None
         self.retention.end_step(self.now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from operator import attrgetter
@@ -18,9 +19,11 @@ from kvoffload_async.core.counters import (
 from kvoffload_async.core.histogram import Histogram
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.selective_index import SelectiveIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.statistics import (
     DurationStatistics,
+    PaybackStatistics,
     PlannerStatistics,
     PrimaryStatistics,
     SlotStatistics,
@@ -82,6 +85,7 @@ def read_tier(
         used_bytes=figures.get("used_bytes"),
         capacity_bytes=figures.get("capacity_bytes"),
         gauges=dict(figures),
+        payback=_read_payback(own.selective),
     )
 
 
@@ -91,6 +95,18 @@ def read_planner(planner: Planner) -> PlannerStatistics:
         **_of_planner(planner.counters),
         requests=len(planner.requests),
         retained_blocks=planner.retention.retained_slots,
+    )
+
+
+def _read_payback(selective: SelectiveIndex | None) -> PaybackStatistics | None:
+    if selective is None or selective.payback is None:
+        return None
+    payback, needed = selective.payback, selective.needed_blocks
+    return PaybackStatistics(
+        needed_blocks=None if math.isinf(needed) else int(needed),
+        latency_s=payback.latency_s,
+        blocks_per_s=payback.blocks_per_s,
+        explorations=payback.explorations,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.tier_state import TierLookup, TierState
-from kvoffload_async.types import Locality, LookupResult, OffloadKey
+from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
 
 
 class TierSearch:
@@ -55,10 +56,19 @@ class TierSearch:
             counters.pending_hits += 1
         return answer
 
+    def end_step(self, now_s: float) -> None:
+        """Tell tiers that wait for nearer ones what these have found out in this step."""
+        for index, tier in enumerate(self._tiers):
+            if tier.selective is not None:
+                nearer = self._tiers[:index]
+                tier.selective.settle(partial(_ask_nearer, nearer, now_s))
+
     def _ask(self, key: OffloadKey, request: RequestState, now_s: float) -> LookupResult:
         unknown = skipped = False
         for index, tier in enumerate(self._tiers):
             if unknown and tier.locality is Locality.REMOTE:
+                if tier.selective is not None:
+                    tier.selective.expect(key, request.ctx)
                 continue
             counters = tier.counters
             reason = tier.skips_load(request.ctx, now_s)
@@ -69,20 +79,49 @@ class TierSearch:
                 skipped = True
                 continue
             answer = self.sources[index].lookup(key, request.ctx)
+            if answer is LookupResult.MISS:
+                if tier.selective is not None and tier.selective.declines(request.ctx):
+                    counters.skipped_lookups["too_few"] += 1
+                    skipped = True
+                else:
+                    counters.lookups += 1
+                    counters.misses += 1
+                continue
             counters.lookups += 1
             if answer is LookupResult.HIT:
                 counters.hits += 1
-                if self._promotions.reserve(index, request, key):
-                    return LookupResult.HIT_PENDING
-                self._counters.promotions_refused += 1
-                self._counters.misses["no_room"] += 1
-                return LookupResult.MISS
-            if answer is LookupResult.MISS:
-                counters.misses += 1
-            else:  # a tier has no pending hits; one that says so does not know yet
-                counters.undecided += 1
-                unknown = True
+                return self._promote(index, request, key)
+            counters.undecided += (
+                1  # a tier has no pending hits; one that says so does not know yet
+            )
+            unknown = True
         if unknown:
             return LookupResult.RETRY
         self._counters.misses["skipped" if skipped else "absent"] += 1
         return LookupResult.MISS
+
+    def _promote(self, tier: int, request: RequestState, key: OffloadKey) -> LookupResult:
+        if self._promotions.reserve(tier, request, key):
+            return LookupResult.HIT_PENDING
+        self._counters.promotions_refused += 1
+        self._counters.misses["no_room"] += 1
+        return LookupResult.MISS
+
+
+def _ask_nearer(
+    tiers: Sequence[TierState], now_s: float, key: OffloadKey, ctx: ReqContext
+) -> LookupResult:
+    """Return what tiers know of a block; RETRY: one does not know yet, and the others lack it.
+
+    One of which nothing is known here counts as having it.
+    """
+    answer = LookupResult.MISS
+    for tier in tiers:
+        if tier.skips_load(ctx, now_s) is not None:
+            continue
+        known = LookupResult.HIT if tier.knowledge is None else tier.knowledge.peek(key)
+        if known is LookupResult.HIT:
+            return known
+        if known is LookupResult.RETRY:
+            answer = known
+    return answer

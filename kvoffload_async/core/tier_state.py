@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvoffload_async.abc.events import (
@@ -22,6 +22,8 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.index import KeyIndex
 from kvoffload_async.core.ledger import JobAbandoned, JobRecord, JobState, Launched, Ledger
+from kvoffload_async.core.payback import Payback
+from kvoffload_async.core.selective_index import SelectiveIndex
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
@@ -64,6 +66,8 @@ class TierState:
     Attributes:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
+        knowledge: The same, or that of the manager behind this state; None: that is not ours.
+        selective: The same, if it asks only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots of promotions, from their reservation until their block has landed or
             was given up, and no copy runs.
@@ -101,6 +105,8 @@ class TierState:
         """
         self.name = name
         self.index = index
+        self.knowledge: KeyIndex | None = index
+        self.selective = index if isinstance(index, SelectiveIndex) else None
         self.jobs = Ledger(slot_bytes)
         self.health = TierHealth(breaker or BreakerSettings())
         self.medium = medium
@@ -230,6 +236,11 @@ class TierState:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
         self.index.forget_request(ctx)
 
+    def tell_time(self, clock: Callable[[], float]) -> None:
+        """Tell what measures the tier how late it is, where anything does; before `end_step`."""
+        if self._payback is not None:
+            self._payback.advance(clock())
+
     def end_step(self) -> None:
         """Queue the probe for what was asked in this step, unless the tier is left alone."""
         if self._closed:
@@ -266,6 +277,8 @@ class TierState:
                 if job.is_promotion:
                     self.index.vanished(job.keys, surely=False)
             case ProbeAnswered():
+                if self._payback is not None:
+                    self._payback.probe_ended(event.seconds, worked=event.error is None)
                 self.index.answered(event.generation, event.present)
                 self.health.probe_ended(event)
             case BlocksAppeared():
@@ -334,6 +347,8 @@ class TierState:
             self.event_log.add(stored, removed=False)
             return
         if not failures:
+            if self._payback is not None and job.keys:
+                self._payback.load_ended(len(job.keys), event.seconds)
             return
         failed = {job.keys[i]: error for i, error in failures.items()}
         gone = [key for key, error in failed.items() if isinstance(error, _GONE)]
@@ -343,6 +358,10 @@ class TierState:
         self.index.vanished(gone, surely=True)
         self.event_log.add(gone, removed=True)
         self.index.vanished(unavailable, surely=False)
+
+    @property
+    def _payback(self) -> Payback | None:
+        return None if self.selective is None else self.selective.payback
 
     def _abandon(self, *states: JobState) -> None:
         for job_id in self.jobs.ids_in(*states):

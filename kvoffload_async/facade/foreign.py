@@ -45,11 +45,12 @@ def is_foreign(manager: SecondaryTierManager) -> bool:
     )
 
 
-def share_health(state: TierState, manager: SecondaryTierManager) -> None:
-    """Have the probes of a manager's own state count where the planner looks."""
+def share_knowledge(state: TierState, manager: SecondaryTierManager) -> None:
+    """Have the planner see what a manager's own state knows; its probes count there."""
     own = getattr(manager, "tier_state", None)
     if isinstance(own, TierState):
         own.health = state.health
+        state.knowledge, state.selective = own.index, own.selective
 
 
 class ForeignTier:
@@ -79,7 +80,7 @@ class ForeignTier:
         self.guard = TierGuard(manager, self.state, clock)
         self._manager = manager
         self._clock = clock
-        share_health(self.state, manager)
+        share_knowledge(self.state, manager)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the manager says."""

@@ -7,7 +7,7 @@ from typing import Any, Final, Unpack
 from urllib.parse import urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import KVIdentity, TierPlace
+from kvoffload_async.abc.tier import AsyncTier, KVIdentity, TierPlace
 from kvoffload_async.config import is_encodable, or_none, parse_bool, parse_size_bytes, shown
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.remote import (
@@ -17,9 +17,9 @@ from kvoffload_async.facade.remote import (
     read_file,
     remote_settings,
 )
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.storage import config_of, identity_of, named_layout
-from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
+from kvoffload_async.facade.remote_tier import RemoteOptions, RemoteTierManager
+from kvoffload_async.facade.storage import named_layout
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 
@@ -39,7 +39,7 @@ _SWITCHES: Final = ("skip_signature", "virtual_hosted_style_request")
 _SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "service_account")
 
 
-class ObjectTierManager(SecondaryTierManager):
+class ObjectTierManager(RemoteTierManager):
     """Objects of blocks in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
     Credentials that are not given are found as the library finds them: in the environment, or from
@@ -68,17 +68,10 @@ class ObjectTierManager(SecondaryTierManager):
         allow_http: bool = False,
         tls_ca_file: str | None = None,
         pack_bytes: int | str | None = "1MiB",
-        ttl_s: float | None = None,
         connections: int = 16,
-        bytes_in_flight: int | str = "64MiB",
-        call_timeout_s: float = 5.0,
-        max_retries: int = 2,
-        remember_present_s: float = 10.0,
-        remember_absent_s: float = 1.0,
-        integrity_key_file: str | None = None,
-        **options: Unpack[TierOptions],
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        """Connect; see `SecondaryTierManager` for the options that every tier takes.
+        """Connect; see `RemoteTierManager` for further options.
 
         Args:
             offloading_spec: See `SecondaryTierManager`.
@@ -103,22 +96,15 @@ class ObjectTierManager(SecondaryTierManager):
                 system's.
             pack_bytes: Bytes of blocks, at most, that are stored as one object, where they follow
                 each other in a prompt: at most 64 blocks, and 16 MiB; None: one object a block.
-            ttl_s: Seconds that a block lives unused; must be less than the bucket's rule says.
             connections: Calls with payload at once, in each direction.
-            bytes_in_flight: Payload on the way at once, in each direction.
-            call_timeout_s: Seconds for one call.
-            max_retries: How often a call that failed is repeated.
-            remember_present_s: Seconds that a positive answer is believed; 0: never.
-            remember_absent_s: Seconds that a negative answer is believed; 0: never.
-            integrity_key_file: Absolute path of a file with a key that checksums are made with.
-            **options: The options that every tier takes.
+            **options: The options of every tier behind a network, and of every tier.
 
         Raises:
             ConfigError: An option is unusable, the store refuses the credentials, or there is no
                 such bucket.
             TierUnavailableError: The store cannot be reached.
         """
-        given = {
+        own = {
             "url": url,
             "endpoint": endpoint,
             "region": region,
@@ -135,25 +121,18 @@ class ObjectTierManager(SecondaryTierManager):
             "allow_http": allow_http,
             "tls_ca_file": tls_ca_file,
             "pack_bytes": pack_bytes,
-            "ttl_s": ttl_s,
             "connections": connections,
-            "bytes_in_flight": bytes_in_flight,
-            "call_timeout_s": call_timeout_s,
-            "max_retries": max_retries,
-            "remember_present_s": remember_present_s,
-            "remember_absent_s": remember_absent_s,
-            "integrity_key_file": integrity_key_file,
-            **options,
         }
-        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        identity = identity_of(options, config_of(offloading_spec), row_bytes)
-        tier = ObjectTier(_settings(given, identity))
-        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, own, **options)
+
+    @classmethod
+    def _create_tier(cls, options: Mapping[str, Any], identity: KVIdentity) -> AsyncTier:
+        return ObjectTier(_settings(options, identity))
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
         """Check every option, and that they go together; connects to nothing."""
-        settings = _settings(_DEFAULTS | dict(options), identity)
+        settings = _settings(cls._with_defaults(options), identity)
         return [TierPlace(settings.connection.url, is_exclusive=False, key="url")]
 
     @classmethod
@@ -164,9 +143,6 @@ class ObjectTierManager(SecondaryTierManager):
         )
 
         return ObjectMaintenance
-
-
-_DEFAULTS: Final = defaults_of(ObjectTierManager)
 
 
 def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ObjectSettings:

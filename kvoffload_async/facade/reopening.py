@@ -17,7 +17,7 @@ from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierTimeoutError, TierUnavailableError, drop_tracebacks
-from kvoffload_async.facade.foreign import share_health
+from kvoffload_async.facade.foreign import share_knowledge
 from kvoffload_async.facade.guard import GUARDED
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
@@ -252,7 +252,7 @@ class ReopeningTierManager(SecondaryTierManager):
         if state is not None:
             state.medium, state.locality = tier.medium, tier.locality
             state.backpressure = tier.backpressure_detector
-            share_health(state, tier)
+            share_knowledge(state, tier)
             state.is_available = True
         live, self._live = self._live, {}
         for ctx in live:

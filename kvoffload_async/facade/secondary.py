@@ -10,13 +10,12 @@ from typing import Any, Final
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.representation import counted
 from kvoffload_async.facade.storage import config_of, identity_of
-from kvoffload_async.facade.tier_index import create_index
+from kvoffload_async.facade.tier_index import create_index, create_state
 from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
@@ -89,6 +88,7 @@ class SecondaryTierManager:
         n_write_threads: int = 1,
         enable_kv_events: bool = False,
         min_blocks: int = 1,
+        prefill_blocks_per_s: float | None = None,
         backpressure_detector: Backpressure | None = None,
         model: str | None = None,
         fingerprint: str | None = None,
@@ -117,6 +117,10 @@ class SecondaryTierManager:
             min_blocks: Blocks that a request must miss in the primary and the tiers before this
                 one, at least, for this one to be asked: where loading fewer takes longer than
                 computing them.
+            prefill_blocks_per_s: Blocks that the accelerator computes in a second of prefill. With
+                it, this tier is asked only for so many missed blocks that loading them, at the
+                latency and bandwidth measured lately, takes less time than computing them; None:
+                `min_blocks` alone decides.
             backpressure_detector: See the class.
             model: Name of the model whose blocks these are; by default the spec's.
             fingerprint: Content of the model's weights and whatever else KV bytes depend on; by
@@ -149,6 +153,7 @@ class SecondaryTierManager:
                 "n_write_threads": n_write_threads,
                 "enable_kv_events": enable_kv_events,
                 "min_blocks": min_blocks,
+                "prefill_blocks_per_s": prefill_blocks_per_s,
                 **labels,
             }
         )
@@ -171,25 +176,15 @@ class SecondaryTierManager:
         self._view = memoryview(primary_kv_view)
         self._row_bytes = shape[1]
         self._gauges_failed = False
-        capabilities = tier.capabilities
-        self._events = EventLog(
-            self.medium,
-            self.locality,
-            enabled=enable_kv_events,
-            ownership=tier_type,
-            announces_removals=capabilities.announces_removals,
-            # Else nobody bounds what would be remembered.
-            remembers=capabilities.exclusive or capabilities.announces_removals,
-        )
-        self.tier_state = TierState(
+        self.tier_state = create_state(
             tier_type,
-            create_index(tier, min_blocks),
+            tier,
+            create_index(tier, min_blocks, prefill_blocks_per_s),
             shape[1],
-            self._events,
-            medium=self.medium,
-            locality=self.locality,
+            enable_kv_events=enable_kv_events,
             backpressure=backpressure_detector,
         )
+        self._events = self.tier_state.event_log
         shared: Bridge | None = runtime or getattr(offloading_spec, "runtime", None)
         self._host: RuntimeHost | None = None
         if shared is None:
@@ -303,6 +298,7 @@ class SecondaryTierManager:
         """End a step: take in what the tier did; its existence probes and submitted jobs start."""
         if self._link.inbox:
             self._link.pump(_KEYS_A_STEP)
+        self.tier_state.tell_time(self._bridge.runner.now_s)
         self.tier_state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()

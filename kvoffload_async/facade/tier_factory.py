@@ -242,7 +242,8 @@ def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
     for base in cls.__mro__:
         init = base.__dict__.get("__init__")
         if init is not None:
-            found = {**dict(inspect.signature(init).parameters), **found}
+            for name, parameter in inspect.signature(init).parameters.items():
+                found.setdefault(name, parameter)
     return found
 
 

@@ -13,6 +13,7 @@ from kvoffload_async.config import (
     parse_bool,
     parse_label,
     parse_name,
+    parse_rate,
     parse_seconds,
 )
 from kvoffload_async.core.backpressure import Backpressure
@@ -35,6 +36,7 @@ class TierOptions(TypedDict, total=False):
     n_write_threads: int
     enable_kv_events: bool
     min_blocks: int
+    prefill_blocks_per_s: float | None
     backpressure_detector: Backpressure | None
     model: str | None
     fingerprint: str | None
@@ -52,6 +54,7 @@ _PARSERS: Final[Mapping[str, Parser]] = {
     "n_write_threads": at_least(1, MAX_THREADS),
     "enable_kv_events": parse_bool,
     "min_blocks": at_least(1),
+    "prefill_blocks_per_s": or_none(parse_rate),
     "model": or_none(parse_name),
     "fingerprint": or_none(parse_label),
     "namespace": or_none(parse_label),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, Unpack
 
-from kvoffload_async.abc.tier import KVIdentity, TierPlace
+from kvoffload_async.abc.tier import AsyncTier, KVIdentity, TierPlace
 from kvoffload_async.config import or_none, parse_bool, parse_name
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.remote import (
@@ -16,14 +16,14 @@ from kvoffload_async.facade.remote import (
     read_secret,
     remote_settings,
 )
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.storage import config_of, identity_of, named_layout
-from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
+from kvoffload_async.facade.remote_tier import RemoteOptions, RemoteTierManager
+from kvoffload_async.facade.storage import named_layout
+from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.tiers.valkey.address import Address
 from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
 
 
-class ValkeyTierManager(SecondaryTierManager):
+class ValkeyTierManager(RemoteTierManager):
     """Blocks in Valkey or Redis, shared by all hosts that use the server or cluster.
 
     The server bounds its memory and evicts (`maxmemory`, `maxmemory-policy`); what it has no
@@ -43,17 +43,10 @@ class ValkeyTierManager(SecondaryTierManager):
         tls_ca_file: str | None = None,
         tls_cert_file: str | None = None,
         tls_key_file: str | None = None,
-        ttl_s: float | None = None,
         connections: int = 8,
-        bytes_in_flight: int | str = "64MiB",
-        call_timeout_s: float = 5.0,
-        max_retries: int = 2,
-        remember_present_s: float = 10.0,
-        remember_absent_s: float = 1.0,
-        integrity_key_file: str | None = None,
-        **options: Unpack[TierOptions],
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        """Connect; see `SecondaryTierManager` for the options that every tier takes.
+        """Connect; see `RemoteTierManager` for further options.
 
         Args:
             offloading_spec: See `SecondaryTierManager`.
@@ -67,21 +60,14 @@ class ValkeyTierManager(SecondaryTierManager):
             tls_ca_file: Absolute path of certificates to verify the server with.
             tls_cert_file: Absolute path of this client's certificate.
             tls_key_file: Absolute path of its key.
-            ttl_s: Seconds that a block lives unused; None: as long as the server keeps it.
             connections: Calls with payload at once, in each direction.
-            bytes_in_flight: Payload on the way at once, in each direction.
-            call_timeout_s: Seconds for one call.
-            max_retries: How often a call that failed is repeated.
-            remember_present_s: Seconds that a positive answer is believed; 0: never.
-            remember_absent_s: Seconds that a negative answer is believed; 0: never.
-            integrity_key_file: Absolute path of a file with a key that checksums are made with.
-            **options: The options that every tier takes.
+            **options: The options of every tier behind a network, and of every tier.
 
         Raises:
             ConfigError: An option is unusable, or the server refuses the credentials.
             TierUnavailableError: The server cannot be reached.
         """
-        given = {
+        own = {
             "url": url,
             "cluster": cluster,
             "username": username,
@@ -89,29 +75,19 @@ class ValkeyTierManager(SecondaryTierManager):
             "tls_ca_file": tls_ca_file,
             "tls_cert_file": tls_cert_file,
             "tls_key_file": tls_key_file,
-            "ttl_s": ttl_s,
             "connections": connections,
-            "bytes_in_flight": bytes_in_flight,
-            "call_timeout_s": call_timeout_s,
-            "max_retries": max_retries,
-            "remember_present_s": remember_present_s,
-            "remember_absent_s": remember_absent_s,
-            "integrity_key_file": integrity_key_file,
-            **options,
         }
-        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        identity = identity_of(options, config_of(offloading_spec), row_bytes)
-        tier = ValkeyTier(_settings(given, identity))
-        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, own, **options)
+
+    @classmethod
+    def _create_tier(cls, options: Mapping[str, Any], identity: KVIdentity) -> AsyncTier:
+        return ValkeyTier(_settings(options, identity))
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
         """Check every option; connects to nothing."""
-        settings = _settings(_DEFAULTS | dict(options), identity)
+        settings = _settings(cls._with_defaults(options), identity)
         return [TierPlace(settings.address.shown, is_exclusive=False, key="url")]
-
-
-_DEFAULTS: Final = defaults_of(ValkeyTierManager)
 
 
 def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ValkeySettings:

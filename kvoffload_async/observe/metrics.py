@@ -180,6 +180,30 @@ METRICS: Final[tuple[Metric, ...]] = (
         partial(readings.keys_of_tier, "skipped_lookups"),
         "reason",
     ),
+    _tier(
+        "needed_blocks",
+        _G,
+        "Blocks that a request must miss for the tier to be asked, as measured; +Inf: it is not.",
+        readings.needed_blocks,
+    ),
+    _tier(
+        "load_latency_seconds",
+        _G,
+        "What loading takes however few the blocks are, where it is measured.",
+        "payback.latency_s",
+    ),
+    _tier(
+        "load_blocks_per_second",
+        _G,
+        "How fast the rest of it goes, where it is measured.",
+        "payback.blocks_per_s",
+    ),
+    _tier(
+        "explorations_total",
+        _C,
+        "Requests that were let through to measure anew.",
+        "payback.explorations",
+    ),
     _tier("jobs_total", _C, "Jobs that have their result.", readings.finished, "direction"),
     _tier("failed_jobs_total", _C, "Jobs of which a block failed.", readings.failed, "direction"),
     _tier(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -57,6 +58,13 @@ def fields_of_tier(names: Mapping[str, str], tier: TierStatistics) -> Samples:
 def keys_of_tier(field: str, tier: TierStatistics) -> Samples:
     """Yield the values of a mapping of a tier."""
     return (((key,), value) for key, value in getattr(tier, field).items())
+
+
+def needed_blocks(tier: TierStatistics) -> Samples:
+    """Yield how many blocks a request must miss, infinity for "no number is enough"."""
+    if tier.payback is not None:
+        needed = tier.payback.needed_blocks
+        yield (), math.inf if needed is None else needed
 
 
 def durations(phase: str, tier: TierStatistics) -> Samples:

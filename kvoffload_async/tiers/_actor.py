@@ -123,7 +123,7 @@ class TierActor:
         """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
         self._next_deadline: asyncio.TimerHandle | None = None
         self._recheck = Recheck(name, tier, env.announcements, env.post)
-        self._probes = Probes(name, tier, env.post, probe_timeout_s)
+        self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         self._log = JobLog(name)
         self._closing = False
         self._clock = clock

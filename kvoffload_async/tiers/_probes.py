@@ -30,7 +30,12 @@ class Probes:
     """
 
     def __init__(
-        self, name: str, tier: AsyncTier, post: Callable[[ProbeAnswered], None], timeout_s: float
+        self,
+        name: str,
+        tier: AsyncTier,
+        post: Callable[[ProbeAnswered], None],
+        timeout_s: float,
+        clock: Callable[[], float],
     ) -> None:
         """Start with none.
 
@@ -39,12 +44,15 @@ class Probes:
             tier: Whom to ask.
             post: Receives every answer.
             timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
+            clock: Monotonic seconds, by which durations are measured.
         """
         self._name = name
         self._tier = tier
         self._post = post
         self._timeout_s = timeout_s
-        self._unanswered: dict[int, asyncio.TimerHandle] = {}
+        self._clock = clock
+        self._unanswered: dict[int, tuple[asyncio.TimerHandle, float]] = {}
+        """Generation -> its deadline, and when it began."""
         self.tasks: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
         """Those that run, a cancelled one until it has ended."""
         self._closing = False
@@ -72,9 +80,8 @@ class Probes:
         )
         task = loop.create_task(question, name=f"{self._name}:probe:{generation}")
         self.tasks[task] = None
-        self._unanswered[generation] = loop.call_later(
-            self._timeout_s, self._deadline_passed, generation, task
-        )
+        deadline = loop.call_later(self._timeout_s, self._deadline_passed, generation, task)
+        self._unanswered[generation] = (deadline, self._clock())
         task.add_done_callback(lambda ended: self._ended(ended, generation))
 
     def close(self) -> None:
@@ -140,5 +147,6 @@ class Probes:
     def _answer(
         self, generation: int, present: frozenset[OffloadKey], error: TierError | None
     ) -> None:
-        self._unanswered.pop(generation).cancel()
-        self._post(ProbeAnswered(generation, present, error))
+        deadline, began_s = self._unanswered.pop(generation)
+        deadline.cancel()
+        self._post(ProbeAnswered(generation, present, error, self._clock() - began_s))

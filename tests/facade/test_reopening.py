@@ -4,7 +4,7 @@ import threading
 from itertools import islice
 
 import pytest
-from facade.worlds import HIT, MISS, PENDING, k, ks
+from facade.worlds import HIT, MISS, PENDING, RETRY, k, ks
 
 from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
 from kvoffload_async.abc.tier import Direction
@@ -329,3 +329,22 @@ def test_once_it_is_open_it_gets_every_call_and_gives_the_answers(method):
 def test_the_pauses_grow_and_are_bounded():
     assert list(islice(pauses_s(60.0), 8)) == [1, 2, 4, 8, 16, 32, 60, 60]
     assert list(islice(pauses_s(0.5), 3)) == [0.5, 0.5, 0.5]
+
+
+def test_one_that_is_asked_only_for_enough_blocks_says_what_it_was_not_asked_for(mount):
+    with spec(min_blocks=2, prefill_blocks_per_s=100.0) as engine:
+        manager = engine.get_manager()
+        mount.is_there = True
+        state = opened(manager)
+        own = manager.secondary_tiers[0]._opened_tier.tier_state
+        assert state.selective is own.index
+        assert state.knowledge is own.index
+        ctx = ReqContext("r")
+        manager.on_new_request(ctx)
+        assert manager.lookup(k(1), ctx) is RETRY
+        manager.on_schedule_end()
+        assert manager.lookup(k(1), ctx) is MISS
+        manager.on_request_finished(ctx)
+        stats = manager.stats().tiers[0]
+        assert stats.skipped_lookups["too_few"] == 1
+        assert stats.payback.needed_blocks == 2

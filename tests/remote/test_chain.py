@@ -161,3 +161,15 @@ def test_what_is_missed_counts_without_what_the_slab_has(host):
 def test_a_number_of_blocks_that_is_none_is_refused(host, value):
     with pytest.raises(ConfigError, match="min_blocks"):
         host(min_blocks=value)
+
+
+def test_a_far_tier_is_not_asked_for_what_is_computed_sooner_once_that_is_known(host):
+    host("b").store(KEYS[:24])
+    one = host(prefill_blocks_per_s=1e9)
+    assert one.find(KEYS[:8]) == 8, "nothing was measured yet"
+    before = one.questions()
+    assert one.find(KEYS[12:24]) == 0
+    assert one.questions() == before
+    stats = one.manager.stats().tiers[1]
+    assert stats.skipped_lookups["too_few"] > 0
+    assert stats.payback.latency_s > 0

@@ -1,5 +1,6 @@
 """What every remote tier does with jobs, over a store in memory and in virtual time."""
 
+import asyncio
 import logging
 
 import pytest
@@ -164,6 +165,39 @@ def test_blocks_that_wait_for_the_limits_end_at_the_deadline_too():
         failures = world.load(K[:3])
         assert sorted(failures) == [0, 1, 2]
         assert client.calls["get"] == 1
+
+
+@pytest.mark.parametrize("call_timeout_s", [4.0, 5.0, 60.0])
+def test_a_stall_is_counted_and_doubted_however_long_a_call_may_take(call_timeout_s):
+    with World(call_timeout_s=call_timeout_s, job_timeout_s=5.0, max_retries=0) as world:
+        world.client.is_stalled = True
+        assert {type(error) for error in world.load(K[:1]).values()} == {TierTimeoutError}
+        assert world.gauge("timeouts") == world.gauge("failed") == 1
+        world.client.is_stalled = False
+        world.load(K[:1])
+        assert world.gauge("health_checks") == 1
+
+
+def test_a_timeout_of_the_librarys_own_is_one():
+    with World(max_retries=0) as world:
+        world.client.failures = [LibraryError(TierTimeoutError)]
+        world.load(K[:1])
+        assert world.gauge("timeouts") == 1
+
+
+def test_a_call_that_was_given_up_leaves_a_doubt():
+    with World(call_timeout_s=60.0, job_timeout_s=60.0) as world:
+        world.client.is_stalled = True
+
+        async def give_up():
+            async with asyncio.timeout(1.0):
+                await world.tier.contains(K[:1])
+
+        with pytest.raises(TimeoutError):
+            world.run(give_up())
+        world.client.is_stalled = False
+        world.load(K[:1])
+        assert world.gauge("health_checks") == 1
 
 
 def test_after_a_fault_a_job_first_asks_whether_the_server_is_there():

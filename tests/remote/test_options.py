@@ -174,7 +174,7 @@ def test_a_server_that_is_not_there_is_unavailable_and_no_secret_is_said(config,
 
 
 def test_a_secret_is_hidden_however_the_name_of_its_option_is_written():
-    options = object_facade._DEFAULTS | OBJECT
+    options = object_facade.ObjectTierManager._with_defaults(OBJECT)
     options["store_options"] = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": SECRET}
     del options["type"]
     settings = object_facade._settings(options, KVIdentity(model="org/model"))

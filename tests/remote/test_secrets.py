@@ -17,6 +17,8 @@ from kvoffload_async import ConfigError, OffloadConfig, TieringOffloadingSpec
 from kvoffload_async.cli.app import app
 from kvoffload_async.config import without_secrets
 from kvoffload_async.observe.prometheus import OffloadCollector
+from kvoffload_async.observe.status import ask
+from kvoffload_async.observe.trace_events import TraceEventFile
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.types import LookupResult, ReqContext
 
@@ -73,6 +75,11 @@ def proxy(run):
         yield proxy
 
 
+@pytest.fixture
+def status_socket(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("s") / "kv.sock")
+
+
 def config_of(tier):
     quick = {"call_timeout_s": 1.0, "io_timeout_s": 2.0, "max_retries": 1, "open_timeout_s": 20.0}
     return {
@@ -117,10 +124,19 @@ def request(manager, name, fault):
     manager.on_reset_flushed()
 
 
-def test_a_run_with_faults_says_no_secret(run, proxy, caplog):
+def said_on(status_socket):
+    """Return what an engine says there, and what is shown of it."""
+    top = CliRunner().invoke(app, ["top", status_socket])
+    assert top.exit_code == 0, top.output
+    return [ask(status_socket), top.output]
+
+
+def test_a_run_with_faults_says_no_secret(run, proxy, caplog, status_socket, tmp_path):
     caplog.set_level(logging.DEBUG)
     config = config_of(run.tier(proxy.port))
+    config |= {"status_socket": status_socket, "explain_requests": 100}
     parsed = OffloadConfig.parse(config)
+    said = []
     with TieringOffloadingSpec(config) as spec:
         manager = spec.get_manager()
         ctx = ReqContext("first")
@@ -132,9 +148,17 @@ def test_a_run_with_faults_says_no_secret(run, proxy, caplog):
         for number, fault in enumerate(FAULTS):
             proxy.set(**fault)
             request(manager, f"r{number}", number)
+            said += said_on(status_socket)
+        timelines = manager.timelines()
+        assert len(timelines) == 1 + len(FAULTS)
+        said += [form(timeline) for timeline in timelines for form in (str, repr)]
+        with TraceEventFile(tmp_path / "trace.json") as events:
+            for timeline in timelines:
+                events.add(timeline)
+        said.append((tmp_path / "trace.json").read_text())
         registry = prometheus_client.CollectorRegistry()
         registry.register(OffloadCollector({"0": manager.stats}))
-        said = [prometheus_client.generate_latest(registry).decode()]
+        said.append(prometheus_client.generate_latest(registry).decode())
         (tier,) = manager.secondary_tiers
         inner = tier._link.actor._tier
         said += map(repr, (spec, parsed, manager, manager.stats(), tier, inner))
@@ -164,7 +188,12 @@ def test_the_commands_say_no_secret(run, tmp_path, secret, status):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of(tier) | {"block_bytes": "16KiB"}))
     shown = CliRunner().invoke(app, ["check-config", str(path)])
+    written = {"--trace-out": tmp_path / "trace.json", "--report": tmp_path / "report.html"}
     arguments = ["replay", "--config", str(path), "--limit", "2", "-v", "--json", "-"]
+    arguments += ["--explain", "0", *(str(part) for pair in written.items() for part in pair)]
     replayed = CliRunner().invoke(app, arguments)
     assert (shown.exit_code, replayed.exit_code) == (0, status), replayed.output
-    check(shown.output + replayed.output + replayed.stderr, run.secret, WRONG_SECRET)
+    said = shown.output + replayed.output + replayed.stderr
+    if status == 0:
+        said += "".join(path.read_text() for path in written.values())
+    check(said, run.secret, WRONG_SECRET)

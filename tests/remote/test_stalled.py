@@ -33,10 +33,10 @@ class StallingTier(RemoteTier):
 class Fleet:
     """Requests of one prompt over such a tier, whose waits are noted."""
 
-    def __init__(self, *, answers_many=True):
+    def __init__(self, *, answers_many=True, call_timeout_s=1.0):
         self.client = FakeClient(answers_many=answers_many)
         self.world = World(
-            StallingTier(self.client, call_timeout_s=1.0, job_timeout_s=4.0),
+            StallingTier(self.client, call_timeout_s=call_timeout_s, job_timeout_s=4.0),
             num_slots=64,
             io_timeout_s=6.0,
             breaker=BreakerSettings(THRESHOLD, RETRY_S),
@@ -153,3 +153,15 @@ def test_a_shutdown_beside_a_stalled_server_keeps_its_deadline(fleet):
     assert fleet.runner.now_s() - began_s <= 3.0 + STEP_S
     counters = world.manager.planner.counters
     assert counters.jobs_submitted == counters.job_results
+
+
+def test_a_stall_is_counted_where_a_call_may_take_longer_than_the_probe():
+    fleet = Fleet(call_timeout_s=10.0)
+    fleet.fill()
+    fleet.client.is_stalled = True
+    assert fleet.request() == (0, pytest.approx(PROBE_S, abs=STEP_S))
+    gauges = fleet.world.tiers[0].gauges()
+    assert gauges["timeouts"] == gauges["failed"] == 1
+    fleet.client.is_stalled = False
+    assert fleet.request()[0] == len(BLOCKS)
+    fleet.world.end()

@@ -16,6 +16,7 @@ class Network:
     Attributes:
         refuses: New connections are closed at once, and old ones, too.
         stalls: Nothing moves, in either direction, and nobody hears of it.
+        stalls_at: So it is from there within a reply; the connection ends when this is set anew.
         drops_open: So it is for ever with the connections that are open now; new ones are in order.
         reader_pause_s: The server takes requests in small pieces, with such a pause before each.
         latency_s: Each chunk of a reply waits as long.
@@ -26,6 +27,7 @@ class Network:
 
     refuses: bool = False
     stalls: bool = False
+    stalls_at: int | None = None
     drops_open: bool = False
     reader_pause_s: float = 0.0
     latency_s: float = 0.0
@@ -154,6 +156,10 @@ class Proxy:
             flipped = bytearray(data)
             flipped[network.flip_at - first] ^= 0x10
             return bytes(flipped)
+        if network.stalls_at is not None and network.stalls_at < self._replied:
+            writer.write(data[: max(0, network.stalls_at - first)])
+            await self._changed.wait()
+            return None
         for end, resets in ((network.reset_at, True), (network.close_at, False)):
             if end is not None and end < self._replied:
                 writer.write(data[: max(0, end - first)])

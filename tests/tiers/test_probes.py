@@ -180,3 +180,13 @@ def test_a_tier_finds_the_longest_heads_by_what_it_contains(worlds):
     world.tier.contains = contains
     chains = [[key_of(1), key_of(2), key_of(3), key_of(4)], [key_of(4), key_of(5)], []]
     assert world.runner.run(world.tier.longest_prefixes(chains), 1.0) == [2, 2, 0]
+
+
+def test_an_answer_says_how_long_the_tier_took_for_it(worlds):
+    world = worlds()
+    world.probe(1)
+    world.runner.advance(0.25)
+    world.settle()
+    world.probe(2)
+    world.runner.advance(PROBE_TIMEOUT_S)
+    assert [event.seconds for event in world.events] == [0.25, PROBE_TIMEOUT_S]

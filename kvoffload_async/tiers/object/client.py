@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,11 +33,20 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 _MAX_TEXT_CHARS: Final = 400
+_NAMES: Final = re.compile(r"https?://\S+|<(?:Resource|Key|BucketName)>[^<]*")
 _RENEWALS_AT_ONCE: Final = 8
 _REFUSALS: Final = ("403 Forbidden", "401 Unauthorized", "NoSuchBucket", "NoSuchContainer")
 _NOT_TRUSTED: Final = "InvalidCertificate"
-"""Only what the library says for debugging has it."""
-_FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "No space left")
+_TIMED_OUT: Final = "source: TimedOut"
+"""Only what the library says for debugging has these."""
+_FULL: Final = (
+    "507 Insufficient Storage",
+    "QuotaExceeded",
+    "StorageFull",
+    "InsufficientStorage",
+    "no space left",
+)
+"""In whatever case; some servers refuse what is beyond a quota with 403."""
 _TOO_SLOW: Final = ("timed out", "timeout")
 _NO_SUCH_RANGE: Final = ("status code: 416", "InvalidRange", "range was invalid")
 """What is said of the head of an empty object; names, which are digits, may have any number."""
@@ -202,17 +212,19 @@ class ObjectClient(RemoteClient):
 
     def mapped(self, error: Exception) -> TierError:
         said, _, debugging = str(error).partition("Debug source:")
-        text = " ".join(said.split())[:_MAX_TEXT_CHARS]
+        words = " ".join(said.split())
+        text = words[:_MAX_TEXT_CHARS]
+        signs = _NAMES.sub("", words)  # which may be any words
         if _NOT_TRUSTED in debugging:
             return RefusedError(f"the server's certificate is not trusted: {text}")
+        if any(sign.lower() in signs.lower() for sign in _FULL):
+            return TierFullError(text)
         if isinstance(
             error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
-        ) or any(sign in text for sign in _REFUSALS):
+        ) or any(sign in signs for sign in _REFUSALS):
             return RefusedError(text)
-        if any(sign in text for sign in _FULL):
-            return TierFullError(text)
-        if any(sign in text for sign in _TOO_SLOW):
-            return TierTimeoutError(text)
+        if _TIMED_OUT in debugging or any(sign in signs for sign in _TOO_SLOW):
+            return TierTimeoutError(f"no answer in time: {text}")
         return TierUnavailableError(f"{type(error).__name__}: {text}")
 
     async def close(self) -> None:

@@ -15,6 +15,8 @@ from kvoffload_async.tiers.remote.secrecy import Redactor
 T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.05
+_LAG_S: Final = 0.1
+"""Who waits for a whole job or probe may give it up by so much before its calls' deadline."""
 
 
 @dataclass(slots=True)
@@ -111,16 +113,22 @@ class Calls:
 
     async def _once(self, call: Callable[[], Awaitable[T]], deadline_s: float) -> T:
         place = self._client.place
-        seconds = min(self._call_timeout_s, deadline_s - asyncio.get_running_loop().time())
+        loop = asyncio.get_running_loop()
+        seconds = max(0.0, min(self._call_timeout_s, deadline_s - loop.time()))
         self.counters.requests += 1
         failure: TierError
         try:
             # A deadline that has passed ends the call at its first step.
-            async with asyncio.timeout(max(0.0, seconds)):
+            async with asyncio.timeout(seconds):
                 result = await call()
+        except asyncio.CancelledError:
+            self._is_suspect = True  # nobody knows whether it would have answered
+            if loop.time() >= deadline_s - _LAG_S:
+                self.counters.failed += 1
+                self.counters.timeouts += 1
+            raise
         except TimeoutError:
-            self.counters.timeouts += 1
-            failure = TierTimeoutError(f"{place} did not answer within {max(0.0, seconds):.3g} s")
+            failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
         except Exception as error:  # noqa: BLE001 - the library's own, of any kind
             mapped = self._client.mapped(error)
             failure = type(mapped)(f"{place}: {self._redact(mapped)}")
@@ -128,6 +136,7 @@ class Calls:
             self._is_suspect = False
             return result
         self.counters.failed += 1
+        self.counters.timeouts += isinstance(failure, TierTimeoutError)  # the library's own, too
         self._is_suspect = self._is_suspect or isinstance(failure, TierUnavailableError)
         raise failure  # without a cause, whose text might have secrets in it
 

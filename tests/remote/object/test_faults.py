@@ -45,6 +45,22 @@ def recovers(harness, keys):
     return harness.load(keys) == {} and all(harness.holds(k, i) for i, k in enumerate(keys))
 
 
+@pytest.mark.parametrize("in_body", [False, True])
+def test_a_timeout_of_the_librarys_own_is_counted_and_leaves_a_doubt(
+    server, proxy, prefix, in_body
+):
+    connection = server.connection(prefix, port=proxy.port, timeout_s=0.4)
+    options = {"call_timeout_s": 30.0, "job_timeout_s": 30.0, "max_retries": 0}
+    with open_on(connection, **options) as harness:
+        harness.store(K[:1])
+        proxy.set(**({"stalls_at": 4_000} if in_body else {"stalls": True}))
+        assert kinds(harness.load(K[:1])) == {TierTimeoutError}
+        assert harness.tier.gauges()["timeouts"] == 1
+        proxy.set()
+        assert recovers(harness, K[:1])
+        assert harness.tier.gauges()["health_checks"] == 1
+
+
 def test_latency_costs_time_alone(harness, proxy):
     harness.store(K[:4])
     proxy.set(latency_s=0.05)
@@ -248,6 +264,14 @@ def test_an_object_that_is_too_long_is_not_read(connection):
         ("Server returned non-2xx status code: 403 Forbidden", RefusedError),
         ("404 Not Found: <Code>NoSuchBucket</Code>", RefusedError),
         ("507 Insufficient Storage", TierFullError),
+        ("507 Insufficient Storage: <Code>XMinioStorageFull</Code>", TierFullError),
+        ("403 Forbidden: <Code>QuotaExceeded</Code>", TierFullError),
+        ("500 Internal Server Error: write /data/1.dat: no space left on device", TierFullError),
+        (f"PUT http://host/{'x' * 500} - status code: 507 Insufficient Storage", TierFullError),
+        ("PUT http://host/timeout/QuotaExceeded: 500 Internal Error", TierUnavailableError),
+        ("500: <Resource>/b/timeout</Resource><Key>StorageFull</Key>", TierUnavailableError),
+        ("500 Internal Server Error: <Code>InternalError</Code>", TierUnavailableError),
+        ("error sending request Debug source: source: TimedOut, s3cret", TierTimeoutError),
         ("operation timed out\n\nDebug source: (s3cret)", TierTimeoutError),
         ("connection reset", TierUnavailableError),
     ],

@@ -1,5 +1,6 @@
 """A pack as bytes: what is written is read back, and nothing else is believed."""
 
+import hashlib
 import struct
 
 import numpy as np
@@ -51,6 +52,15 @@ def test_what_is_packed_is_unpacked(packs, count):
     assert loaded(value, packs) == (expected, {})
     assert is_pack(value)
     assert len(value) <= packs.most_bytes(len(KEYS[0]))
+
+
+def test_a_pack_is_the_same_bytes_as_ever():
+    """Those of another release are read by this one, as long as its version is 1."""
+    digests = [hashlib.sha256(packed(5, packs)).hexdigest() for packs in (PLAIN, KEYED)]
+    assert digests == [
+        "d564fb899860b53ed2dbd4290229672ef55a3da95cc2e17cf07b0fd07aa92b68",
+        "054cc58d6f1a8818fa8cde5756af5dd0dde0eef4ebc469aa84b60d1f4870435e",
+    ]
 
 
 def test_the_head_of_a_pack_is_enough_for_its_table():

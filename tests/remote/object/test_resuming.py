@@ -3,8 +3,11 @@
 import asyncio
 import itertools
 import json
+import re
+import signal
 from contextlib import aclosing
 
+import obstore
 import pytest
 from remote.object.tiers import names_in, tier_on
 from typer.testing import CliRunner
@@ -115,3 +118,61 @@ def test_the_command_goes_on_behind_a_name(connection):
     assert done.exit_code == 0, done.output
     counts = [found["objects"] for found in json.loads(done.stdout)["object_namespaces"]]
     assert counts == [0, 7]
+
+
+@pytest.fixture
+def stopped(connection, monkeypatch):
+    """Run the command, with Ctrl-C before a page of that number; return its result."""
+
+    def run_command(verb, page, *options):
+        pages, list_pages = itertools.count(), obstore.list
+
+        async def listed(*arguments, **how):
+            async for found in list_pages(*arguments, **how):
+                if next(pages) == page:
+                    signal.raise_signal(signal.SIGINT)
+                yield found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(maintenance.obstore, "list", listed)
+            return CliRunner().invoke(app, ["store", verb, connection.url, "--json", *options])
+
+    return run_command
+
+
+def go_on(connection, verb, stopped_result, *options):
+    (place,) = re.findall(r"go on with --after (\S+)\n", stopped_result.stderr)
+    arguments = ["store", verb, connection.url, "--json", *options, "--after", place]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code in {0, 1}, done.output
+    return done
+
+
+def blocks_of(result):
+    return sum(found["blocks"] for found in json.loads(result.stdout)["object_namespaces"])
+
+
+@pytest.mark.parametrize("page", range(8))
+def test_ctrl_c_at_any_page_of_a_verification_loses_neither_blocks_nor_what_is_wrong(
+    connection, stopped, page
+):
+    first, *_ = sorted(name for name in names_in(connection) if not name.endswith(".json"))
+    obstore.put(connection.open(), first, b"bad")
+    result = stopped("verify", page)
+    assert result.exit_code == 130
+    rest = go_on(connection, "verify", result)
+    assert blocks_of(result) + blocks_of(rest) == 2 * len(K)
+    assert (result.stderr + rest.stderr).count(f"{first.partition('/')[2]}: its header") == 1
+
+
+def test_ctrl_c_in_a_collection_says_where_to_go_on_and_what_was_removed(connection, stopped):
+    result = stopped("gc", 2, "--max-age", "0")
+    assert result.exit_code == 130
+    rest = go_on(connection, "gc", result, "--max-age", "0")
+    removed = [
+        found["expired_blocks"]
+        for part in (result, rest)
+        for found in json.loads(part.stdout)["object_namespaces"]
+    ]
+    assert sum(removed) == 2 * len(K)
+    assert all(name.endswith(".json") for name in names_in(connection))

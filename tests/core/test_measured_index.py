@@ -1,0 +1,260 @@
+"""A tier that is asked only for as many blocks as loading pays for, as measured."""
+
+import math
+
+from core.terms import HIT, MISS, RETRY, job, ks
+
+from kvoffload_async.abc.events import JobSettled, ProbeAnswered
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.foreign_tier import ForeignTierState
+from kvoffload_async.core.index import ExactIndex, ProbedIndex
+from kvoffload_async.core.payback import FRESH_S, Payback
+from kvoffload_async.core.readings import read_tier
+from kvoffload_async.core.selective_index import SelectiveIndex
+from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.statistics import PaybackStatistics
+from kvoffload_async.types import Medium, ReqContext
+
+SLOW = [(10, 10.0), (100, 100.0)]
+"""A second a block: no number of blocks is enough at `RATE`."""
+RATE = 10.0
+
+
+def measured(jobs=SLOW, probe_s=0.0, min_blocks=2):
+    payback = Payback(RATE)
+    payback.probe_ended(probe_s, worked=True)
+    for num_blocks, seconds in jobs:
+        payback.load_ended(num_blocks, seconds)
+    index = SelectiveIndex(ProbedIndex(2), min_blocks, payback)
+    index.next_probe()
+    return index, payback
+
+
+def answers(index, names, request="r"):
+    return [index.lookup(key, request) for key in ks(names)]
+
+
+def probed(index):
+    probe = index.next_probe()
+    return None if probe is None else probe.keys
+
+
+def test_before_anything_is_measured_the_configured_number_decides():
+    index = SelectiveIndex(ProbedIndex(2), 2, Payback(RATE))
+    assert answers(index, "a") == [RETRY]
+    assert probed(index) is None
+    assert answers(index, "ab") == [MISS, RETRY]
+    assert probed(index) == tuple(ks("ab"))
+
+
+def test_with_one_block_as_the_least_the_first_is_asked_for_at_once():
+    index = SelectiveIndex(ExactIndex(), 1, Payback(RATE))
+    index.appeared(ks("a"))
+    assert answers(index, "ab") == [HIT, MISS]
+
+
+def test_what_was_measured_may_ask_for_more_than_was_configured():
+    index, _ = measured([(10, 0.0)], probe_s=0.35)
+    assert index.needed_blocks == 4
+    assert answers(index, "abc") == [RETRY] * 3
+    assert probed(index) is None
+    assert answers(index, "abc") == [MISS] * 3
+    assert answers(index, "abcd", "long") == [RETRY] * 4
+    assert probed(index) == tuple(ks("abcd"))
+
+
+def test_never_for_less_than_was_configured():
+    index, _ = measured([(10, 0.0)], probe_s=0.35, min_blocks=6)
+    assert index.needed_blocks == 6
+
+
+def test_where_no_number_is_enough_nobody_is_asked():
+    index, _ = measured()
+    assert index.needed_blocks == math.inf
+    assert answers(index, range(50)) == [RETRY] * 50
+    assert probed(index) is None
+    assert answers(index, range(50)) == [MISS] * 50
+
+
+def test_what_is_measured_during_a_step_counts_from_its_end_on():
+    index, payback = measured([(10, 0.0)], probe_s=0.35)
+    assert answers(index, "abc") == [RETRY] * 3
+    for _ in range(100):
+        payback.probe_ended(0.15, worked=True)
+    assert index.needed_blocks == 4
+    assert probed(index) == tuple(ks("abc")), "decided with what is known now"
+    assert index.needed_blocks == 2
+
+
+def test_a_request_that_was_found_worthwhile_stays_so():
+    index, payback = measured([(10, 0.0)], probe_s=0.15)
+    assert answers(index, "ab") == [RETRY] * 2
+    for _ in range(100):
+        payback.probe_ended(5.0, worked=True)
+    assert probed(index) == tuple(ks("ab"))
+    assert index.needed_blocks > 40
+    assert answers(index, "abc") == [RETRY] * 3
+    assert probed(index) == tuple(ks("c"))
+
+
+def test_when_it_is_old_one_request_at_a_time_measures_anew_the_largest():
+    index, payback = measured()
+    payback.advance(FRESH_S)
+    for name, keys in ("short", "ab"), ("long", "cdef"), ("middle", "ghi"):
+        answers(index, keys, name)
+    assert probed(index) == tuple(ks("cdef"))
+    assert answers(index, "ab", "short") == [MISS] * 2
+    index.answered(1, frozenset(ks("c")))
+    assert answers(index, "cd", "long") == [HIT, MISS]
+    payback.advance(FRESH_S + 10)
+    answers(index, "xyz", "later")
+    assert probed(index) is None, "the explorer is still there"
+    assert payback.explorations == 1
+
+
+def test_the_end_of_the_explorer_and_of_no_other_lets_the_next_one_through():
+    index, payback = measured()
+    payback.advance(FRESH_S)
+    answers(index, "ab", "explorer")
+    assert probed(index) == tuple(ks("ab"))
+    payback.advance(FRESH_S + 10)
+    index.forget_request("other")
+    answers(index, "cd", "second")
+    assert probed(index) is None
+    index.forget_request("explorer")
+    assert index._explorer is None, "nothing is remembered of it"
+    answers(index, "ef", "third")
+    assert probed(index) == tuple(ks("ef"))
+
+
+def test_hundreds_of_requests_in_one_step_are_one_exploration():
+    index, payback = measured()
+    payback.advance(FRESH_S)
+    for number in range(512):
+        answers(index, [f"{number}a", f"{number}b"], number)
+    assert len(probed(index)) == 2
+    assert payback.explorations == 1
+
+
+def test_a_request_below_the_configured_number_never_explores():
+    index, payback = measured(min_blocks=3)
+    payback.advance(FRESH_S)
+    answers(index, "ab")
+    assert probed(index) is None
+    assert payback.explorations == 0
+
+
+def test_nobody_explores_while_the_tier_is_left_alone():
+    index, payback = measured()
+    payback.advance(FRESH_S)
+    answers(index, "abc")
+    index.left_alone()
+    assert payback.explorations == 0
+    assert answers(index, "abc") == [MISS] * 3
+
+
+def test_an_explorer_of_an_exact_tier_is_told_to_ask_again():
+    payback = Payback(RATE)
+    for num_blocks, seconds in SLOW:
+        payback.load_ended(num_blocks, seconds)
+    index, told = SelectiveIndex(ExactIndex(), 1, payback), []
+    index.decided = told.extend
+    index.appeared(ks("ab"))
+    index.next_probe()
+    payback.advance(FRESH_S)
+    assert answers(index, "ab") == [RETRY] * 2
+    index.next_probe()
+    assert told == ks("ab")
+    assert answers(index, "ab") == [HIT] * 2
+
+
+# -- what a tier tells it -----------------------------------------------------------------------
+
+
+def tier_of(payback, min_blocks=2):
+    index = SelectiveIndex(ProbedIndex(2), min_blocks, payback)
+    return TierState("far", index, 10, EventLog(Medium.STORAGE, enabled=False))
+
+
+def end_load(tier, job_id, names, seconds, *, failures=None, error=None):
+    tier.submit(job(job_id, names, promotion=True))
+    tier.take_effects()
+    tier.handle(JobSettled(job_id, failures or {}, error, seconds))
+
+
+def reading(tier):
+    return read_tier(tier, tier, name="far", row_bytes=10).payback
+
+
+def test_a_tier_tells_of_its_probes_and_loads():
+    tier = tier_of(Payback(RATE))
+    assert reading(tier) == PaybackStatistics(
+        needed_blocks=2, latency_s=None, blocks_per_s=None, explorations=0
+    )
+    tier.tell_time(lambda: 5.0)
+    for name in "abcd":
+        tier.lookup(ks(name)[0], ReqContext("r"))
+    tier.end_step()
+    tier.handle(ProbeAnswered(1, frozenset(), None, 0.23))
+    end_load(tier, 1, "abcd", 0.2)
+    end_load(tier, 2, "abcdefghijkl", 0.6)
+    tier.end_step()
+    seen = reading(tier)
+    assert math.isclose(seen.latency_s, 0.23)
+    assert math.isclose(seen.blocks_per_s, 20.0)
+    assert seen.needed_blocks == 5
+
+
+def test_that_no_number_is_enough_is_shown_as_none():
+    tier = tier_of(Payback(RATE))
+    end_load(tier, 1, "ab", 2.0)
+    end_load(tier, 2, "abcdefghij", 10.0)
+    tier.end_step()
+    assert reading(tier).needed_blocks is None
+
+
+def test_what_failed_or_was_stored_or_was_empty_tells_nothing_of_its_speed():
+    tier = tier_of(Payback(RATE))
+    end_load(tier, 1, "ab", 9.0, failures={1: BlockMissingError("gone")})
+    end_load(tier, 2, "ab", 9.0, error=TierUnavailableError("down"))
+    end_load(tier, 3, "", 9.0)
+    tier.submit(job(4, "ab"))
+    tier.take_effects()
+    tier.handle(JobSettled(4, seconds=9.0))
+    tier.handle(ProbeAnswered(1, frozenset(), TierTimeoutError("late"), 0.001))
+    assert reading(tier).latency_s is None
+    end_load(tier, 5, "ab", 0.0)
+    assert reading(tier).latency_s == 0.0
+
+
+def test_a_tier_that_nobody_measures_is_asked_for_no_time():
+    def clock():
+        raise AssertionError("nobody needs it")
+
+    for index in SelectiveIndex(ProbedIndex(1), 2), ExactIndex():
+        tier = TierState("far", index, 10, EventLog(Medium.STORAGE, enabled=False))
+        tier.tell_time(clock)
+        tier.handle(ProbeAnswered(1, frozenset(), None, 1.0))
+        end_load(tier, 1, "a", 1.0)
+        assert reading(tier) is None
+
+
+def test_a_third_partys_tier_has_nothing_to_measure():
+    tier = ForeignTierState("theirs", None)
+    assert tier.selective is None
+    assert tier.knowledge is None
+
+
+def test_what_is_known_can_be_looked_at_without_asking():
+    index, _ = measured([(10, 0.0)])
+    assert [index.peek(key) for key in ks("a")] == [MISS]
+    answers(index, "abc")
+    assert [index.peek(key) for key in ks("abc")] == [RETRY] * 3
+    assert probed(index) == tuple(ks("abc"))
+    assert [index.peek(key) for key in ks("abc")] == [RETRY] * 3
+    index.answered(1, frozenset(ks("a")))
+    assert [index.peek(key) for key in ks("abc")] == [HIT, MISS, MISS]
+    exact = ExactIndex()
+    exact.appeared(ks("a"))
+    assert [exact.peek(key) for key in ks("ab")] == [HIT, MISS]
