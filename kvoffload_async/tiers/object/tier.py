@@ -14,6 +14,7 @@ from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
     TierError,
+    TierUnavailableError,
     drop_tracebacks,
 )
 from kvoffload_async.tiers.object.chains import Chains, is_lead
@@ -162,7 +163,8 @@ class ObjectTier(RemoteTier):
     ) -> dict[int, TierError]:
         """Store what is not there of some blocks that follow each other, as one object."""
         keys, chains = job.keys, self._chains
-        rest = list(portion)
+        failures: dict[int, TierError] = {}
+        rest, lost_at = list(portion), None
         while rest:
             first = keys[rest[0]]
             name = chains.name_of(first)
@@ -181,9 +183,12 @@ class ObjectTier(RemoteTier):
             del value, create
             if not is_new:  # another host was first: what has it stored?
                 self._pack_counters.lost_races += 1
-                await self._questions.ask_anew([first], deadline_s)
-                self._counters.present_blocks += 1
-                rest = self._missing(job, first, rest[1:])
+                self._memory.appeared([first])
+                if lost_at == first:
+                    failures[rest.pop(0)] = TierUnavailableError(
+                        f"block {first.hex()}: what another host stores there is not there"
+                    )
+                lost_at = first
                 continue
             self._memory.appeared([first])
             chains.saw_object(stored)
@@ -193,7 +198,7 @@ class ObjectTier(RemoteTier):
             if self._renewal is not None:
                 self._renewal.written([first])
             break
-        return {}
+        return failures
 
     def _missing(self, job: JobMetadata, name: OffloadKey, indices: Sequence[int]) -> list[int]:
         """Return those of some blocks that an object has not which was just asked for."""

@@ -94,7 +94,7 @@ def test_a_table_is_believed_only_if_no_bit_of_it_has_changed(packs):
     assert packs.table(KEYS[0], memoryview(value)) is not None
 
 
-def sealed(value):
+def with_its_checksum(value):
     """Return a pack with the checksum that goes with what its header and table say now."""
     value = bytearray(value)
     value[40:56] = bytes(16)
@@ -103,28 +103,28 @@ def sealed(value):
     return memoryview(value)
 
 
-def test_a_pack_that_is_sealed_again_is_right():
-    assert sealed(packed()) == packed()
+def test_a_pack_with_its_checksum_made_again_is_right():
+    assert with_its_checksum(packed()) == packed()
 
 
 @pytest.mark.parametrize("block_bytes", [0, 999, 1 << 24, 1 << 40, 1 << 63, (1 << 64) - 1])
 def test_blocks_of_another_length_are_not_believed_whatever_the_checksum_is(block_bytes):
     value = bytearray(packed())
     value[16:24] = block_bytes.to_bytes(8, "little")
-    assert PLAIN.table(KEYS[0], sealed(value)) is None
+    assert PLAIN.table(KEYS[0], with_its_checksum(value)) is None
 
 
 @pytest.mark.parametrize("block_bytes", [MOST_PAYLOAD_BYTES // 5 + 1, 1 << 63, (1 << 64) - 1])
 def test_no_pack_is_larger_than_any_may_be_whatever_its_checksum_is(block_bytes):
     value = bytearray(packed())
     value[16:24] = block_bytes.to_bytes(8, "little")
-    assert Packs(LAYOUT, block_bytes).table(KEYS[0], sealed(value)) is None
+    assert Packs(LAYOUT, block_bytes).table(KEYS[0], with_its_checksum(value)) is None
 
 
 def test_a_table_has_some_blocks_and_none_of_them_twice():
     none = bytearray(packed(1)[:64])
     none[8:12], none[14:16] = (64).to_bytes(4, "little"), bytes(2)
-    assert PLAIN.table(KEYS[0], sealed(none)) is None
+    assert PLAIN.table(KEYS[0], with_its_checksum(none)) is None
     many = Packs(LAYOUT, BLOCK_BYTES).wrap([*KEYS, KEYS[0][::-1]], [*ROWS, ROWS[0]])
     assert PLAIN.table(KEYS[0], many.data) is None
     assert PLAIN.table(KEYS[0], PLAIN.wrap([KEYS[0], *KEYS[1:2] * 2], ROWS[:3]).data) is None
@@ -139,13 +139,13 @@ def test_keys_of_no_length_are_those_of_no_pack():
 def test_what_is_behind_the_table_is_zeros_whatever_the_checksum_is():
     value = bytearray(packed(1))
     value[64 + len(KEYS[0]) + 16] = 1
-    assert PLAIN.table(KEYS[0], sealed(value)) is None
+    assert PLAIN.table(KEYS[0], with_its_checksum(value)) is None
 
 
 def test_a_pack_says_whether_its_checksums_are_keyed_whatever_the_id_is():
     value = bytearray(packed())
     value[6] = 1  # keyed, by the key whose id is zeros
-    assert PLAIN.table(KEYS[0], sealed(value)) is None
+    assert PLAIN.table(KEYS[0], with_its_checksum(value)) is None
 
 
 @given(length=st.integers(0, 6000))

@@ -63,7 +63,7 @@ class PackMachine(RuleBasedStateMachine):
         self.bad = set()
         """The objects that were damaged; no other one may go, or change."""
         self.is_sound = True
-        """Whether nothing was ever damaged, lost, or put there by a stranger."""
+        """Whether nothing was ever damaged, lost, or put there by somebody else."""
         self.hosts = [self.open(blocks) for blocks in pack_blocks]
 
     def open(self, pack_blocks):
@@ -163,7 +163,7 @@ class PackMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True))
     def pack_what_does_not_follow(self, keys):
-        """A stranger's pack, in order; its blocks are anywhere in the prompts."""
+        """A pack of somebody else's, in order; its blocks are anywhere in the prompts."""
         if (name := self.name_of(keys[0])) not in self.names():
             value = self.hosts[0].tier._packs.wrap(keys, [content_of(k, BLOCK_BYTES) for k in keys])
             obstore.put(self.objects, name, value.data)

@@ -135,6 +135,19 @@ def test_one_bad_block_costs_itself_and_the_pack_goes(host, connection):
     assert loads(host(), K[:1])
 
 
+def test_every_bad_block_of_a_pack_is_counted_and_the_pack_once(host, connection):
+    one = host()
+    stored(one, K[:8])
+    (name,) = objects(connection)
+    value = bytearray(bytes(obstore.get(connection.open(), name).bytes()))
+    for number in (1, 3):
+        value[-number * BLOCK_BYTES] ^= 1
+    obstore.put(connection.open(), name, bytes(value))
+    assert set(one.load(K[:8])) == {5, 7}
+    figures = one.tier.gauges()
+    assert (figures["read_again"], figures["corrupt"], figures["removed"]) == (2, 2, 1)
+
+
 @pytest.mark.parametrize("content", [b"", b"KVOP", b"KVOB", b"x" * 10_000])
 def test_an_object_that_is_nothing_is_removed_when_it_is_loaded(host, connection, content):
     one = host()

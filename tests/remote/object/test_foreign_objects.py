@@ -179,12 +179,32 @@ def test_a_block_that_was_bad_in_a_pack_is_found_where_it_is_now(host, connectio
     assert len(objects(connection)) == 3
 
 
-def test_a_name_that_can_be_neither_read_nor_written_costs_two_requests_a_block(host, tmp_path):
+def test_a_name_that_can_be_neither_read_nor_written_costs_four_requests_and_its_block(
+    host, tmp_path
+):
     one = host()
     assert head(one, K[:4]) == 0
     namespace = one.tier._client._namespace
-    for key in K[:4]:
+    for key in K[:2]:
         (tmp_path / "blocks" / name_of(namespace, key)).mkdir(parents=True)
     before = one.tier.gauges()["requests"]
+    failures = one.store(K[:4])
+    assert {i: type(error) for i, error in failures.items()} == dict.fromkeys(
+        (0, 1), TierUnavailableError
+    )
+    assert one.tier.gauges()["requests"] - before == 2 * 4 + 2
+    assert loads(one, K[2:4])
+
+
+def test_who_loses_a_race_to_what_has_gone_meanwhile_stores_it_himself(host, connection):
+    one = host()
+    assert head(one, K[:4]) == 0
+    create, answers = one.tier._client.create, [False]
+
+    async def lost_at_first(*arguments):
+        return answers.pop() if answers else await create(*arguments)
+
+    one.tier._client.create = lost_at_first
     assert one.store(K[:4]) == {}
-    assert one.tier.gauges()["requests"] - before <= 3 * 4
+    assert len(objects(connection)) == 1
+    assert loads(one, K[:4])
