@@ -24,6 +24,7 @@ class SelectiveIndex(KeyIndex):
     Attributes:
         payback: What tells, beside the configured number, how many blocks are enough; None:
             nothing does.
+        has_decided: Whether the end of the last step has changed the answer of some request.
     """
 
     def __init__(self, index: KeyIndex, min_blocks: int, payback: Payback | None = None) -> None:
@@ -35,6 +36,7 @@ class SelectiveIndex(KeyIndex):
             payback: See the class.
         """
         self.payback = payback
+        self.has_decided = False
         self._index = index
         self._min_blocks = min_blocks
         self._needed_blocks: float = min_blocks
@@ -181,6 +183,7 @@ class SelectiveIndex(KeyIndex):
                 declined[request] = len(missed)
         if may_explore and declined:
             self._explore(declined)
+        self.has_decided = bool(told)
         if told and self.decided is not None:
             self.decided(tuple(told))
 

@@ -294,6 +294,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         """
         if self._bridge is None:
             raise StateError("the tiers share no bridge: poll them instead")
+        indexes = (tier.selective for tier in self.planner.tiers)
+        if any(index is not None and index.has_decided for index in indexes):
+            return True  # who was told to ask again gets another answer
         return self._bridge.wait_for_progress(timeout_s)
 
     def invalidate(self, generation: int | str) -> None:

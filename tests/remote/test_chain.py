@@ -137,7 +137,6 @@ def test_a_prefix_that_is_nowhere_costs_few_requests(host):
     assert one.questions() - before <= 8
 
 
-@pytest.mark.slow
 def test_a_far_tier_is_asked_only_where_enough_is_missed(host):
     host("b").store(KEYS[:12])
     one = host(min_blocks=8)
@@ -145,6 +144,18 @@ def test_a_far_tier_is_asked_only_where_enough_is_missed(host):
     assert one.find(KEYS[:7]) == 0
     assert one.questions() == before
     assert one.find(KEYS[:12]) == 12
+
+
+def test_a_driver_that_waits_for_progress_is_told_of_what_a_step_has_decided(host):
+    one = host(min_blocks=8)
+    ctx = one.request(KEYS[:1])
+    assert one.manager.lookup(KEYS[0], ctx) is LookupResult.RETRY
+    one.manager.on_schedule_end()
+    assert one.manager.wait_for_progress(DEADLINE_S)
+    assert one.manager.lookup(KEYS[0], ctx) is MISS
+    one.manager.on_request_finished(ctx)
+    one.manager.on_schedule_end()
+    assert not one.manager.wait_for_progress(0.0)
 
 
 def test_what_is_missed_counts_without_what_the_slab_has(host):

@@ -149,7 +149,7 @@ def go_on(connection, verb, stopped_result, *options):
 
 
 def blocks_of(result):
-    return sum(found["blocks"] for found in json.loads(result.stdout)["object_namespaces"])
+    return sum(found["objects"] for found in json.loads(result.stdout)["object_namespaces"])
 
 
 @pytest.mark.parametrize("page", range(8))
@@ -170,7 +170,7 @@ def test_ctrl_c_in_a_collection_says_where_to_go_on_and_what_was_removed(connect
     assert result.exit_code == 130
     rest = go_on(connection, "gc", result, "--max-age", "0")
     removed = [
-        found["expired_blocks"]
+        found["expired_objects"]
         for part in (result, rest)
         for found in json.loads(part.stdout)["object_namespaces"]
     ]
