@@ -2,19 +2,22 @@
 
 The library alone, with its own defaults, makes as many calls at once as the tier has connections,
 from the same loop: each block is one put or get, one copy out of its row or into it, and one XXH3
-of 128 bits. The tier is
-behind its manager, with all jobs submitted at once, and asks before each store what is there.
+of 128 bits. Mooncake's blocks: its calls take the blocks of a job each, on as many threads as the
+tier has, from and into the rows, without a copy. The tier is behind its manager,
+with all jobs submitted at once, and asks before each store what is there.
 Rounds alternate, so that both sides see the same machine.
 
 Run with `--benchmark-enable -s` for the measured sizes; as a plain test it is one small round. The
-S3 server needs time: `KVOFFLOAD_SERVERS=all` lets it have it. The figures belong to
-docs/remote-tiers.md.
+S3 server needs time: `KVOFFLOAD_SERVERS=all` lets it have it, and Mooncake's library. The figures
+belong to docs/remote-tiers.md.
 """
 
 import asyncio
 import itertools
+import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import numpy as np
@@ -22,11 +25,13 @@ import obstore
 import pytest
 import xxhash
 from redis.asyncio import Redis
+from servers.mooncake import MooncakeMaster
 from servers.process import at_length
 from servers.seaweedfs import SeaweedServer
 from servers.valkey import ValkeyServer
 
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
+from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.valkey.address import Address
@@ -38,6 +43,8 @@ JOBS = {64: 16, 1024: 8, 4096: 4}
 """By KiB a block."""
 ROUNDS, LOADS = 5, 2
 TIMEOUT_S = 100.0
+THREADS = 2
+"""As many as a tier has here by default: each helps in the direction that it does not prefer."""
 REMOTE = RemoteSettings(call_timeout_s=TIMEOUT_S, job_timeout_s=TIMEOUT_S)
 
 
@@ -88,6 +95,22 @@ class Object:
         pass
 
 
+class Mooncake:
+    """A master, and a client that gives it memory; what was stored is removed between rounds."""
+
+    def __init__(self, folder, stack):
+        os.environ.setdefault("MC_FORCE_TCP", "1")  # read by the library
+        self._master = stack.enter_context(MooncakeMaster(folder, segment_bytes=2 << 30))
+        self.tier = MooncakeTier(self._master.connection())
+        self.library = self._master.connection().open()
+
+    async def close(self):
+        self.library.close()
+
+    def forget(self):
+        self._master.host._library.remove_all(True)
+
+
 class LibraryAlone:
     def __init__(self, harness, place):
         self._harness = harness
@@ -130,6 +153,40 @@ class LibraryAlone:
         self._harness.rows[number] = content
 
 
+class BlockingLibraryAlone(LibraryAlone):
+    """The same where calls block, and take many blocks each."""
+
+    def __init__(self, harness, place):
+        super().__init__(harness, place)
+        rows = harness.rows
+        place.library.register(rows.ctypes.data, rows.nbytes)
+
+    def _run(self, operation):
+        count = len(self._names)
+        portions = [range(at, min(count, at + JOB_BLOCKS)) for at in range(0, count, JOB_BLOCKS)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            for outcomes in pool.map(operation, portions):
+                assert not any(outcomes)
+
+    def _memory_of(self, portion):
+        rows = self._harness.rows
+        names = [self._names[number] for number in portion]
+        addresses = [[rows[number].ctypes.data] for number in portion]
+        return names, addresses, [[rows.shape[1]] for _ in portion]
+
+    def _put(self, portion):
+        for number in portion:
+            self._digests[number] = xxhash.xxh3_128_digest(self._harness.rows[number].data)
+        return self._place.library.put(*self._memory_of(portion))
+
+    def _get(self, portion):
+        outcomes = self._place.library.get(*self._memory_of(portion))
+        for number in portion:
+            digest = xxhash.xxh3_128_digest(self._harness.rows[number].data)
+            assert digest == self._digests[number]
+        return outcomes
+
+
 class TierSide:
     def __init__(self, harness):
         self._harness = harness
@@ -164,7 +221,12 @@ def seconds(call):
 @pytest.mark.bench
 @pytest.mark.parametrize("block_kib", list(JOBS))
 @pytest.mark.parametrize(
-    "place_of", [Valkey, pytest.param(Object, marks=[at_length, pytest.mark.servers])]
+    "place_of",
+    [
+        Valkey,
+        pytest.param(Object, marks=[at_length, pytest.mark.servers]),
+        pytest.param(Mooncake, marks=[at_length, pytest.mark.servers]),
+    ],
 )
 def test_throughput_against_the_client_library(tmp_path, request, place_of, block_kib):
     is_measured = request.config.getoption("--benchmark-enable")
@@ -178,7 +240,8 @@ def test_throughput_against_the_client_library(tmp_path, request, place_of, bloc
         harness = stack.enter_context(
             ManagerHarness(place.tier, count, block_bytes, TIMEOUT_S, io_timeout_s=TIMEOUT_S)
         )
-        sides = {"alone": LibraryAlone(harness, place), "tier": TierSide(harness)}
+        alone = BlockingLibraryAlone if place_of is Mooncake else LibraryAlone
+        sides = {"alone": alone(harness, place), "tier": TierSide(harness)}
         order = list(sides)
         harness.rows[:] = rows
         for number in range(rounds + is_measured):  # the first one warms up

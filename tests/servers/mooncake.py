@@ -23,7 +23,8 @@ def binary():
 class MooncakeMaster(ServerProcess):
     """A master with a metadata server, and a client that gives memory to the store."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, segment_bytes=SEGMENT_BYTES):
+        self._segment_bytes = segment_bytes
         self.port, self._metadata_port, metrics = free_ports(3)
         command = [binary(), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
         command += ["--enable_http_metadata_server=true", f"--metrics_port={metrics}"]
@@ -41,7 +42,7 @@ class MooncakeMaster(ServerProcess):
 
     def __enter__(self):
         self.start()
-        self.host = self.connection(segment_bytes=SEGMENT_BYTES).open()
+        self.host = self.connection(segment_bytes=self._segment_bytes).open()
         return self
 
     def __exit__(self, *_):
