@@ -63,9 +63,8 @@ def test_a_key_without_room_in_a_header_fails_alone(master):
         assert list(harness.load([K[0], long])) == [1]
 
 
-def test_a_full_store_fails_blocks_as_full(tmp_path, monkeypatch):
-    monkeypatch.setattr("servers.mooncake.SEGMENT_BYTES", 16 << 20)
-    with MooncakeMaster(tmp_path) as small:
+def test_a_full_store_fails_blocks_as_full(tmp_path):
+    with MooncakeMaster(tmp_path, segment_bytes=16 << 20) as small:
         tier = MooncakeTier(small.connection())
         with TierHarness(tier, 40, 1 << 20) as harness:
             failures = harness.store(K)
