@@ -203,6 +203,18 @@ def test_no_probe_of_64_blocks_costs_more_than_8_questions_however_they_were_sto
     assert max(costs) <= 8
 
 
+@given(jobs=st.integers(0, 16))
+def test_a_chain_that_nobody_has_costs_one_question_and_three_more_where_its_head_is_known(jobs):
+    store = Store(64)
+    keys = [key for key in CHAIN if not is_lead(key, 64)]
+    for begin in range(0, 16, 16 // jobs) if jobs else ():
+        store.put(keys[begin : begin + 16 // jobs])
+    assert store.heads(keys[16:80], before=keys[:16]) == [0]
+    assert len(store.asked) <= 4
+    assert store.heads(keys[16:80]) == [0]
+    assert len(store.asked) == 1
+
+
 def test_chains_with_a_common_head_share_their_questions():
     store = Store(16)
     store.put(CHAIN[:40])
