@@ -58,7 +58,7 @@ def _patient_openings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run those marked slow or servers too")
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow or servers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,8 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long, unless it is asked for; the soak runs for as long as it is let."""
-    left_out = {"soak"} if config.option.slow else {"slow", "servers", "soak"}
+    """Deselect slow tests without --slow, and sweeps and the soak unless -m names their marker."""
+    left_out = {"soak", "sweep"} | (set() if config.option.slow else {"slow", "servers"})
     left_out = {name for name in left_out if name not in config.option.markexpr}
     out = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if out:
