@@ -48,7 +48,7 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """All tests with branch coverage: 95 % of the whole, all of core and policies.
+    """All tests but the sweeps, with branch coverage: 97 % of the whole, all of core and policies.
 
     With every Python that is found. Where pip does not see a CPU build of torch for it, it takes
     the one with gigabytes of CUDA; see constraints.txt.
@@ -74,18 +74,27 @@ def stateful(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def sweeps(session: nox.Session) -> None:
-    """Kills, power cuts and errors at every call, where other runs try a share of them."""
+    """Kills, power cuts and errors at every call, of which other runs try a share."""
     install(session, "-e", ".[test]")
     session.run(
-        *("python", "-m", "pytest", "-m", "slow", "--timeout=0"),
-        *("-o", "faulthandler_timeout=0", "tests/fs", "tests/slab", "tests/tiers"),
-        *session.posargs,
+        *("python", "-m", "pytest", "-m", "sweep", "-n", "auto", "--timeout=0"),
+        *("-o", "faulthandler_timeout=0", *session.posargs),
         env={
             "KVOFFLOAD_FULL_SWEEPS": "1",
             "KVOFFLOAD_POWER_CUTS": "100",
             "KVOFFLOAD_RANDOM_KILLS": "280",
         },
     )
+
+
+@nox.session(default=False)
+def isolation(session: nox.Session) -> None:
+    """The tests do not depend on each other: each file alone, then all in three random orders."""
+    install(session, "-e", ".[test]")
+    session.run("python", "tests/each_file.py", *session.posargs)
+    install(session, "pytest-randomly")  # prints its seed; from here on it shuffles every run
+    for _ in range(3):
+        session.run("python", "-m", "pytest", "-n", "auto")
 
 
 @nox.session(default=False)
