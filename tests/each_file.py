@@ -2,8 +2,8 @@
 
     python tests/each_file.py [FOLDER OR FILE ...]
 
-Prints the files whose tests fail, and exits with 1 if there are any. Every test runs but those that a
-marker keeps for sessions of their own.
+Prints the files whose tests fail, and exits with 1 if there are any. The sweeps and the soak, which
+have sessions of their own, do not run.
 """
 
 import os
