@@ -5,7 +5,7 @@ import ctypes
 import gc
 import logging
 import mmap
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def test_what_a_holder_still_writes_goes_nowhere_and_harms_nobody():
 def test_a_view_of_a_module_is_said_to_be_the_modules_alone(caplog):
     buffer = PrimaryBuffer(2, 4096)
     module = ModuleType("theirs")
-    exec("def use():\n    return kept", vars(module))
+    module.use = FunctionType(fail.__code__, vars(module))
     module.kept = buffer.view[:]
     assert not buffer.release()
     named = caplog.text.rpartition("held by")[2]
