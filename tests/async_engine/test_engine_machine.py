@@ -317,6 +317,7 @@ async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monke
         "block_bytes": PAGE_BYTES,
         "model": "test",
         "check_invariants": True,
+        "breaker_retry_s": 0.05,
         "secondary_tiers": [{"type": "faulty", "seed": seed}],
     }
     bounds = EngineBounds(concurrent_loads=2)
