@@ -44,11 +44,10 @@ def test_a_newer_namespace_is_refused_with_what_it_needs_and_left_as_it_is(bound
     body = {"format": "kvoffload-fs", "version": 1, "features": {"incompatible": ["x"]}}
     (bounded.folder / ".format").write_text(json.dumps(body))
     bounded.temp("1-0123456789ab", age_s=24 * HOUR_S)
-    for path in bounded.blocks[:2]:
-        path.write_bytes(b"short")
+    os.truncate(bounded.blocks[0], 10)
     before = sorted(bounded.root.rglob("*"))
-    (line,) = bounded.complaints(verb)
-    assert "it is of a newer release: it needs a release that knows feature 'x'" in line
+    newer = "it is of a newer release: it needs a release that knows feature 'x'"
+    assert any(newer in line for line in bounded.complaints(verb))
     assert sorted(bounded.root.rglob("*")) == before
 
 
