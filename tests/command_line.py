@@ -4,13 +4,19 @@ import json
 import signal
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from kvoffload_async.cli.app import app
 from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+
+# The runner makes the command anew for each run, which takes longer than many a run.
+typer.testing._get_command = cache(get_command)
 
 FAULTY_TIERS = """
     import asyncio

@@ -56,7 +56,7 @@ def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place
     ops = Watching(place)
     with place.open(ops, capacity_bytes=ROOM_FOR_8, **options) as harness:
         ops.is_watching = True
-        for first in range(0, 60, 3):
+        for first in range(0, 24, 3):
             harness.store(K[first : first + 3])
         trim(harness)
         ops.is_watching = False
@@ -67,7 +67,7 @@ def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place
 
 def test_the_growth_of_the_top_folder_is_within_the_capacity(place):
     capacity_bytes = 6000 * KIB
-    keys = [key_of(number) for number in range(1200)]
+    keys = [key_of(number) for number in range(480)]
     with place.open(capacity_bytes=capacity_bytes) as harness:
         for start in range(0, len(keys), 60):
             assert harness.store(keys[start : start + 60]) == {}

@@ -11,10 +11,13 @@ import pytest
 from fs.places import BLOCK, TRIES, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
 from log_records import errors_with_frames
+from sweeps import shares
 
 from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError, drop_tracebacks
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness
+
+SHARES = 12
 
 
 def store_or_raise(harness: TierHarness, keys) -> dict:
@@ -26,10 +29,11 @@ def store_or_raise(harness: TierHarness, keys) -> dict:
         return {0: str(error)}
 
 
+@shares(SHARES)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog):
+def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, share):
     """Every call of a job that evicts, those of the shared count included."""
-    for number in itertools.count(1, 3):
+    for number in itertools.count(1 + share, SHARES):
         place = Place(tmp_path / str(number))
         ops = FaultyFileOps()
         with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
