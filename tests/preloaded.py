@@ -181,7 +181,8 @@ def run(arguments: list[str]) -> None:
     threading._shutdown()
     atexit._run_exitfuncs()
     gc.collect()
-    sys.stdout.flush()
+    if not sys.stdout.closed:
+        sys.stdout.flush()
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -59,6 +59,7 @@ def test_the_readmes_commands_are_one_line_each_and_install_before_they_run(read
     assert commands[1].text == code(readme, "test-command")
 
 
+@pytest.mark.slow
 def test_the_readmes_first_command_ends_in_one_that_works(tmp_path):
     first = doc_blocks.blocks_of(ROOT / "README.md")[0].text
     command = first.strip().rpartition("&& .venv/bin/")[2]
