@@ -33,6 +33,7 @@ def finish(process):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_the_module_runs_the_command():
     status, out, err = finish(start("replay", "--limit", "20", "--json", "-"))
     assert (status, err) == (0, "")
