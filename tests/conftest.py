@@ -5,7 +5,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +71,20 @@ def pytest_configure(config: pytest.Config) -> None:
     for profile, values in PROFILES.items():
         settings.register_profile(profile, values)
     settings.load_profile(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would walk over thousands of items each time.
+
+    What is there afterwards stays, so no collection in a test walks over it either.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

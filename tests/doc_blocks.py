@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import preloaded
 import yaml
 from servers.process import free_ports
 
@@ -119,14 +120,13 @@ class PageRunner:
             )
             (programs / name).chmod(0o755)
         for name, module in _PROGRAMS.items():
-            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
+            (programs / name).write_text(f'#!/bin/sh\nexec {preloaded.python()} {module} "$@"\n')
             (programs / name).chmod(0o755)
         self._bash_path = shutil.which("bash") or "/bin/bash"
         self._environment = {
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "error",
             "PYTEST_ADDOPTS": "",
             "COLUMNS": "80",
             "LC_ALL": "C.UTF-8",

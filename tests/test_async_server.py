@@ -7,9 +7,9 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -77,7 +77,7 @@ def start():
         def start(*arguments):
             process = killed.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-W", "error", str(EXAMPLE), "--port", "0", *arguments],
+                    [preloaded.python(), str(EXAMPLE), "--port", "0", *arguments],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -193,7 +193,7 @@ def test_a_configuration_that_is_wrong_is_one_line(tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"cpu_bytes_to_use": "soon"}')
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--config", str(config)],
+        [preloaded.python(), str(EXAMPLE), "--config", str(config)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -1,9 +1,9 @@
 """Every example runs as a user would run it, and prints what it shows."""
 
 import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +18,7 @@ SHOWN = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_runs_and_says_what_it_shows(name, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples" / name)],
+        [preloaded.python(), str(ROOT / "examples" / name)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -33,7 +33,15 @@ def test_an_example_runs_and_says_what_it_shows(name, tmp_path):
 
 def test_the_tier_of_the_example_passes_the_conformance_suite():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "examples/custom_tier.py"],
+        [
+            preloaded.python(),
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "examples/custom_tier.py",
+        ],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -3,10 +3,10 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import doc_blocks
+import preloaded
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def test_the_readme_shows_the_example(readme):
 def test_the_readmes_example_finds_everything_when_it_is_started_again(tmp_path):
     for found in (0, 4):
         done = subprocess.run(
-            [sys.executable, "-W", "error", str(QUICKSTART)],
+            [preloaded.python(), str(QUICKSTART)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             cwd=tmp_path,
             capture_output=True,
@@ -59,6 +59,7 @@ def test_the_readmes_commands_are_one_line_each_and_install_before_they_run(read
     assert commands[1].text == code(readme, "test-command")
 
 
+@pytest.mark.slow
 def test_the_readmes_first_command_ends_in_one_that_works(tmp_path):
     first = doc_blocks.blocks_of(ROOT / "README.md")[0].text
     command = first.strip().rpartition("&& .venv/bin/")[2]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import python
 from rich.console import Console
 
 from kvoffload_async.cli.json_input import JsonInputError
@@ -17,8 +18,6 @@ from kvoffload_async.cli.yaml_input import parse_yaml
 from kvoffload_async.observe.status import ask, parse_report
 from kvoffload_async.replay.workload import ChatWorkload
 
-ROOT = Path(__file__).parents[2]
-FOUND_AS_HERE = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 SETTINGS = """
 cpu_bytes_to_use: 4MiB
 block_bytes: 16KiB  # of one worker
@@ -30,8 +29,8 @@ AS_JSON = '{"cpu_bytes_to_use": "4MiB", "block_bytes": 16384}'
 
 def run(*arguments, given="", **variables):
     return subprocess.run(
-        [sys.executable, "-c", "from kvoffload_async.cli import main; main()", *arguments],
-        env=os.environ | FOUND_AS_HERE | {"TERM": "dumb"} | variables,
+        [python(), "-c", "from kvoffload_async.cli import main; main()", *arguments],
+        env=os.environ | {"TERM": "dumb"} | variables,
         input=given,
         capture_output=True,
         text=True,

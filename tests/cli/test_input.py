@@ -169,13 +169,13 @@ def test_flags_override_the_file_and_the_file_the_defaults(command):
     config = command.config(
         cpu_bytes_to_use="1MiB", block_bytes=8192, eviction_policy="arc", secondary_tiers=[]
     )
-    report = command.figures("--config", config)
+    report = command.figures("--config", config, "--limit", 3)
     assert (report["primary_blocks"], report["block_bytes"]) == (128, 8192)
     assert report["policy"] == "arc"
     assert list(report["hits"]) == ["primary"]
     report = command.figures(
         *("--config", config, "--primary-blocks", 77, "--block-bytes", "16KiB"),
-        *("--policy", "lru", "--tier", "example"),
+        *("--policy", "lru", "--tier", "example", "--limit", 3),
     )
     assert (report["primary_blocks"], report["block_bytes"]) == (77, 16384)
     assert report["policy"] == "lru"
@@ -183,13 +183,14 @@ def test_flags_override_the_file_and_the_file_the_defaults(command):
 
 
 def test_primary_bytes_are_cut_to_whole_rows(command):
-    report = command.figures("--primary-bytes", "1MiB", "--block-bytes", "5000")
+    report = command.figures("--primary-bytes", "1MiB", "--block-bytes", "5000", "--limit", 3)
     assert (report["primary_blocks"], report["row_bytes"]) == (128, 8192)
 
 
 def test_primary_blocks_are_exact_with_several_workers_too(command):
     config = command.config(num_workers=3)
-    report = command.figures("--config", config, "--primary-blocks", 99, "--block-bytes", 1000)
+    sizes = ("--primary-blocks", 99, "--block-bytes", 1000)
+    report = command.figures("--config", config, *sizes, "--limit", 3)
     assert (report["primary_blocks"], report["row_bytes"]) == (99, 4096)
 
 
@@ -254,7 +255,7 @@ class TestCheckConfig:
 
 
 def test_json_on_standard_output_stands_alone(command):
-    result = command.run("replay", "--json", "-")
+    result = command.run("replay", "--json", "-", "--limit", 3)
     report = json.loads(result.stdout)
     assert result.stderr == ""
     assert {

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from preloaded import python
 
 DEADLINE_S = 60
 PIPE_BYTES = 1 << 17  # more than a pipe and a reader's buffer hold
@@ -32,6 +33,7 @@ def finish(process):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_the_module_runs_the_command():
     status, out, err = finish(start("replay", "--limit", "20", "--json", "-"))
     assert (status, err) == (0, "")
@@ -47,7 +49,7 @@ def test_the_module_is_the_command(monkeypatch, capsys):
 
 
 def test_bad_input_has_no_traceback():
-    status, out, err = finish(start("replay", "no-such-trace"))
+    status, out, err = finish(start("replay", "no-such-trace", executable=python()))
     assert (status, out) == (2, "")
     assert err == "kvoffload: error: no-such-trace: cannot be read: No such file or directory\n"
 
@@ -57,7 +59,9 @@ def test_ctrl_c_ends_in_order_with_the_figures_so_far(tmp_path, json_flag):
     pipe = tmp_path / "trace"
     os.mkfifo(pipe)
     output = ["--json", "-"] if json_flag else []
-    process = start("replay", str(pipe), "--tier", "example", "--concurrency", "4", *output)
+    process = start(
+        "replay", str(pipe), "--tier", "example", "--concurrency", "4", *output, executable=python()
+    )
     is_running = threading.Event()
 
     def feed():

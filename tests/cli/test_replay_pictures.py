@@ -53,6 +53,7 @@ def page_of(command, *arguments, exit_code=0):
     return Page(path)
 
 
+@pytest.mark.slow
 def test_a_report_is_one_page_with_every_picture_and_figure(command):
     page = page_of(
         *(command, "--limit", 60, "--primary-blocks", 100, "--passes", 2),
@@ -75,6 +76,7 @@ def test_a_report_loads_nothing_and_its_parts_do_not_mix_up(command):
     assert policy.startswith("default-src 'none'")
 
 
+@pytest.mark.slow
 def test_a_hostile_name_of_a_trace_is_text(command):
     trace = command.trace(list(ChatWorkload(5)))
     hostile = trace.rename(trace.with_name(HOSTILE))
@@ -94,6 +96,7 @@ def test_a_picture_of_a_replay_is_drawn_and_not_blank(command):
     assert 0.01 < np.mean(pixels[..., :3].min(axis=2) < 0.9) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [(), ("--tier", "example")])
 def test_a_replay_without_a_tier_or_a_promotion_has_pictures(command, tiers):
     trace = command.trace([[1, 2, 3]])
@@ -101,6 +104,7 @@ def test_a_replay_without_a_tier_or_a_promotion_has_pictures(command, tiers):
     assert [tag for tag, _ in page.tags].count("svg") == len(PANELS)
 
 
+@pytest.mark.slow
 def test_what_was_replayed_before_an_interruption_is_drawn(command, faulty_tiers):
     page = page_of(
         *(command, "--tier", f"Interrupting:module_path={faulty_tiers}"),
@@ -142,6 +146,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_starts(
     assert list(command.directory.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_written_in_the_end_is_an_error(command):
     full = command.directory / "full.html"
     full.symlink_to("/dev/full")
