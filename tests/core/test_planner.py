@@ -4,9 +4,9 @@ import pytest
 from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import NO_LIMITS, World, stored_below
 
-from kvoffload_async.core.effects import FinishRequest, StartJob
-from kvoffload_async.errors import StateError, TierTimeoutError
-from kvoffload_async.types import JobResult, ReqContext
+from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.errors import IllegalTransitionError, StateError
+from kvoffload_async.types import ReqContext
 
 # -- requests -----------------------------------------------------------------------------------
 
@@ -29,10 +29,9 @@ def test_a_request_that_finishes_in_the_step_of_its_lookup_ends_after_the_submit
     world.lookup(ctx, "a")
     world.finish(ctx)
     assert world.ended == []
-    world.planner.end_step()
-    effects = world.planner.tiers[0].effects
-    assert [type(effect) for effect in effects] == [StartJob, FinishRequest]
-    world._absorb()
+    world.end_step()
+    assert [job.keys for _, job in world.running.values()] == [(k("a"),)]
+    assert world.ended == [(0, "r")]
     world.wind_down()
 
 
@@ -115,30 +114,24 @@ def test_lookups_ask_the_sources_which_may_be_observed():
 def test_a_job_reported_twice_or_by_the_wrong_tier_is_a_defect():
     world = World(tiers=2)
     world.store(world.begin(), "a")
-    with pytest.raises(StateError, match="'tier1' reported job 0"):
-        world.planner.tiers[1].answer(JobResult(0, success=True))
-    world.planner.tiers[0].answer(JobResult(0, success=True))
-    with pytest.raises(StateError, match="'tier0' reported job 0"):
-        world.planner.tiers[0].answer(JobResult(0, success=True))
+    mine, other = world.planner.tiers
+    with pytest.raises(IllegalTransitionError, match="the job is unknown"):
+        other.handle(JobSettled(0))
+    mine.handle(JobSettled(0))
+    with pytest.raises(IllegalTransitionError, match="the job is SETTLED"):
+        mine.handle(JobSettled(0))
 
 
 def test_only_a_disowned_job_is_released_and_only_by_its_tier():
     world = World(tiers=2)
     world.store(world.begin(), "a")
     world.disown(0)
-    with pytest.raises(StateError, match="'tier1' released job 0"):
-        world.planner.tiers[1].release(0)
+    mine, other = world.planner.tiers
+    with pytest.raises(IllegalTransitionError, match="the job is unknown"):
+        other.handle(JobSettled(0))
     world.release(0)
-    with pytest.raises(StateError, match="'tier0' released job 0"):
-        world.planner.tiers[0].release(0)
-    world.wind_down()
-
-
-def test_a_job_that_still_owes_its_result_is_not_released():
-    world = World()
-    world.store(world.begin(), "a")
-    with pytest.raises(StateError, match="'tier0' released job 0"):
-        world.planner.tiers[0].release(0)
+    with pytest.raises(IllegalTransitionError, match="has ended already"):
+        mine.handle(JobSettled(0))
     world.wind_down()
 
 
@@ -175,19 +168,6 @@ def test_a_disowned_promotion_is_a_miss_and_keeps_its_slot_until_its_copy_ends()
     world.release()
     world.store(ctx, "b")
     world.load(ctx, "b")
-    world.wind_down()
-
-
-def test_nothing_has_landed_while_the_copy_still_runs_whatever_the_tier_says():
-    world, ctx = stored_below(names="ab")
-    [world.lookup(ctx, name) for name in "ab"]
-    world.step()
-    error = TierTimeoutError("late")
-    landed = frozenset(ks("a"))
-    world.disown(0, result=JobResult(0, False, landed, error=error, disowned=True))
-    world.check()
-    assert world.primary.counts["held"] == 2
-    world.release()
     world.wind_down()
 
 

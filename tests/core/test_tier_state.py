@@ -15,7 +15,6 @@ from kvoffload_async.core.index import ExactIndex, ProbedIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import (
     BlockMissingError,
-    IllegalTransitionError,
     StateError,
     TierClosedError,
     TierTimeoutError,
@@ -64,35 +63,12 @@ def test_a_job_of_unequal_lengths_is_not_accepted():
     assert not tier.has_pending_work
 
 
-def test_loading_a_missing_key_gives_one_failed_result_42529():
-    """42529: the load of a missing key gave no result; the job leaked and the request hung."""
-    tier = running(job(0, "a", promotion=True))
-    tier.handle(JobSettled(0, {0: BlockMissingError("a")}))
-    (result,) = results(tier)
-    assert (result.success, result.successful_keys) == (False, frozenset())
-    assert results(tier) == []
-    assert not tier.has_pending_work
-
-
-def test_an_empty_job_is_accepted_and_ends():
-    tier = running(job(0, ""))
-    tier.handle(JobSettled(0))
-    assert [result.success for result in results(tier)] == [True]
-
-
 def test_a_duplicate_job_id_is_answered_and_not_started():
     tier = running(job(0, "a"))
     tier.submit(job(0, "b"))
     assert not tier.effects
     assert [result.success for result in results(tier)] == [False]
     assert tier.has_pending_work
-
-
-def test_a_job_reported_twice_is_a_defect_of_the_actor():
-    tier = running(job(0))
-    tier.handle(JobSettled(0))
-    with pytest.raises(IllegalTransitionError):
-        tier.handle(JobSettled(0))
 
 
 def test_a_store_makes_its_good_blocks_known():

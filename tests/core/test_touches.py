@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 from core.terms import PENDING, k, ks
-from core.world import World
 
 from kvoffload_async.abc.events import BlocksEvicted, JobSettled, ProbeAnswered
 from kvoffload_async.core.effects import StartJob, StartProbe, TouchBlocks
@@ -160,19 +159,6 @@ def test_a_promoted_block_is_offered_to_the_faster_tiers_that_lack_it():
     own.planner.lookup(k("a"), ctx)
     own.step()
     assert [(index, keys) for index, keys, _ in own.stored] == [(0, ks("a")), (1, ks("a"))]
-
-
-def test_a_tier_with_a_say_in_its_jobs_is_told_within_the_engines_own_request():
-    world = World(8, 1)
-    world.store(world.begin("w"), "ab")
-    world.settle()
-    reader = world.begin("r")
-    world.load(reader, "ab")
-    world.loaded()
-    world.finish(reader)
-    world.step()
-    assert world.touched == [(0, tuple(ks("ab")))]
-    world.wind_down()
 
 
 # -- once a minute ------------------------------------------------------------------------------
