@@ -5,6 +5,7 @@ from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import NO_LIMITS, World, stored_below
 
 from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.core.readings import read_planner, read_primary
 from kvoffload_async.errors import IllegalTransitionError, StateError
 from kvoffload_async.types import ReqContext
 
@@ -105,6 +106,18 @@ def test_lookups_ask_the_sources_which_may_be_observed():
     assert heard == [(name, k("a"), ctx, answer) for name, answer in answers]
     world.step()
     world.settle()
+    world.wind_down()
+
+
+def test_what_the_planner_and_the_primary_have_done_can_be_read():
+    world = World(num_slots=2)
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.lookup(ctx, "a")
+    planner, primary = read_planner(world.planner), read_primary(world.primary, 8)
+    assert (planner.requests, planner.retained_blocks, planner.hits) == (1, 0, 1)
+    assert (primary.row_bytes, primary.load_pins, primary.hits) == (8, 0, 1)
+    assert (primary.slots.free, primary.slots.pinned) == (1, 1)
     world.wind_down()
 
 

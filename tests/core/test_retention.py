@@ -103,6 +103,18 @@ def test_a_request_that_asks_no_more_waits_for_just_as_long_as_it_may_be_deferre
     world.wind_down()
 
 
+def test_one_that_asks_again_keeps_nobody_waiting_longer_than_it_may():
+    world = world_of(8, below="ab", deferral_s=8.0)
+    first = waiting_for(world, "a", "first")
+    waiting_for(world, "b", "second")
+    world.step(5.0)
+    assert world.lookup(first, "a") is HIT
+    world.step(4.0)
+    world.end_step()
+    assert states(world, "ab") == [PINNED, IDLE]
+    world.wind_down()
+
+
 def test_a_cap_does_not_stay_full_of_what_was_computed_instead():
     names = [f"block{i}" for i in range(40)]
     world = world_of(40, cap=4, below=names)
