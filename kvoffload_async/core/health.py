@@ -38,10 +38,13 @@ class TierHealth:
         self.stores = Breaker(settings)
         self.now_s: float | None = None
         self._probes_begun_s: dict[int, float] = {}
+        self._is_tried_by_probe = False
+        """Whether the last try was a probe: a reset of the primary makes only promotions void."""
 
     def promotion_reserved(self) -> None:
         """Note that a promotion will be submitted: it is the try, if one is due."""
         if self.loads.state is not BreakerState.CLOSED:  # asked here: once a promoted block
+            self._is_tried_by_probe = False
             self.loads.note(BreakerEvent.TRIED, self.now_s or 0.0)
 
     def store_submitted(self, job: JobMetadata) -> None:
@@ -71,6 +74,7 @@ class TierHealth:
         """Note a probe: it is the try, if one is due."""
         if self.now_s is not None:
             self._probes_begun_s[generation] = self.now_s
+            self._is_tried_by_probe = True
             self.loads.note(BreakerEvent.TRIED, self.now_s)
 
     def probe_ended(self, answer: ProbeAnswered) -> None:
@@ -91,7 +95,7 @@ class TierHealth:
 
     def reset(self) -> None:
         """Forget the try if it was a promotion that a reset of the primary has made void."""
-        if not self._probes_begun_s:
+        if not self._is_tried_by_probe:
             self.loads.note(BreakerEvent.UNDECIDED, self.now_s or 0.0)
 
 

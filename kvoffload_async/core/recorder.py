@@ -287,7 +287,7 @@ class RequestRecorder:
     def take_complete(self) -> list[RequestTimeline]:
         """Detach the timelines that became complete since the last call; see `keep_complete`."""
         complete = list(self._complete or ())
-        if complete and self._complete is not None:
+        if self._complete:
             self._complete.clear()
         return complete
 

@@ -165,6 +165,23 @@ def test_a_try_that_a_reset_has_made_void_is_repeated():
     world.wind_down()
 
 
+def test_a_try_that_a_reset_has_made_void_is_repeated_though_an_older_probe_hangs():
+    """The tier was left alone for ever: the probe's answer, from before the try, told nothing."""
+    world, ctx = stored_below(8, breaker=ONE_FAULT, kinds={0: "probed"})
+    assert [world.lookup(ctx, name) for name in "ab"] == [RETRY, RETRY]
+    world.step()
+    world.tiers[0].is_probing = True
+    assert [world.lookup(ctx, name) for name in "ax"] == [PENDING, RETRY]
+    world.step()
+    world.fail(error=DOWN)
+    world.step(5.0)
+    assert world.lookup(ctx, "b") is PENDING
+    world.reset()
+    world.flush_reset()
+    assert world.lookup(ctx, "b") is PENDING
+    world.wind_down()
+
+
 def test_one_cascade_is_tried():
     world = World(8, breaker=ONE_FAULT)
     ctx = world.begin()

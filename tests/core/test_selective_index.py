@@ -1,7 +1,7 @@
 """A tier that is asked only for requests that miss enough blocks."""
 
 import pytest
-from core.machines import THOROUGH
+from core.machines import AS_THE_PROFILE
 from core.terms import HIT, MISS, RETRY, k, ks
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -183,4 +183,4 @@ class SelectiveMachine(RuleBasedStateMachine):
 
 
 class TestSelective(SelectiveMachine.TestCase):
-    settings = THOROUGH
+    settings = AS_THE_PROFILE
