@@ -18,7 +18,7 @@ from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
 from kvoffload_async.errors import StateError
-from kvoffload_async.tables.keymap import PART_AT, too_short
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, LEAST_KEY_BYTES, too_short
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     Medium,
@@ -102,7 +102,7 @@ class Primary(ResidentBlocks):
         Raises:
             StateError: Something is too short to be a key.
         """
-        if keys and min(map(len, keys)) < -PART_AT:
+        if keys and min(map(len, keys)) < LEAST_KEY_BYTES:
             raise too_short(keys)
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
@@ -231,7 +231,7 @@ class Primary(ResidentBlocks):
         if generation not in {None, self.generation}:
             return mine
         for key in dict.fromkeys(keys):
-            slot = parts[key[PART_AT]].get(key)
+            slot = parts[key[0] + key[LAST_HASH_BYTE]].get(key)
             if slot is not None and writers.get(slot) is ctx:
                 mine.append(key)
                 slots.append(slot)
