@@ -120,7 +120,7 @@ LoadTierFilter = frozenset[TierMatcher]
 ALL_TIERS: LoadTierFilter = frozenset({TierMatcher()})
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ReqContext:
     """What the managers know of one request; one object for the request's whole life.
 
