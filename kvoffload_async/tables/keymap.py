@@ -22,6 +22,8 @@ also where hashes are counters, of either byte order.
 """
 
 LEAST_KEY_BYTES: Final = -LAST_HASH_BYTE
+MAX_KEY_BYTES: Final = 96
+"""What every tier can keep: hashes of 92 bytes, or of 84 with the tag of a generation."""
 
 _KEYS_PER_PART: Final = 4096
 
@@ -151,6 +153,18 @@ class KeyMap(Collection[OffloadKey]):
         """Take every key out."""
         for part in self.distinct:
             part.clear()
+
+
+def require_keys(keys: Collection[OffloadKey]) -> None:
+    """Raise StateError unless each has the length of a key."""
+    if keys and min(map(len, keys)) < LEAST_KEY_BYTES:
+        raise too_short(keys)
+    if keys and max(map(len, keys)) > MAX_KEY_BYTES:
+        long = max(keys, key=len)
+        raise StateError(
+            f"a key of {len(long)} bytes ({long[:8].hex()}...) is too long: {MAX_KEY_BYTES} are "
+            "the most, with the group's 4 and a generation's 8; use a shorter block hash"
+        )
 
 
 def too_short(keys: Iterable[OffloadKey]) -> StateError:
