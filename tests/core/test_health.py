@@ -165,23 +165,6 @@ def test_a_try_that_a_reset_has_made_void_is_repeated():
     world.wind_down()
 
 
-def test_a_try_that_a_reset_has_made_void_is_repeated_though_an_older_probe_hangs():
-    """The tier was left alone for ever: the probe's answer, from before the try, told nothing."""
-    world, ctx = stored_below(8, breaker=ONE_FAULT, kinds={0: "probed"})
-    assert [world.lookup(ctx, name) for name in "ab"] == [RETRY, RETRY]
-    world.step()
-    world.tiers[0].is_probing = True
-    assert [world.lookup(ctx, name) for name in "ax"] == [PENDING, RETRY]
-    world.step()
-    world.fail(error=DOWN)
-    world.step(5.0)
-    assert world.lookup(ctx, "b") is PENDING
-    world.reset()
-    world.flush_reset()
-    assert world.lookup(ctx, "b") is PENDING
-    world.wind_down()
-
-
 def test_one_cascade_is_tried():
     world = World(8, breaker=ONE_FAULT)
     ctx = world.begin()
@@ -321,6 +304,25 @@ def test_a_reset_keeps_the_probe_that_is_the_try():
     world.probe("b")
     world.planner.reset_cache()
     assert world.state is HALF_OPEN
+
+
+def test_a_reset_gives_the_try_back_though_an_older_probe_is_outstanding():
+    world = Probed()
+    world.answer(world.probe("ab"), "b")
+    old = world.probe("c")
+    late = job(0, "x", promotion=True)
+    world.tier.health.job_ended(late, JobResult(0, success=False, error=DOWN), world.now_s)
+    world.step(5.0)
+    assert world.ask("b") == [PENDING]
+    assert world.state is HALF_OPEN
+    world.planner.reset_cache()
+    assert world.state is OPEN, "the promotion that was the try is never submitted"
+    world.planner.reset_flushed()
+    assert world.ask("b") == [PENDING]
+    world.answer(old)
+    world.step()
+    assert world.state is HALF_OPEN
+    assert not world.tier.health.stuck_breakers(list(world.tier.jobs.unreported()))
 
 
 def test_probes_that_work_do_not_excuse_loads_that_fail():
