@@ -5,7 +5,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -125,6 +125,13 @@ def _native_threads(tasks: set[int]) -> list[str]:
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
             found += [name] if name.startswith(THREAD_PREFIX) else []
     return sorted(found)
+
+
+@pytest.fixture
+def started_threads() -> Callable[[], list[str]]:
+    """Return what names the package's threads that the test has started and that still run."""
+    before = _live_threads()
+    return lambda: sorted(thread.name for thread in _live_threads() - before)
 
 
 @pytest.fixture(autouse=True)
