@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -71,6 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for profile, values in PROFILES.items():
         settings.register_profile(profile, values)
     settings.load_profile(name)
+    # Ctrl-C is what tests send to themselves and to their children, which inherit that it is
+    # ignored: so a shell starts whatever a script runs in its background.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
