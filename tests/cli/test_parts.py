@@ -76,7 +76,7 @@ class TestInterrupt:
 
         thread = threading.Thread(target=work)
         thread.start()
-        thread.join(10)
+        thread.join(60)
         assert done == [False]
 
 

@@ -14,7 +14,7 @@ import pytest
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.shared_region import SharedBuffer, _await_size, file_name
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SLOTS, STRIDE = 5, 8192
 
 PARTICIPANT = """

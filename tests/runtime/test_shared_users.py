@@ -15,7 +15,7 @@ import pytest
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime.shared_region import SharedBuffer, file_name
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 VICTIM, ATTACKER = 64_001, 64_002
 """Users that need no entry anywhere."""
 SLOTS, STRIDE = 5, 8192
