@@ -15,6 +15,9 @@ from typer.testing import CliRunner, Result
 from kvoffload_async.cli.app import app
 from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
 
+IGNORING = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
+"""Before a command: it is started with these signals ignored, as by a script or by nohup."""
+
 # The runner makes the command anew for each run, which takes longer than many a run.
 typer.testing._get_command = cache(get_command)
 

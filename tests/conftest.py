@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -15,7 +16,7 @@ from kvoffload_async.tiers.fs import housekeeping
 
 PROFILE_VARIABLE = "KVOFFLOAD_HYPOTHESIS_PROFILE"
 THREAD_PREFIX = "kvoffload"
-THREAD_GRACE_S = 2.0
+THREAD_GRACE_S = 60.0
 SAYS_SO = "the primary stays mapped"
 
 # Every profile starts from hypothesis' own defaults: under CI it loads a profile by itself, and a
@@ -71,6 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for profile, values in PROFILES.items():
         settings.register_profile(profile, values)
     settings.load_profile(name)
+    # Ctrl-C is what tests send to themselves and to their children, which inherit that it is
+    # ignored: so a shell starts whatever a script runs in its background.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -147,9 +152,9 @@ def no_leaked_threads(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     for thread in started:
         thread.join(max(0.0, deadline - time.monotonic()))
     leaked = sorted(t.name for t in started if t.is_alive())
-    # An engine that nobody could close, as its tier hung, ends its threads when it is collected;
-    # and the kernel may list those that were joined for a moment still.
     if not any(SAYS_SO in record.getMessage() for record in caplog.get_records("call")):
+        # An engine that nobody could close, as its tier hung, ends its threads when it is
+        # collected; and the kernel may list those that were joined for a moment still.
         if _native_threads(_tasks() - tasks_before):
             gc.collect()
         while (native := _native_threads(_tasks() - tasks_before)) and time.monotonic() < deadline:

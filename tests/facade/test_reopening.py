@@ -21,7 +21,7 @@ from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import Locality, Medium, ReqContext
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "check_invariants": True}
 
 

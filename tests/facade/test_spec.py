@@ -19,7 +19,7 @@ from kvoffload_async.types import ReqContext
 
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096}
 WITH_TIER = {**CONFIG, "secondary_tiers": [{"type": "example"}]}
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 opened, closed = [], []
 

@@ -25,7 +25,7 @@ from kvoffload_async.tiers.fs.usage import UsageFile
 
 K = [key_of(number) for number in range(12)]
 FULL = 40 * KIB + 3 * (BLOCK + 8 * KIB) + 3 * 4 * KIB
-WAIT_S = 5.0
+WAIT_S = 60.0
 SHARES = 8
 
 

@@ -116,7 +116,7 @@ def test_a_block_that_is_being_loaded_is_not_evicted(place):
         hang = ops.hang(on="preadv", when=lambda c: c.path == str(place.path(K[0])))
         job = harness.job(K[:1], [20], is_promotion=True)
         loading = start(harness, harness.tier.load(job))
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         harness.store(K[10:19], range(21, 30))
         assert evicted(harness) == set(K[1:4])
         hang.release()

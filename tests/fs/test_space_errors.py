@@ -77,7 +77,7 @@ def test_a_cancelled_store_is_accounted_for(place):
         harness.fill(K[:3], range(3))
         job = harness.job(K[:3], range(3), is_promotion=False)
         storing = start(harness, harness.tier.store(job))
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         harness.on_loop(storing[0].cancel)
         hang.release()
         with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
@@ -106,7 +106,7 @@ def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_
         harness.fill(K[:1], range(1))
         ops.fail(errno.EIO, on="pwritev unlink", when=is_temp, times=2)
         storing = start(harness, harness.tier.store(harness.job(K[:1], [0], is_promotion=False)))
-        assert end_waits.wait(10)
+        assert end_waits.wait(60)
         harness.on_loop(storing[0].cancel)
         with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
             harness.run(end_of(storing))
@@ -163,7 +163,7 @@ def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it
 
         jobs = [harness.job(K[:1], [0], is_promotion=False) for _ in range(2)]
         first = start(harness, harness.tier.store(jobs[0]))
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         ops.fail(errno.EIO, on="publish", times=2 * TRIES)
         assert sorted(harness.run(harness.tier.store(jobs[1]))) == [0]
         hang.release()
