@@ -114,7 +114,6 @@ NAMES = st.sampled_from("abcdef")
 REQUESTS = st.sampled_from("rst")
 
 
-@pytest.mark.stateful
 class SelectiveMachine(RuleBasedStateMachine):
     """Beside an index that is asked what the selective one ought to ask."""
 
@@ -182,5 +181,6 @@ class SelectiveMachine(RuleBasedStateMachine):
             assert self.index.probes_outstanding == self.plain.probes_outstanding
 
 
+@pytest.mark.stateful
 class TestSelective(SelectiveMachine.TestCase):
     settings = AS_THE_PROFILE
