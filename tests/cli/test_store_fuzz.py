@@ -127,7 +127,7 @@ def corpus_in_files():
             yield pytest.param(*case, content, marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "name", "content"), corpus_in_files())
+@pytest.mark.parametrize(("kind", "name", "content"), list(corpus_in_files()))
 def test_what_is_no_small_file_of_a_store_is_a_line_or_is_ignored(opened_as, kind, name, content):
     survives(kind, opened_as(kind, name, CORPUS[content]))
 
