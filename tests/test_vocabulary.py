@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 import kvoffload_async
 
 PACKAGE = Path(kvoffload_async.__file__).parent
@@ -90,6 +92,7 @@ def findings(path: Path) -> Iterator[str]:
             yield f"{path}:{line}: {name} has the retired word {term!r}"
 
 
+@pytest.mark.slow
 def test_no_module_class_function_or_argument_has_a_retired_name():
     paths = sorted([*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")])
     assert paths
@@ -106,6 +109,7 @@ def test_a_retired_word_is_found_in_every_kind_of_name(tmp_path):
     assert not list(findings(tmp_path / "plane.py"))
 
 
+@pytest.mark.slow
 def test_every_exception_is_needed():
     paths = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")]
     used = {name for path in paths for name, _ in names_in(path)}

@@ -1,5 +1,6 @@
 """The command is what these tests run."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -8,6 +9,12 @@ from bench.witnesses import SMALL, WITNESSES
 from command_line import command, faulty_tiers, importable
 
 __all__ = ["command", "faulty_tiers", "importable"]
+
+
+@pytest.fixture(autouse=True)
+def _small_heap() -> None:
+    """A bench collects garbage between its turns, and unfreezes in the end what was frozen."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -140,6 +140,7 @@ def test_a_tier_in_memory_stands_beside_memcpy(bench):
     assert speed["of_floor"] == speed["of_memcpy"]
 
 
+@pytest.mark.slow
 def test_tiers_on_one_filesystem_stand_beside_one_floor(bench, place):
     (place / "a").mkdir()
     report = bench("--tier", f"fs:root_dir={place}/a", "--tier", f"fs:root_dir={place}/b")
@@ -149,6 +150,7 @@ def test_tiers_on_one_filesystem_stand_beside_one_floor(bench, place):
     ] * 2
 
 
+@pytest.mark.slow
 def test_tiers_of_one_name_are_numbered(bench, place):
     tier = f"fs:root_dir={place},verify="
     report = bench("--tier", tier + "off", "--tier", "example", "--tier", tier + "required")
@@ -167,6 +169,7 @@ def test_a_large_job_has_no_more_blocks_than_the_total_has(bench):
     assert size["one_job_keys"] == 32
 
 
+@pytest.mark.slow
 def test_every_turn_begins_on_an_empty_directory_of_its_own(bench, place, witnesses):
     options = f"module_path={witnesses},root_dir={place}"
     bench("--tier", f"Witness:{options}", "--tier", f"Second:{options}")
@@ -177,6 +180,7 @@ def test_every_turn_begins_on_an_empty_directory_of_its_own(bench, place, witnes
     assert len({folder for _, folder, _ in opened}) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["", ",capacity_bytes=1MiB"])
 def test_a_steady_tier_is_full_before_it_is_measured(bench, place, monkeypatch, given):
     """Once as the bench sizes it: 160 KiB a round, a quarter more, and 16 MiB."""
@@ -200,6 +204,7 @@ def test_a_steady_tier_is_full_before_it_is_measured(bench, place, monkeypatch, 
     assert standing["failed_jobs"] == standing["wrong_blocks"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_kept_store_is_opened_and_filled_once(bench, place, monkeypatch, keeps):
     opened, closed, stored = [], [], 0
@@ -334,6 +339,7 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
     assert "compared with what was stored" in " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_plot_is_a_picture(command):
     path = command.directory / "bench.png"
     result = command.run(

@@ -38,7 +38,7 @@ def measured(num_turns, sizes="4KiB", tier="example"):
     )
 
 
-@pytest.mark.parametrize("num_turns", range(ROUNDS * TURNS_A_ROUND + 1))
+@pytest.mark.parametrize("num_turns", [0, 1, 3, ROUNDS * TURNS_A_ROUND])
 def test_the_rounds_before_it_was_stopped_are_kept(num_turns):
     report = measured(num_turns)
     rounds = num_turns // TURNS_A_ROUND

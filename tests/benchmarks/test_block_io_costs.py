@@ -177,7 +177,10 @@ def sides(request, tmp_path, monkeypatch, benchmark) -> Iterator[list[Side]]:
         side.harness.close()
 
 
-@pytest.mark.parametrize("how", ["alone", "at once", "beside a busy owner"])
+@pytest.mark.parametrize(
+    "how",
+    ["alone", "at once", pytest.param("beside a busy owner", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("sides", TIERS, indirect=True)
 def test_costs_of_a_job(sides, how, monkeypatch, benchmark, request):
     if implementation().name != "native":

@@ -94,6 +94,7 @@ def owner_of(num_blocks, policy):
         gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_the_longest_step_with_few_and_with_many_blocks(policy, capsys, benchmark, request):
     sizes, steps, runs = PLAIN_SIZES, PLAIN_STEPS, PLAIN_RUNS

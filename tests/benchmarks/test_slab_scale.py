@@ -210,6 +210,7 @@ def tell(text):
     print(text)  # noqa: T201 - what a benchmark is for
 
 
+@pytest.mark.slow
 def test_what_few_and_many_blocks_cost(tmp_path, capsys, benchmark, request):
     sizes = PLAIN_SIZES
     if request.config.getoption("benchmark_enable"):

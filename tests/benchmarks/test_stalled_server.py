@@ -74,6 +74,7 @@ def shown(name, seconds):
     return f"{name}: median {statistics.median(ordered):,.0f} us, p99 {p99:,.0f} us"
 
 
+@pytest.mark.slow
 @pytest.mark.bench
 def test_steps_beside_a_server_that_stalls(tmp_path, request, capsys):
     steps = MEASURED_STEPS if request.config.getoption("--benchmark-enable") else PLAIN_STEPS

@@ -10,11 +10,14 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.cli.scratch import ScratchFolder
 from kvoffload_async.cli.settings import Flags, resolve
 from kvoffload_async.errors import StalledError, TransportError
+from kvoffload_async.replay.fleet.plan import UnboundedCache
 from kvoffload_async.replay.run import ReplayOptions, replay
 from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
 from kvoffload_async.transport.host import HostTransport
 
 ENGINES = ["sync", "async"]
+SMALL = ("--limit", 60, "--primary-blocks", 96)
+"""Few requests of the built-in workload, and a primary that is too small for them."""
 both = pytest.mark.parametrize("engine", ENGINES)
 
 
@@ -27,11 +30,11 @@ def assert_sound(report):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--primary-blocks", 150],
-        ["--tier", "example"],
-        ["--tier", "example", "--policy", "arc"],
-        ["--tier", "example", "--tier", "example", "--limit", 150],
-        ["--tier", "example", "--device-blocks", 120, "--limit", 150],
+        ["--primary-blocks", 150, "--limit", 100],
+        ["--tier", "example", "--limit", 100],
+        ["--tier", "example", "--policy", "arc", "--limit", 100],
+        ["--tier", "example", "--tier", "example", "--limit", 100],
+        ["--tier", "example", "--device-blocks", 120, "--limit", 100],
         ["--layers", 1, "--block-bytes", 100, "--limit", 50, "--tier", "example"],
     ],
 )
@@ -60,9 +63,10 @@ def test_many_requests_at_once(command, engine):
 
 @both
 def test_a_device_that_keeps_everything_has_all_the_hits(command, engine):
-    arguments = ("--primary-blocks", 100, "--engine", engine)
+    hits = UnboundedCache.over(ChatWorkload(100)).hits
+    arguments = ("--primary-blocks", 100, "--limit", 100, "--engine", engine)
     report = command.figures(*arguments, "--tier", "example", "--device-blocks", 5000)
-    assert set(report["hits"].items()) == {("device", 7805), ("primary", 0), ("example", 0)}
+    assert set(report["hits"].items()) == {("device", hits), ("primary", 0), ("example", 0)}
     assert report["device_blocks"] == 5000
     assert report["bytes_to_device"] == report["bytes_loaded"] == 0
 
@@ -131,7 +135,8 @@ def test_bytes_that_do_not_arrive_are_found_out(command, engine, monkeypatch):
             self._device[index][1][part.blocks[-1], 3] ^= 1
 
     monkeypatch.setattr(HostTransport, "_copy_group", copy_wrongly)
-    result = command.run("replay", "--tier", "example", "--engine", engine, "--json", "-")
+    arguments = ("--tier", "example", "--engine", engine, "--json", "-")
+    result = command.run("replay", *arguments, *SMALL)
     report = json.loads(result.stdout)
     assert result.exit_code == 1
     assert report["corrupt_blocks"] > 0
@@ -207,7 +212,7 @@ class TestAsync:
     @pytest.mark.parametrize("tier", ["BitFlip", "Swapped", "Stale"])
     def test_a_tier_that_hands_back_wrong_bytes(self, command, faulty_tiers, tier):
         spec = f"{tier}:module_path={faulty_tiers}"
-        report = command.figures("--tier", spec, "--engine", "async", exit_code=1)
+        report = command.figures("--tier", spec, "--engine", "async", *SMALL, exit_code=1)
         assert report["corrupt_blocks"] > 0
 
     def test_a_tier_that_fails(self, command, faulty_tiers):
@@ -227,7 +232,8 @@ class TestAsync:
         assert result.exit_code == 1
         assert "jammed" in result.stderr
 
-    def test_a_request_larger_than_the_primary(self, command):
+    def test_a_request_larger_than_the_primary(self, command, monkeypatch):
+        monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous._ROOM_S", 0.01)
         trace = command.trace([range(10), range(10)])
         report = command.figures(trace, "--primary-blocks", 4, "--engine", "async")
         assert report["hits"] == {"primary": 4}
@@ -250,8 +256,8 @@ class TestAsync:
         assert 0 < report["requests"] < 10
         assert_sound(report)
 
-    @pytest.mark.slow
-    def test_ctrl_c_while_requests_wait(self, faulty_tiers):
+    def test_ctrl_c_while_requests_wait(self, faulty_tiers, monkeypatch):
+        monkeypatch.setattr("kvoffload_async.replay.run._bounded", lambda _spec, _options: 0.3)
         spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
         stops = threading.Event()
         timer = threading.Timer(0.3, stops.set)

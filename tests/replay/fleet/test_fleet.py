@@ -79,12 +79,16 @@ def test_in_lockstep_a_fleet_finds_what_one_unbounded_cache_does_also_beside_a_k
 
 
 def test_the_processes_share_no_status_socket_where_the_environment_names_one(
-    command, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
     monkeypatch.setenv("KVOFFLOAD_STATUS_SOCKET", str(tmp_path / "kv.sock"))
-    shared = f"fs:root_dir={tmp_path}/bucket"
-    report = command.figures(command.trace(REQUESTS[:2]), "--fleet", 2, "--tier", shared)
-    assert report["requests"] == 2
+    with contextlib.ExitStack() as killed:
+        for number in range(2):
+            one = MemberProcess(f"process {number}", start_of(config()))
+            killed.callback(one.kill)
+            one.flush(DEADLINE_S)
+            one.wait_for(READY, DEADLINE_S)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_figures_for_people_name_all_passes(command, tmp_path):
