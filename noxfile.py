@@ -82,11 +82,6 @@ def sweeps(session: nox.Session) -> None:
     session.run(
         *("python", "-m", "pytest", "-m", "sweep", "-n", "auto", "--timeout=0"),
         *("-o", "faulthandler_timeout=0", *session.posargs),
-        env={
-            "KVOFFLOAD_FULL_SWEEPS": "1",
-            "KVOFFLOAD_POWER_CUTS": "100",
-            "KVOFFLOAD_RANDOM_KILLS": "280",
-        },
     )
 
 

@@ -45,7 +45,7 @@ def number_of_calls(place: Place) -> int:
         return len(ops.calls) - before
 
 
-@shares(SHARES)
+@shares(SHARES, pytest.mark.slow)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_after_a_failure_at_any_call_of_a_store_another_tier_goes_on(place, code, share):
     count = number_of_calls(place)
