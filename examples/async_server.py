@@ -143,9 +143,10 @@ class Server:
                 await asyncio.wait({stream, gone}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 gone.cancel()
-                if stream.cancel():
-                    self.cancelled.inc()
+                stream.cancel()
                 await asyncio.wait({stream, gone})
+                if stream.cancelled() or isinstance(stream.exception(), OSError):
+                    self.cancelled.inc()
             if not stream.cancelled():
                 stream.result()
         elif (method, path) == ("GET", "/metrics"):

@@ -77,7 +77,7 @@ async def test_device_blocks_that_do_not_exist_are_a_failure_too():
     async with opened() as world, world.engine.request("r", hashes("a")) as request:
         with pytest.raises(TransportError, match="no device block"):
             await world.engine.store(request, [64])
-        with pytest.raises(TransportError, match="could not begin"):
+        with pytest.raises(StateError, match="numbers of device blocks"):
             await world.engine.store(request, ["x"])
         assert world.counts == {"free": 8}
 

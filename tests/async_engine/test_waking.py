@@ -76,7 +76,8 @@ async def cost_of_promotions(in_flight, length=4):
         texts = [letter * length for letter in LETTERS[:in_flight]]
         for text in texts:
             await world.put(text, text)
-        await world.put("0" * slots, "pusher")
+        for pusher, put in zip("01", range(0, slots, 80), strict=False):  # a hash is a whole text
+            await world.put(pusher * min(80, slots - put), pusher)
         counted = Counted(world)
         tasks = [start(world, text, text) for text in texts]
         await turns()
