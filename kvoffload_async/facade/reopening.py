@@ -59,6 +59,7 @@ def create_tier(
     except Exception as error:
         if tier_config.get("required", True):
             raise
+        drop_tracebacks(error)  # before it is logged, as logs may be kept
         longest_s = tier_config.get("reopen_pause_s", _LONGEST_PAUSE_S)
         name = tier_config["type"]
         bridge: Bridge | None = getattr(offloading_spec, "runtime", None)
@@ -274,6 +275,7 @@ class ReopeningTierManager(SecondaryTierManager):
             try:
                 tier = self._create()
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is tried again
+                drop_tracebacks(error)
                 logger.debug("tier %s cannot be opened: %s", self.tier_type, error)
                 continue
             self._opened.append(tier)

@@ -198,8 +198,10 @@ class TierActor:
         """Pass a use of blocks on to the tier."""
         try:
             self._tier.touch(keys)
-        except BaseException:  # it must end neither the loop nor the effects behind it
-            logger.exception("%s: touch failed", self.name)
+        except BaseException as error:  # noqa: BLE001 - the loop and the effects behind it go on
+            log_trace(error)
+            drop_tracebacks(error)
+            logger.error("%s: touch failed: %s", self.name, text_of(error))  # noqa: TRY400 - no frames
 
     async def close(self, timeout_s: float) -> CloseReport:
         """Stop the intake, fail what waits, let what runs end, cancel the rest, close the tier.

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier
+from kvoffload_async.errors import drop_tracebacks
 from kvoffload_async.tiers._announcements import Announcements, Watch
 from kvoffload_async.tiers._ending import contained
 from kvoffload_async.types import OffloadKey
@@ -82,6 +83,7 @@ class Recheck:
             if absent := tuple(key for key in known if key not in found):
                 self._post(BlocksEvicted(absent))
         else:
+            drop_tracebacks(error)  # before it is logged, as logs may be kept
             logger.warning("%s: contains() gave no answer: %s", self._name, error or found)
         if self._waiting:
             self._start()

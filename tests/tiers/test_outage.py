@@ -75,6 +75,15 @@ class ClientTier(AsyncTier):
         await self._fail("contains")
         return frozenset()
 
+    def touch(self, keys):
+        if "touch" in self.failing:
+            request(self.rows.cast("B"))
+
+    def gauges(self):
+        if "gauges" in self.failing:
+            request(self.rows.cast("B"))
+        return {}
+
     async def close(self):
         rows, self.rows, self.env = self.rows, None, None
         if rows is None:
@@ -124,6 +133,7 @@ OPERATIONS = [
     *("store", "store by a thread", "store in a group"),
     *("load", "load by a thread", "load in a group", "blocks"),
     *("contains", "contains by a thread", "contains in a group"),
+    *("touch", "gauges"),
 ]
 
 
@@ -134,7 +144,11 @@ def test_no_error_of_a_client_library_keeps_the_memory_mapped(memory, operation)
         harness.wait()
         harness.submit_load(K[:2], [2, 3])
         harness.wait()
-        harness.run(probe(harness.manager._link.actor))
+        actor = harness.manager._link.actor
+        harness.run(probe(actor))
+        harness.run(recheck(actor))
+        harness.on_loop(lambda: actor.touch(K[:1]))
+        harness.manager.stats()
     assert len(kept) > 0
     assert not errors_with_frames(memory.records)
     assert "still in use" not in memory.text
@@ -143,6 +157,11 @@ def test_no_error_of_a_client_library_keeps_the_memory_mapped(memory, operation)
 async def probe(actor):
     actor.start_probe(1, K[:1])
     await asyncio.wait(actor._probes.tasks)
+
+
+async def recheck(actor):
+    actor._recheck.ask(K[:1])
+    await asyncio.wait(actor._recheck.tasks)
 
 
 def test_an_error_in_the_middle_of_closing_keeps_no_memory(memory):

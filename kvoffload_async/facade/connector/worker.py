@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from functools import partial
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
-from kvoffload_async.errors import StateError
+from kvoffload_async.errors import StateError, drop_tracebacks
 from kvoffload_async.facade.connector.protocol import (
     ConnectorOutput,
     OffloadingConnectorMetadata,
@@ -198,11 +199,14 @@ class OffloadingConnectorWorker:
             transfer = self.transport.submit(
                 BlockCopies(direction, spec.device, spec.host), self.transport.record_compute()
             )
-        except Exception:
-            logger.exception(
-                "%s could not be submitted; the blocks are computed, or stored another time",
+        except Exception as error:  # noqa: BLE001 - any transport's, and any error
+            # As text: a log record that kept the error would keep its frames, and the slots.
+            logger.error(  # noqa: TRY400
+                "%s could not be submitted; the blocks are computed, or stored another time:\n%s",
                 _described(job_id, spec, direction),
+                "".join(traceback.format_exception(error)),
             )
+            drop_tracebacks(error)
             self._report(TransferResult(job_id, success=False))
         else:
             name = _described(job_id, spec, direction)
@@ -256,6 +260,7 @@ def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResul
         return TransferResult(job_id, success=False)
     error = task.exception() or task.result().error
     if error is not None:
+        drop_tracebacks(error)  # before it is logged, as logs may be kept
         logger.error(
             "%s failed: %s; the blocks are computed, or stored another time", task.get_name(), error
         )

@@ -344,7 +344,7 @@ class RemoteTier(AsyncTier):
             self._counters.removed += await self._calls.run(call, deadline_s)
         except TierError as error:
             self._counters.unremoved += 1
-            logger.warning("%s: corrupt block %s stays: %s", self._place, key.hex(), error)
+            logger.warning("%s: corrupt block %s stays: %s", self._place, key.hex(), str(error))
 
     def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
         """Return how many bytes move at most for some blocks of a job."""
@@ -370,7 +370,7 @@ class RemoteTier(AsyncTier):
         try:
             await self._calls.run(partial(client.renew, keys), deadline_s)
         except TierError as error:
-            logger.warning("%s: %d blocks were not renewed: %s", self._place, len(keys), error)
+            logger.warning("%s: %d blocks were not renewed: %s", self._place, len(keys), str(error))
             return False
         return True
 
