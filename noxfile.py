@@ -1,6 +1,8 @@
 """The project's checks, each in an environment of its own: nox -l lists them."""
 
 import os
+import platform
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +16,8 @@ nox.options.error_on_missing_interpreters = False  # they are skipped, and named
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 PYTHONS = ["3.11", "3.12", "3.13"]
-MANYLINUX = "manylinux_2_17_x86_64"
+MANYLINUX = "manylinux_2_17"
+MACHINES = ("aarch64", "x86_64")
 RDMA_LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 
@@ -48,7 +51,7 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """All tests with branch coverage: 95 % of the whole, all of core and policies.
+    """All tests but the sweeps, with branch coverage: 97 % of the whole, all of core and policies.
 
     With every Python that is found. Where pip does not see a CPU build of torch for it, it takes
     the one with gigabytes of CUDA; see constraints.txt.
@@ -74,18 +77,27 @@ def stateful(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def sweeps(session: nox.Session) -> None:
-    """Kills, power cuts and errors at every call, where other runs try a share of them."""
+    """Kills, power cuts and errors at every call, of which other runs try a share."""
     install(session, "-e", ".[test]")
     session.run(
-        *("python", "-m", "pytest", "-m", "slow", "--timeout=0"),
-        *("-o", "faulthandler_timeout=0", "tests/fs", "tests/slab", "tests/tiers"),
-        *session.posargs,
+        *("python", "-m", "pytest", "-m", "sweep", "-n", "auto", "--timeout=0"),
+        *("-o", "faulthandler_timeout=0", *session.posargs),
         env={
             "KVOFFLOAD_FULL_SWEEPS": "1",
             "KVOFFLOAD_POWER_CUTS": "100",
             "KVOFFLOAD_RANDOM_KILLS": "280",
         },
     )
+
+
+@nox.session(default=False)
+def isolation(session: nox.Session) -> None:
+    """The tests do not depend on each other: each file alone, then all in three random orders."""
+    install(session, "-e", ".[test]")
+    session.run("python", "tests/each_file.py", *session.posargs)
+    install(session, "pytest-randomly")  # prints its seed; from here on it shuffles every run
+    for _ in range(3):
+        session.run("python", "-m", "pytest", "-n", "auto")
 
 
 @nox.session(default=False)
@@ -225,33 +237,41 @@ def sanitize(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def build(session: nox.Session) -> None:
-    """Builds both archives, and tests the wheel where the source is out of reach.
+def resolve(session: nox.Session) -> None:
+    """The install page's commands for vLLM, resolved as the index is now; installs nothing."""
+    page = (ROOT / "docs/howto/install.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^pip install .*\.\[vllm\]'$", page, re.MULTILINE)
+    if not commands:
+        session.error("the install page has no command for vLLM")
+    session.install("uv")
+    for command in commands:
+        # An index that serves no metadata alone would send whole wheels, which are gigabytes.
+        session.run(
+            *("bash", "-euc", command.replace("pip install", "pip install --dry-run")),
+            env={"PIP_USE_FEATURE": "fast-deps"},
+            external=True,
+        )
 
-    Its native module runs with the C library of manylinux2014, which is checked, and also compiles
-    for aarch64.
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Builds what a release has into dist/, and tests it where the source is out of reach.
+
+    That is an sdist, and a wheel made from it for each machine. Their native modules run with the
+    C library of manylinux2014, which is checked; the one for this machine is tested.
     """
     install(session, "auditwheel", "build", "wheel", "ziglang")
-    dist = Path(session.create_tmp()).resolve() / "dist"
-    for old in dist.glob("*"):
+    dist, folder = ROOT / "dist", Path(session.create_tmp()).resolve()
+    for old in dist.glob("kvoffload_async-*"):
         old.unlink()
-    zig = "python -m ziglang cc -target"
-    session.run(
-        *("python", "kvoffload_async/block_io/build.py", str(dist.with_name("aarch64.so"))),
-        env={"CC": f"{zig} aarch64-linux-gnu.2.17", "KVOFFLOAD_NATIVE": "require"},
-    )
-    session.run(
-        *("python", "-m", "build", "--outdir", str(dist)),
-        env={"CC": f"{session.bin}/{zig} x86_64-linux-gnu.2.17", "KVOFFLOAD_NATIVE": "require"},
-    )
-    (built,) = dist.glob("*.whl")
-    needs = session.run("auditwheel", "show", str(built), silent=True) or ""
-    if f'"{MANYLINUX}"' not in needs.replace("\n", " "):
-        session.error(f"{built.name} does not run on {MANYLINUX}: {needs}")
-    session.run(
-        "python", "-m", "wheel", "tags", "--remove", "--platform-tag", MANYLINUX, str(built)
-    )
-    (wheel,) = dist.glob("*.whl")
+    session.run("python", "-m", "build", "--sdist", "--outdir", str(dist))
+    (sdist,) = dist.glob("*.tar.gz")
+    source = folder / sdist.name.removesuffix(".tar.gz")
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.unpack_archive(sdist, folder, filter="data")
+    for machine in MACHINES:
+        build_wheel(session, source, machine, dist)
+    (wheel,) = dist.glob(f"*_{platform.machine()}.whl")
     install(session, f"{wheel}[test]")
     install(session, "--force-reinstall", "--no-deps", str(wheel))  # also in an environment reused
     session.cd(dist)
@@ -261,9 +281,28 @@ def build(session: nox.Session) -> None:
     if where is None or str(ROOT) + os.sep + "kvoffload_async" in where:
         session.error(f"imported the source, not the wheel: {where}")
     session.run("kvoffload", "--help")
-    tests = dist.with_name("tests")
-    shutil.rmtree(tests, ignore_errors=True)
-    shutil.copytree(ROOT / "tests", tests)
-    shutil.copy(ROOT / "pyproject.toml", tests.parent)
-    session.cd(tests.parent)
-    session.run("pytest", "tests/block_io", env={"PYTHONPATH": ""})
+    shutil.rmtree(source / "kvoffload_async")
+    session.cd(source)
+    session.run("pytest", "tests/block_io", "tests/test_project.py", env={"PYTHONPATH": ""})
+
+
+def build_wheel(session: nox.Session, source: Path, machine: str, dist: Path) -> None:
+    """Builds the wheel for a machine, any of MACHINES, and tags it after what it runs on."""
+    made = source.with_name(machine)
+    shutil.rmtree(made, ignore_errors=True)
+    session.run(
+        *("python", "-m", "build", "--wheel", "--outdir", str(made), str(source)),
+        env={
+            "CC": f"{session.bin}/python -m ziglang cc -target {machine}-linux-gnu.2.17",
+            "KVOFFLOAD_NATIVE": "require",
+            "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # what sysconfig says is built for
+        },
+    )
+    (wheel,) = made.glob("*.whl")
+    tag = f"{MANYLINUX}_{machine}"
+    needs = session.run("auditwheel", "show", str(wheel), silent=True) or ""
+    if f'"{tag}"' not in needs.replace("\n", " "):
+        session.error(f"{wheel.name} does not run on {tag}: {needs}")
+    session.run("python", "-m", "wheel", "tags", "--remove", "--platform-tag", tag, str(wheel))
+    (wheel,) = made.glob("*.whl")
+    shutil.move(wheel, dist)

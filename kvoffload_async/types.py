@@ -7,6 +7,7 @@ Names follow vLLM's `kv_offload` package, which this field knows: a *block* is o
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NewType, TypeVar
@@ -120,7 +121,7 @@ LoadTierFilter = frozenset[TierMatcher]
 ALL_TIERS: LoadTierFilter = frozenset({TierMatcher()})
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ReqContext:
     """What the managers know of one request; one object for the request's whole life.
 
@@ -154,10 +155,16 @@ class ReqContext:
 
 
 def as_block_ids(values: Iterable[int] | npt.NDArray[Any]) -> BlockIds:
-    """Return a private, read-only int32 copy of slot numbers, shape `[num_blocks]`."""
-    array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=np.int32)
-    array.setflags(write=False)
-    return array
+    """Return a private, read-only int32 copy of slot or block numbers, shape `[num_blocks]`.
+
+    Raises:
+        TypeError: A number is no integer.
+        OverflowError: A number does not fit.
+    """
+    numbers = values.tolist() if isinstance(values, np.ndarray) else values
+    block_ids = np.array(array("i", numbers), dtype=np.int32)
+    block_ids.setflags(write=False)
+    return block_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,13 +4,22 @@ import json
 import signal
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.testing
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from kvoffload_async.cli.app import app
 from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+
+IGNORING = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
+"""Before a command: it is started with these signals ignored, as by a script or by nohup."""
+
+# The runner makes the command anew for each run, which takes longer than many a run.
+typer.testing._get_command = cache(get_command)
 
 FAULTY_TIERS = """
     import asyncio

@@ -20,8 +20,10 @@ from pathlib import Path
 from kvoffload_async.testing.harness import TierHarness
 
 TESTS = Path(__file__).parent
-RANDOM_KILLS = int(os.environ.get("KVOFFLOAD_RANDOM_KILLS", "40"))
+RANDOM_KILLS = int(os.environ.get("KVOFFLOAD_RANDOM_KILLS", "280"))
+"""How many kills at random times a sweep tries."""
 DEADLINE_S = 60
+SERVING_S = 3600
 
 
 class WrongBytesError(Exception):
@@ -121,7 +123,7 @@ class Process:
             text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
         )
-        self._watchdog = threading.Timer(10 * DEADLINE_S + RANDOM_KILLS, self._process.kill)
+        self._watchdog = threading.Timer(SERVING_S, self._process.kill)
         self._watchdog.daemon = True
         self._watchdog.start()
 

@@ -19,31 +19,32 @@ from kvoffload_async.abc.maintenance import (
 from kvoffload_async.testing.changes import Recording
 from kvoffload_async.testing.powercut import MetadataOrder, PowerCuts, State
 
-PER_STEP = int(os.environ.get("KVOFFLOAD_POWER_CUTS", "16"))
-"""How many states are tried at most after each step of a small workload."""
-
-SAMPLED = 2 * PER_STEP
-"""How many states of a large workload are tried."""
+PER_STEP = int(os.environ.get("KVOFFLOAD_POWER_CUTS", "100"))
+"""How many states a sweep tries at most after each step of a small workload."""
 
 
-def states(recording: Recording, order: MetadataOrder, seed: int = 7) -> Iterator[State]:
+def states(
+    recording: Recording, order: MetadataOrder, per_step: int, seed: int = 7
+) -> Iterator[State]:
     """Yield the states after a cut at every step, each once, for the last step that has it.
 
     Whatever was acknowledged before an earlier step was so before the last one, too.
     """
     cuts, draw, seen = PowerCuts(recording, order), random.Random(seed), set()
     for step in range(recording.num_steps, -1, -1):
-        for state in cuts.all_states(step, PER_STEP, draw):
+        for state in cuts.all_states(step, per_step, draw):
             digest = state.digest()
             if digest not in seen:
                 seen.add(digest)
                 yield state
 
 
-def sampled(recording: Recording, order: MetadataOrder, seed: int = 7) -> Iterator[State]:
+def sampled(
+    recording: Recording, order: MetadataOrder, count: int, seed: int = 7
+) -> Iterator[State]:
     """Yield some states of a large workload."""
     cuts, draw = PowerCuts(recording, order), random.Random(seed)
-    for _ in range(SAMPLED):
+    for _ in range(count):
         yield cuts.sample(draw.randrange(recording.num_steps + 1), draw)
 
 

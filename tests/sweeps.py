@@ -1,18 +1,17 @@
-"""Sweeps over every call of a run, of which several tests take a share each.
+"""Long runs of kills, power cuts and errors.
 
-Together the tests of a sweep come to every point. With `KVOFFLOAD_FULL_SWEEPS=1`, as in
-`nox -s sweeps`, each comes to all of them.
+A share of each is in every run; all of it is a sweep, which runs only with `-m sweep`.
 """
 
-import os
-from collections.abc import Sequence
-from typing import TypeVar
-
-T = TypeVar("T")
-
-IS_FULL = os.environ.get("KVOFFLOAD_FULL_SWEEPS", "0") != "0"
+import pytest
 
 
-def swept(points: Sequence[T], number: int, *, of: int) -> Sequence[T]:
-    """Return a test's share: every `of`-th point, from its number on."""
-    return points if IS_FULL else points[number % of :: of]
+def shares(of: int) -> pytest.MarkDecorator:
+    """Divide a test's points among as many tests: `points[share::of]` are a test's own."""
+    return sizes("share", 0, *range(1, of))
+
+
+def sizes(name: str, small: int, *large: int) -> pytest.MarkDecorator:
+    """Run a test with a small number, and with others in a sweep."""
+    sweeps = [pytest.param(size, marks=pytest.mark.sweep) for size in large]
+    return pytest.mark.parametrize(name, [small, *sweeps])

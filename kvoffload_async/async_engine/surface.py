@@ -16,7 +16,8 @@ from kvoffload_async.async_engine.lifecycle import EngineLifecycle
 from kvoffload_async.async_engine.prefix import PrefixSearch
 from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.errors import InvalidatedError, StateError
-from kvoffload_async.types import OffloadingEvent, OffloadKey, ReqContext
+from kvoffload_async.tables.keymap import require_keys
+from kvoffload_async.types import OffloadingEvent, OffloadKey, ReqContext, as_block_ids
 
 
 class OffloadEngine(EngineLifecycle):
@@ -48,11 +49,17 @@ class OffloadEngine(EngineLifecycle):
             block_hashes: The chained hash of each of its full blocks, head to tail.
             kv_transfer_params: Passed through to the tiers.
             trace_context: What its spans are to belong to; see `ReqContext`.
+
+        Raises:
+            StateError: A hash is empty, or longer than 92 bytes (84 with a generation).
         """
         self._require_open()
         generation = self._manager.generation
         keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
-        positions = {key: position for position, key in enumerate(keys, 1)}
+        require_keys(keys)
+        positions: dict[OffloadKey, int] = {}
+        for position, key in enumerate(keys, 1):
+            positions.setdefault(key, position)  # of a hash that comes twice, the first
         ctx = ReqContext(req_id, kv_transfer_params, positions, trace_context=trace_context)
         self._manager.on_new_request(ctx)
         request = EngineRequest(ctx, keys, self._steps.waiters)
@@ -289,6 +296,10 @@ class OffloadEngine(EngineLifecycle):
 
     def _count(self, device_blocks: Sequence[int]) -> int:
         per_chunk = self._config.blocks_per_chunk
+        try:
+            as_block_ids(device_blocks)
+        except (TypeError, OverflowError) as error:
+            raise StateError(f"device_blocks are numbers of device blocks: {error}") from None
         if len(device_blocks) % per_chunk:
             raise StateError(f"{len(device_blocks)} blocks: {per_chunk=} does not divide that")
         return len(device_blocks) // per_chunk

@@ -9,7 +9,11 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """While entered, the first SIGINT only sets `is_requested`; a second one is a real one."""
+    """While entered, the first SIGINT only sets `is_requested`; a second one is a real one.
+
+    Where SIGINT is ignored, as a shell has it for what a script runs in its background, it stays
+    ignored.
+    """
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -17,7 +21,8 @@ class Interrupt:
         self._is_installed = False
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # others may not
+        is_main = threading.current_thread() is threading.main_thread()  # others may not
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._previous = signal.signal(signal.SIGINT, self._handle)
             self._is_installed = True
         return self
@@ -33,5 +38,4 @@ class Interrupt:
 
     def _handle(self, _signal_number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
-        # Not the previous handler: a shell starts what runs in its background with SIGINT ignored.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._previous)

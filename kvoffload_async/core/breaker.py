@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -82,6 +83,14 @@ class Breaker:
         if self.state is BreakerState.CLOSED:
             return True
         return self.state is BreakerState.OPEN and now_s >= self._retry_at_s
+
+    def is_stuck(self, begun_s: Iterable[float]) -> bool:
+        """Tell whether it is half-open and no try is under way, given when the work there is began.
+
+        For invariants: only the end of a try leads out of that state.
+        """
+        tries = any(begun >= self._tried_at_s for begun in begun_s)
+        return self.state is BreakerState.HALF_OPEN and not tries
 
     def note(
         self,

@@ -107,7 +107,8 @@ class ForeignTierState(TierState):
         One of a job that was given up says that the copy has ended, unless it is `disowned`.
 
         Raises:
-            StateError: The job is not this tier's, or has a result.
+            StateError: The job is not this tier's, or has a result; or keys that landed are not
+                the job's.
         """
         if result.job_id in self._given_up:
             if not result.disowned:
@@ -116,6 +117,11 @@ class ForeignTierState(TierState):
         if self.jobs.state_of(result.job_id) is not JobState.FLYING:
             raise StateError(
                 f"tier {self.name!r} reported job {result.job_id}, which is not its job"
+            )
+        keys = self.jobs.job_of(result.job_id).keys
+        if not (result.successful_keys or frozenset()).issubset(keys):
+            raise StateError(
+                f"tier {self.name!r} reported keys for job {result.job_id} that are not the job's"
             )
         if result.disowned:
             self.jobs.handle(JobAbandoned(result.job_id, result.error), given=result)

@@ -5,6 +5,9 @@ A full or read-only disk goes on serving loads. Existence probes belong to the l
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 from kvoffload_async.abc.events import ProbeAnswered
 from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings, BreakerState
 from kvoffload_async.errors import (
@@ -38,11 +41,18 @@ class TierHealth:
         self.stores = Breaker(settings)
         self.now_s: float | None = None
         self._probes_begun_s: dict[int, float] = {}
+        self._try_is_reserved = False
+        """Whether the try of `loads` is a promotion that has a slot and is not submitted yet."""
 
     def promotion_reserved(self) -> None:
         """Note that a promotion will be submitted: it is the try, if one is due."""
         if self.loads.state is not BreakerState.CLOSED:  # asked here: once a promoted block
             self.loads.note(BreakerEvent.TRIED, self.now_s or 0.0)
+            self._try_is_reserved = True
+
+    def promotion_submitted(self) -> None:
+        """Note that a promotion was submitted: from now on its result decides the try."""
+        self._try_is_reserved = False
 
     def store_submitted(self, job: JobMetadata) -> None:
         """Note that a cascade was submitted: it is the try, if one is due."""
@@ -90,9 +100,26 @@ class TierHealth:
         self.loads.note(event, self.now_s or 0.0, begun_s=begun_s, error=answer.error)
 
     def reset(self) -> None:
-        """Forget the try if it was a promotion that a reset of the primary has made void."""
-        if not self._probes_begun_s:
+        """Forget the try if it is a promotion that a reset of the primary has made void."""
+        if self._try_is_reserved:
+            self._try_is_reserved = False
             self.loads.note(BreakerEvent.UNDECIDED, self.now_s or 0.0)
+
+    def stuck_breakers(self, jobs: Collection[JobMetadata]) -> list[str]:
+        """Return the directions whose breaker is half-open with no try under way.
+
+        Such a breaker would never leave its state. For invariants.
+
+        Args:
+            jobs: The tier's jobs without a result.
+        """
+        loads = [job.submit_time for job in jobs if job.is_promotion]
+        stores = [job.submit_time for job in jobs if not job.is_promotion]
+        loads += self._probes_begun_s.values()
+        if self._try_is_reserved:
+            loads.append(math.inf)
+        tries = (("loads", self.loads, loads), ("stores", self.stores, stores))
+        return [name for name, breaker, begun_s in tries if breaker.is_stuck(begun_s)]
 
 
 def _event_of(error: Exception | None) -> BreakerEvent:

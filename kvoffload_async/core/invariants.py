@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """Something that always holds of a subject.
 
     Attributes:
-        name: P1 to P24.
+        name: P1 to P25.
         statement: What always holds.
         violations: Returns what does not, in words.
     """
@@ -82,6 +82,13 @@ def counters_add_up(planner: Planner) -> Iterator[str]:
     for what, whole, parts in sums:
         if whole != parts:
             yield f"{whole} {what} are counted, but their parts are {parts}"
+
+
+def half_open_breakers_have_a_try(planner: Planner) -> Iterator[str]:
+    """P25."""
+    for tier in planner.tiers:
+        for direction in tier.health.stuck_breakers(list(tier.jobs.unreported())):
+            yield f"no try is under way for the {direction} of {tier.name}"
 
 
 def slots_are_partitioned(planner: Planner) -> Iterator[str]:
@@ -337,6 +344,11 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         what_is_owed_is_readable,
     ),
     Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),
+    Invariant(
+        "P25",
+        "a half-open breaker waits for a try that is under way",
+        half_open_breakers_have_a_try,
+    ),
 )
 
 

@@ -173,6 +173,10 @@ class Ledger:
         record = self._records.get(job_id)
         return None if record is None else record.state
 
+    def job_of(self, job_id: JobId) -> JobMetadata:
+        """Return a job that is known: `state_of` is not None."""
+        return self._records[job_id].job
+
     def unreported(self) -> Iterator[JobMetadata]:
         """Iterate over the jobs whose result has not been taken."""
         for record in self._records.values():

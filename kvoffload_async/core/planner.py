@@ -23,6 +23,7 @@ from kvoffload_async.core.shares import PlannerLimits, Shares
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.core.touches import Touches
 from kvoffload_async.errors import StateError
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     JobId,
@@ -111,9 +112,11 @@ class Planner:
         """Return what is known of a key; may reserve a slot and queue a promotion.
 
         Raises:
-            StateError: The request is unknown or has finished.
+            StateError: The request is unknown or has finished, or the key has not a key's length.
         """
         request = self._live_request(ctx)
+        if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            require_keys([key])
         counters, in_primary = self.counters, self.primary.counters
         if request is not self._asking:
             self._begin_round(request)
@@ -170,6 +173,7 @@ class Planner:
     ) -> PrepareStoreOutput | None:
         """Reserve slots for missing keys, or None if there is no room; the request proceeds."""
         request = self._live_request(ctx)
+        require_keys(keys)
         self._proceed(request)
         if len(keys) > self.primary.pool.free_count:
             self.retention.guard_from_store()

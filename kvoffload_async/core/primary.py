@@ -18,7 +18,7 @@ from kvoffload_async.core.recency import RecencyLog
 from kvoffload_async.core.resident import WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
 from kvoffload_async.errors import StateError
-from kvoffload_async.tables.keymap import PART_AT, too_short
+from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     Medium,
@@ -100,10 +100,9 @@ class Primary(ResidentBlocks):
             Whether it counts already.
 
         Raises:
-            StateError: Something is too short to be a key.
+            StateError: Something has not the length of a key.
         """
-        if keys and min(map(len, keys)) < -PART_AT:
-            raise too_short(keys)
+        require_keys(keys)
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
             return False
@@ -156,10 +155,11 @@ class Primary(ResidentBlocks):
             What was granted, or None if there is no room: then nothing has changed.
 
         Raises:
-            StateError: The request is not live.
+            StateError: The request is not live, or something has not the length of a key.
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
+        require_keys(keys)
         missing, readable, idle = self._sorted_out(keys)
         wanted: Sequence[OffloadKey] = missing
         if self._admission is not None:
@@ -225,13 +225,13 @@ class Primary(ResidentBlocks):
         Keys that are ready, unknown, or being written by another are ignored; and so are all if
         they were granted before a reset: see `complete_load` for the generation.
         """
-        parts, writers = self._parts, self._writers
+        writers = self._writers
         mine: list[OffloadKey] = []
         slots: list[int] = []
         if generation not in {None, self.generation}:
             return mine
         for key in dict.fromkeys(keys):
-            slot = parts[key[PART_AT]].get(key)
+            slot = self._blocks.get(key)
             if slot is not None and writers.get(slot) is ctx:
                 mine.append(key)
                 slots.append(slot)

@@ -8,10 +8,12 @@ It is told what happens, and when; it decides nothing, and knows no clock.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
 from kvoffload_async.timeline import (
     JobEnded,
@@ -29,6 +31,16 @@ from kvoffload_async.types import ReqContext
 MAX_EVENTS: Final = 128
 """How many events are kept of one request; what comes later is counted."""
 
+MAX_BYTES: Final = 30 << 10
+"""The memory of one request's record; what has no room in it is counted like further events."""
+
+MAX_ID_CHARS: Final = 256
+"""How much is kept of a request's id, by which it is found as well."""
+
+_MAX_ERROR_CHARS: Final = 500
+_LEAST_ERROR_CHARS: Final = 60
+"""What is kept of an error's text at most, and where the record is full."""
+
 RECENT: Final = 256
 """Among how many requests the slowest are looked for, on a thread that is not the owner's."""
 
@@ -40,6 +52,13 @@ else, so that a round is the difference of two readings and a lookup costs nothi
 _Raw = tuple[Any, ...]
 """An event's class and its fields, in order: made quickly, and read seldom. The end of a job has
 the tuple of its begin."""
+
+_RECORD_BYTES: Final = 3 << 10
+"""Of a record without events: its objects, its id and the tables that find it."""
+_FIELD_BYTES: Final = 40
+"""Of a field of an event: a number and the reference to it."""
+_END_BYTES: Final = 13 * _FIELD_BYTES + 4 * _LEAST_ERROR_CHARS
+"""What a job that begins leaves free for its end."""
 
 
 class _Record:
@@ -53,18 +72,23 @@ class _Record:
         "ended_s",
         "events",
         "finished_s",
+        "free_bytes",
         "is_done",
         "max_events",
         "open_jobs",
         "parent",
+        "req_id",
         "waited_s",
     )
 
     def __init__(
         self, ctx: ReqContext, began_s: float, max_events: int, parent: object | None
     ) -> None:
-        self.ctx = ctx
+        self.ctx = ref(ctx)
+        """Weak, as a context may keep a whole prompt."""
+        self.req_id = ctx.req_id[:MAX_ID_CHARS]
         self.max_events = max_events
+        self.free_bytes = MAX_BYTES - _RECORD_BYTES
         self.began_s = began_s
         self.asks_since_s: float | None = None
         """When it looked something up first, since it was scheduled."""
@@ -80,17 +104,32 @@ class _Record:
         self.dropped = 0
         self.parent = parent
 
-    @property
-    def room(self) -> int:
-        return self.max_events - len(self.events) - len(self.open_jobs)
+    def add(self, event: _Raw, text: str | None = None, *, ends: int = 0) -> bool:
+        """Keep an event, and room for so many ends of jobs, or count them; return whether kept."""
+        room = self.max_events - len(self.events) - len(self.open_jobs)
+        num_bytes = _bytes_of(event, text) + ends * _END_BYTES
+        if room <= ends or num_bytes > self.free_bytes:
+            self.dropped += 1 + ends
+            return False
+        self.free_bytes -= num_bytes
+        self.events.append(event)
+        return True
 
-    def timeline(self) -> RequestTimeline:
+    def end_job(self, event: _Raw, said: str | None) -> None:
+        """Keep the end of a job, which has its room, with as much of an error as has room."""
+        if said is not None:
+            said = said[: min(_MAX_ERROR_CHARS, _LEAST_ERROR_CHARS + self.free_bytes // 4)]
+        self.free_bytes += _END_BYTES - _bytes_of(event, said)
+        self.events.append((*event[:-1], said, event[-1]))
+
+    def timeline(self, labels: Sequence[tuple[str, str]]) -> RequestTimeline:
+        """Make events out of what was kept of them, given who has answered what in which figure."""
         return RequestTimeline(
-            self.ctx.req_id,
+            self.req_id,
             self.began_s,
             self.finished_s,
             self.ended_s,
-            tuple(_made(self.events)),
+            tuple(_made(self.events, labels)),
             self.dropped,
             self.parent,
         )
@@ -114,8 +153,12 @@ class RequestRecorder:
         self.now_s = 0.0
         self.find_parent: Callable[[ReqContext], object | None] = _own_parent
         self.dropped_timelines = 0
-        self._records: dict[ReqContext, _Record] = {}
-        self._ended: dict[ReqContext, None] = {}
+        self._records: dict[_Record, None] = {}
+        self._ended: dict[_Record, None] = {}
+        self._live: dict[ReqContext, _Record] = {}
+        """Those that have not ended; no other contexts are kept alive."""
+        self._past: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
+        """Those that have, for what a copy that outlives its result has to say."""
         self._by_id: dict[str, _Record] = {}
         self._complete: deque[RequestTimeline] | None = None
         self._figures: Figures = lambda: (0,)
@@ -146,23 +189,24 @@ class RequestRecorder:
     def begin(self, ctx: ReqContext) -> None:
         """A request begins."""
         self._end_round()
-        if ctx in self._records:
-            self._forget(ctx)
+        if (known := self._find(ctx)) is not None:
+            self._forget(known)
         elif len(self._records) == self.max_requests:
             self._forget(next(iter(self._ended or self._records)))
         record = _Record(ctx, self.now_s, self._max_events, self.find_parent(ctx))
-        self._records[ctx] = self._by_id[ctx.req_id] = record
+        self._records[record] = None
+        self._live[ctx] = self._by_id[record.req_id] = record
 
     def finish(self, ctx: ReqContext) -> None:
         """Its owner has finished a request; jobs may follow."""
         self._end_round()
-        if record := self._records.get(ctx):
+        if record := self._find(ctx):
             record.finished_s = self.now_s
 
     def done(self, ctx: ReqContext) -> None:
         """No job can begin for a request any more."""
         self._end_round()
-        if record := self._records.get(ctx):
+        if record := self._find(ctx):
             record.is_done = True
             self._end_if_done(record)
 
@@ -170,13 +214,13 @@ class RequestRecorder:
         """A request begins to ask."""
         self._end_round()
         self._asking, self._asked_s = ctx, self.now_s
-        record = self._records.get(ctx)
+        record = self._find(ctx)
         if record is not None and record.asks_since_s is None:
             record.asks_since_s = self.now_s
 
     def scheduled(self, ctx: ReqContext) -> None:
         """A request that has asked waits for no answer any more."""
-        record = self._records.get(ctx)
+        record = self._find(ctx)
         if record is not None and record.asks_since_s is not None:
             since_s, record.asks_since_s = record.asks_since_s, None
             record.waited_s += self.now_s - since_s
@@ -194,17 +238,15 @@ class RequestRecorder:
     ) -> None:
         """Something happens to a request; what happens again, right after itself, is counted."""
         self._end_round()
-        record = self._records.get(ctx)
+        record = self._find(ctx)
         if record is None:
             return
         last = record.events[-1] if record.events else None
         what = (kind, num_blocks, tier, reason, seconds)
         if last is not None and last[0] is Note and last[2:-1] == what:
             record.events[-1] = (*last[:-1], last[-1] + 1)
-        elif record.room:
-            record.events.append((Note, self.now_s, *what, 1))
         else:
-            record.dropped += 1
+            record.add((Note, self.now_s, *what, 1), reason)
 
     def job_started(
         self,
@@ -216,15 +258,12 @@ class RequestRecorder:
     ) -> None:
         """A copy of so many blocks, and bytes, is asked for; its end has its place from now on."""
         self._end_round()
-        record = self._records.get(ctx)
+        record = self._find(ctx)
         if record is None:
             return
-        if record.room < 2:  # noqa: PLR2004 - its begin and its end
-            record.dropped += 2
-            return
         job = (JobStarted, self.now_s, job_id, tier, direction, *size)
-        record.events.append(job)
-        record.open_jobs[tier, job_id] = job
+        if record.add(job, ends=1):
+            record.open_jobs[tier, job_id] = job
 
     def job_ended(
         self,
@@ -241,18 +280,18 @@ class RequestRecorder:
     ) -> None:
         """A copy has its result."""
         self._end_round()
-        record = self._records.get(ctx)
+        record = self._find(ctx)
         if record is None or (tier, job_id) not in record.open_jobs:
             return
         job = record.open_jobs.pop((tier, job_id))
         said = None if error is None else described_error(error)
-        how = (landed_blocks, num_bytes, seconds, queue_s, said, is_overdue)
-        record.events.append((JobEnded, self.now_s, job, *how))
+        how = (landed_blocks, num_bytes, seconds, queue_s, is_overdue)
+        record.end_job((JobEnded, self.now_s, job, *how), said)
         self._end_if_done(record)
 
     def note_all_live(self, kind: NoteKind) -> None:
         """Something happens to every request that has not finished."""
-        for ctx, record in self._records.items():
+        for ctx, record in self._live.items():
             if record.finished_s is None:
                 self.note(ctx, kind)
 
@@ -261,24 +300,24 @@ class RequestRecorder:
     def explain(self, req_id: str) -> RequestTimeline | None:
         """Return the timeline of a request, of several with one id the latest; None: not kept."""
         self._end_round()
-        record = self._by_id.get(req_id)
-        return None if record is None else record.timeline()
+        record = self._by_id.get(req_id[:MAX_ID_CHARS])
+        return None if record is None else record.timeline(self._labels)
 
     def timelines(self) -> tuple[RequestTimeline, ...]:
         """Return every timeline that is kept, in the order in which the requests began."""
         self._end_round()
-        return tuple(record.timeline() for record in self._records.values())
+        return tuple(record.timeline(self._labels) for record in self._records)
 
     def slowest(self, count: int) -> tuple[SlowRequest, ...]:
         """Return which of the latest `RECENT` requests waited longest, those first. Thread: any."""
         # Making timelines holds the interpreter up: only those that are returned are made.
-        recent = [(one.waited_s, one) for one in list(self._records.values())[-RECENT:]]
+        recent = [(one.waited_s, one) for one in list(self._records)[-RECENT:]]
         slow = heapq.nlargest(count, recent, key=itemgetter(0))
         return tuple(
             SlowRequest(
-                req_id=record.ctx.req_id,
+                req_id=record.req_id,
                 seconds=waited_s,
-                longest_phase=record.timeline().longest_phase,
+                longest_phase=record.timeline(self._labels).longest_phase,
             )
             for waited_s, record in slow
             if waited_s > 0
@@ -287,18 +326,20 @@ class RequestRecorder:
     def take_complete(self) -> list[RequestTimeline]:
         """Detach the timelines that became complete since the last call; see `keep_complete`."""
         complete = list(self._complete or ())
-        if complete and self._complete is not None:
+        if self._complete:
             self._complete.clear()
         return complete
 
     def give_up(self) -> None:
         """Have the timelines of requests taken that have not ended: nothing more is to come."""
         self._end_round()
-        for ctx, record in self._records.items():
-            if ctx not in self._ended:
-                self._deliver(record)
+        for record in self._live.values():
+            self._deliver(record)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _find(self, ctx: ReqContext) -> _Record | None:
+        return self._live.get(ctx) or self._past.get(ctx)
 
     def _end_round(self) -> None:
         """Read what the round that is under way was answered."""
@@ -306,36 +347,37 @@ class RequestRecorder:
         if asking is None:
             return
         before, self._before = self._before, self._figures()
-        record = self._records.get(asking)
+        record = self._find(asking)
         if record is None:
             return
-        counts = [now - then for now, then in zip(self._before, before, strict=True)]
-        answers: dict[str, dict[str, int]] = {}
-        for (who, what), count in zip(self._labels, counts[:-1], strict=True):
-            if count:
-                answers.setdefault(who, {})[what] = count
-        deferred = counts[-1]
+        answers: list[int] = []
+        for figure, (now, then) in enumerate(zip(self._before, before, strict=True)):
+            if now != then:
+                answers += (figure, now - then)
         last = record.events[-1] if record.events else None
         asked_s = self._asked_s
-        if last is not None and last[0] is LookupEvent and last[4:] == (answers, deferred):
-            record.events[-1] = (LookupEvent, last[1], asked_s, last[3] + 1, answers, deferred)
-        elif record.room:
-            record.events.append((LookupEvent, asked_s, asked_s, 1, answers, deferred))
+        if last is not None and last[0] is LookupEvent and list(last[4:]) == answers:
+            record.events[-1] = (LookupEvent, last[1], asked_s, last[3] + 1, *answers)
         else:
-            record.dropped += 1
+            record.add((LookupEvent, asked_s, asked_s, 1, *answers))
 
     def _end_if_done(self, record: _Record) -> None:
         if record.is_done and not record.open_jobs and record.ended_s is None:
             record.ended_s = self.now_s
-            self._ended[record.ctx] = None
+            self._ended[record] = None
+            if (ctx := record.ctx()) is not None:  # pragma: no branch - it is live
+                self._past[ctx] = self._live.pop(ctx)
             self._deliver(record)
 
-    def _forget(self, ctx: ReqContext) -> None:
-        record = self._records.pop(ctx)
-        if self._by_id.get(ctx.req_id) is record:
-            del self._by_id[ctx.req_id]
-        if ctx in self._ended:
-            del self._ended[ctx]
+    def _forget(self, record: _Record) -> None:
+        del self._records[record]
+        if self._by_id.get(record.req_id) is record:
+            del self._by_id[record.req_id]
+        if (ctx := record.ctx()) is not None:
+            self._live.pop(ctx, None)
+            self._past.pop(ctx, None)
+        if record in self._ended:
+            del self._ended[record]
         else:
             self._deliver(record)
 
@@ -345,14 +387,27 @@ class RequestRecorder:
         if len(self._complete) == self.max_requests:
             self._complete.popleft()
             self.dropped_timelines += 1
-        self._complete.append(record.timeline())
+        self._complete.append(record.timeline(self._labels))
 
 
-def _made(events: Iterable[_Raw]) -> Iterator[TimelineEvent]:
+def _bytes_of(event: _Raw, text: str | None) -> int:
+    """Return at least how many bytes an event takes, a text of its own included."""
+    return sys.getsizeof(event) + len(event) * (_FIELD_BYTES - 8) + sys.getsizeof(text)
+
+
+def _made(events: Iterable[_Raw], labels: Sequence[tuple[str, str]]) -> Iterator[TimelineEvent]:
     """Make events out of what was kept of them."""
     begun: dict[tuple[str, int], JobStarted] = {}
     for kind, *fields in events:
-        if kind is JobEnded:
+        if kind is LookupEvent:
+            answers: dict[str, dict[str, int]] = {}
+            counts = dict(zip(fields[3::2], fields[4::2], strict=True))
+            deferred = counts.pop(len(labels), 0)
+            for figure, count in counts.items():
+                who, what = labels[figure]
+                answers.setdefault(who, {})[what] = count
+            fields[3:] = (answers, deferred)
+        elif kind is JobEnded:
             _, _, job_id, tier, *_ = fields[1]
             fields[1] = begun[tier, job_id]
         event = kind(*fields)

@@ -22,7 +22,7 @@ from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.core.index import KeysDecided
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
-from kvoffload_async.tables.keymap import PART_AT, too_short
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, too_short
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.types import LookupResult, OffloadKey
 
@@ -56,7 +56,7 @@ class ResidentBlocks:
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
         try:
-            slot = self._parts[key[PART_AT]].get(key)
+            slot = self._parts[key[0] + key[LAST_HASH_BYTE]].get(key)
         except IndexError:
             raise too_short([key]) from None
         if slot is None:
@@ -180,7 +180,7 @@ class ResidentBlocks:
         slots: list[int] = []
         reused: list[bool] = []
         for key, again in accesses:
-            slot = parts[key[PART_AT]].get(key)
+            slot = parts[key[0] + key[LAST_HASH_BYTE]].get(key)
             if slot is not None:
                 slots.append(slot)
                 reused.append(again)

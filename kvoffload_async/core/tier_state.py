@@ -219,7 +219,9 @@ class TierState:
 
     def take_on(self, job: JobMetadata) -> None:
         """Accept a job of the planner's; it counts, and so does what `take_ended` says of it."""
-        if not job.is_promotion:
+        if job.is_promotion:
+            self.health.promotion_submitted()
+        else:
             self.health.store_submitted(job)
             self.cascading_blocks += len(job.keys)
         self.submit(job)

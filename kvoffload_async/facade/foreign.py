@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any, Final
@@ -149,11 +150,21 @@ def _checked(result: object) -> JobResult:
     if isinstance(result, JobResult):
         fields: tuple[tuple[object, Any], ...] = (
             (result.job_id, int),
+            (result.success, bool),
             (result.successful_keys, frozenset | None),
-            (result.transfer_time, int | float | None),
-            (result.transfer_bytes, int | float | None),
             (result.error, Exception | None),
+            (result.disowned, bool),
         )
-        if all(isinstance(value, allowed) for value, allowed in fields):
+        figures = (result.transfer_time, result.transfer_bytes, result.queue_time)
+        if all(isinstance(value, allowed) for value, allowed in fields) and all(
+            map(_is_figure, figures)
+        ):
             return result
     raise wrong(result)
+
+
+def _is_figure(value: object) -> bool:
+    """Tell whether it is None or a number that can be added up and written as JSON."""
+    if value is None:
+        return True
+    return isinstance(value, int | float) and 0 <= value < math.inf

@@ -16,7 +16,7 @@ from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 _TAG_BYTES: Final = 8
-_TAG: Final = slice(-4 - _TAG_BYTES, -4)
+_TAG: Final = slice(-5 - _TAG_BYTES, -5)  # before the last byte of the hash and the group
 
 
 class Generation:
@@ -24,7 +24,7 @@ class Generation:
 
     Attributes:
         label: Its label; None: blocks have no generation, and any key is taken for current.
-        tag: What every key of it has behind the hash; empty without a label.
+        tag: What every key of it has before the last byte of the hash; empty without a label.
     """
 
     __slots__ = ("label", "tag")
@@ -36,8 +36,12 @@ class Generation:
         self.tag = hashlib.blake2b(text, digest_size=_TAG_BYTES).digest() if text else b""
 
     def key(self, block_hash: bytes, group_idx: int = 0) -> OffloadKey:
-        """Return the key of a block, as `make_offload_key` does; the hash has a tag behind it."""
-        return make_offload_key(block_hash + self.tag, group_idx)
+        """Return the key of a block, as `make_offload_key` does; the hash has the tag in it.
+
+        It keeps both its ends, by which tables of keys divide them.
+        """
+        tagged = block_hash[:-1] + self.tag + block_hash[-1:] if self.tag else block_hash
+        return make_offload_key(tagged, group_idx)
 
     def has(self, key: OffloadKey) -> bool:
         """Tell whether a key is of this generation."""

@@ -14,12 +14,20 @@ from kvoffload_async.types import OffloadKey
 
 MOST_PARTS: Final = 256
 
-PART_AT: Final = -5
-"""Which byte of a key chooses its part: the last of its block hash, which always varies."""
+LAST_HASH_BYTE: Final = -5
+"""Where a key's block hash ends: 4 bytes of its group follow.
+
+The first and the last byte of a hash choose the part of its key by their sum: one of them varies
+also where hashes are counters, of either byte order.
+"""
+
+LEAST_KEY_BYTES: Final = -LAST_HASH_BYTE
+MAX_KEY_BYTES: Final = 96
+"""What every tier can keep: hashes of 92 bytes, or of 84 with the tag of a generation."""
 
 _KEYS_PER_PART: Final = 4096
 
-_part_byte = itemgetter(PART_AT)
+_ends = itemgetter(0, LAST_HASH_BYTE)
 
 
 class KeyMap(Collection[OffloadKey]):
@@ -41,8 +49,8 @@ class KeyMap(Collection[OffloadKey]):
             num_parts *= 2
         self.distinct: list[dict[OffloadKey, int]] = [{} for _ in range(num_parts)]
         """The parts."""
-        self.parts = self.distinct * (MOST_PARTS // num_parts)
-        """The part for each value of the byte at `PART_AT`; always the same list and parts."""
+        self.parts = self.distinct * (2 * MOST_PARTS // num_parts)
+        """The part for each sum of a hash's two ends; always the same list and parts."""
 
     def __len__(self) -> int:
         return sum(map(len, self.distinct))
@@ -60,7 +68,7 @@ class KeyMap(Collection[OffloadKey]):
             StateError: It is too short to be a key. So for all the others.
         """
         try:
-            return self.parts[key[PART_AT]].get(key)
+            return self.parts[key[0] + key[LAST_HASH_BYTE]].get(key)
         except IndexError:
             raise too_short([key]) from None
 
@@ -68,7 +76,7 @@ class KeyMap(Collection[OffloadKey]):
         """Return each key's integer, None for those that are absent."""
         parts = self.parts
         try:
-            return [parts[key[PART_AT]].get(key) for key in keys]
+            return [parts[key[0] + key[LAST_HASH_BYTE]].get(key) for key in keys]
         except IndexError:
             raise too_short(keys) from None
 
@@ -77,42 +85,44 @@ class KeyMap(Collection[OffloadKey]):
         parts = self.parts
         try:
             for key, number in zip(keys, numbers, strict=False):  # the integers may be endless
-                parts[key[PART_AT]][key] = number
+                parts[key[0] + key[LAST_HASH_BYTE]][key] = number
         except IndexError:
             raise too_short(keys) from None
 
     def fill(self, keys: Sequence[OffloadKey], numbers: Sequence[int]) -> None:
         """Give many keys their integers: fast where those of one part follow each other."""
         try:
-            bytes_at = np.fromiter(map(_part_byte, keys), dtype=np.int16, count=len(keys))
+            ends = np.fromiter(map(_ends, keys), dtype=(np.int16, 2), count=len(keys))
         except IndexError:
             raise too_short(keys) from None
-        starts = np.flatnonzero(np.diff(bytes_at, prepend=-1)).tolist()
+        starts = np.flatnonzero(np.diff(ends.sum(axis=1) % MOST_PARTS, prepend=-1)).tolist()
         for start, stop in zip(starts, [*starts[1:], len(keys)], strict=False):
-            part = self.parts[keys[start][PART_AT]]
+            part = self.parts[sum(_ends(keys[start]))]
             part.update(zip(keys[start:stop], numbers[start:stop], strict=True))
 
     def set(self, key: OffloadKey, number: int) -> None:
         """Give a key, which may be there, an integer."""
-        self.parts[key[PART_AT]][key] = number
+        self.parts[key[0] + key[LAST_HASH_BYTE]][key] = number
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Take keys out; absent ones are ignored."""
         parts = self.parts
         for key in keys:
-            parts[key[PART_AT]].pop(key, None)
+            parts[key[0] + key[LAST_HASH_BYTE]].pop(key, None)
 
     def discard_present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Take keys out; return those that were there."""
         parts = self.parts
-        return [key for key in keys if parts[key[PART_AT]].pop(key, None) is not None]
+        return [
+            key for key in keys if parts[key[0] + key[LAST_HASH_BYTE]].pop(key, None) is not None
+        ]
 
     def change(self, keys: Iterable[OffloadKey], number: int) -> list[OffloadKey]:
         """Give keys an integer; return those that had another one, or none."""
         parts = self.parts
         changed: list[OffloadKey] = []
         for key in keys:
-            part = parts[key[PART_AT]]
+            part = parts[key[0] + key[LAST_HASH_BYTE]]
             if part.get(key) != number:
                 part[key] = number
                 changed.append(key)
@@ -121,7 +131,7 @@ class KeyMap(Collection[OffloadKey]):
     def take(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Take keys out, which are there; return their integers."""
         parts = self.parts
-        return [parts[key[PART_AT]].pop(key) for key in keys]
+        return [parts[key[0] + key[LAST_HASH_BYTE]].pop(key) for key in keys]
 
     def items(self) -> Iterator[tuple[OffloadKey, int]]:
         """Yield every key with its integer."""
@@ -131,7 +141,7 @@ class KeyMap(Collection[OffloadKey]):
         """Return a map of its own with the same keys and integers."""
         copied = KeyMap(0)
         copied.distinct = [part.copy() for part in self.distinct]
-        copied.parts = copied.distinct * (MOST_PARTS // len(copied.distinct))
+        copied.parts = copied.distinct * (2 * MOST_PARTS // len(copied.distinct))
         return copied
 
     def merge(self, other: KeyMap) -> None:
@@ -143,6 +153,18 @@ class KeyMap(Collection[OffloadKey]):
         """Take every key out."""
         for part in self.distinct:
             part.clear()
+
+
+def require_keys(keys: Collection[OffloadKey]) -> None:
+    """Raise StateError unless each has the length of a key."""
+    if keys and min(map(len, keys)) < LEAST_KEY_BYTES:
+        raise too_short(keys)
+    if keys and max(map(len, keys)) > MAX_KEY_BYTES:
+        long = max(keys, key=len)
+        raise StateError(
+            f"a key of {len(long)} bytes ({long[:8].hex()}...) is too long: {MAX_KEY_BYTES} are "
+            "the most, with the group's 4 and a generation's 8; use a shorter block hash"
+        )
 
 
 def too_short(keys: Iterable[OffloadKey]) -> StateError:

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvoffload_async.tables.arrays import objects
-from kvoffload_async.tables.keymap import PART_AT, KeyMap
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyMap
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class KeyTable:
         """Give absent keys numbers that are free."""
         parts, of = self.map.parts, self._keys
         for key, number in zip(keys, numbers, strict=True):
-            parts[key[PART_AT]][key] = number
+            parts[key[0] + key[LAST_HASH_BYTE]][key] = number
             of[number] = key
 
     def fill(self, keys: Sequence[OffloadKey], numbers: npt.NDArray[np.int64]) -> None:
@@ -71,7 +71,7 @@ class KeyTable:
         keys: list[OffloadKey] = []
         for number in numbers:
             key = of[number]
-            del parts[key[PART_AT]][key]
+            del parts[key[0] + key[LAST_HASH_BYTE]][key]
             keys.append(key)
         return keys
 

@@ -30,7 +30,13 @@ from kvoffload_async.errors import (
     UnknownSlotError,
 )
 from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
-from kvoffload_async.testing.harness import ManagerHarness, TierHarness, key_of, make_job
+from kvoffload_async.testing.harness import (
+    DEADLINE_S,
+    ManagerHarness,
+    TierHarness,
+    key_of,
+    make_job,
+)
 from kvoffload_async.types import JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
 
 TierFactory = Callable[[], AsyncTier]
@@ -63,7 +69,7 @@ class TierConformance:
 
     num_slots = 64
     slot_bytes = 4096
-    timeout_s = 10.0
+    timeout_s = DEADLINE_S
     fault_seeds = range(5)
     short_io_timeout_s = 0.25
     traffic_runs = 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
@@ -32,6 +33,9 @@ from kvoffload_async.types import (
 T = TypeVar("T")
 
 Rows = npt.NDArray[np.uint8]
+
+DEADLINE_S = 60.0
+"""Of every single wait: there to end what hangs, on however busy a machine."""
 
 GUARD = 0xA5
 """What every slot is full of until somebody writes it."""
@@ -99,10 +103,18 @@ class _Surroundings:
         self.host.close(self.timeout_s)
         self.rows = np.empty((0, 0), dtype=np.uint8)
         unmapped = self.buffer.release()
-        threads = set(threading.enumerate()) - self._threads_before
+        threads = self._threads_left()
         assert not tasks, f"tasks were left on the loop: {tasks}"
-        assert not threads, f"threads were left: {sorted(t.name for t in threads)}"
+        assert not threads, f"threads were left: {threads}"
         assert unmapped, "somebody still holds the primary's buffer"
+
+    def _threads_left(self) -> list[str]:
+        """Return the threads that do not end; one that was told to needs a moment for it."""
+        deadline_s = time.monotonic() + self.timeout_s
+        threads = set(threading.enumerate()) - self._threads_before
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return sorted(thread.name for thread in threads if thread.is_alive())
 
 
 async def _task_names() -> list[str]:
@@ -123,7 +135,7 @@ class TierHarness(_Surroundings):
         tier: AsyncTier,
         num_slots: int = 16,
         slot_bytes: int = 4096,
-        timeout_s: float = 10.0,
+        timeout_s: float = DEADLINE_S,
     ) -> None:
         """Open the tier in front of a new buffer; the tier is closed with the harness."""
         super().__init__(num_slots, slot_bytes, timeout_s)
@@ -212,7 +224,7 @@ class ManagerHarness(_Surroundings):
         tier: AsyncTier,
         num_slots: int = 64,
         slot_bytes: int = 4096,
-        timeout_s: float = 10.0,
+        timeout_s: float = DEADLINE_S,
         *,
         io_timeout_s: float = 30.0,
         enable_kv_events: bool = False,

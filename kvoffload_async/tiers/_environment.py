@@ -18,7 +18,7 @@ from kvoffload_async.abc.events import (
     TierEvent,
 )
 from kvoffload_async.abc.tier import IoRunner, KVIdentity
-from kvoffload_async.tables.keymap import PART_AT, KeyMap
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, KeyMap
 from kvoffload_async.tiers._announcements import Announcements
 from kvoffload_async.types import OffloadKey
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 Post = Callable[[TierEvent], None]
 
 _PORTION_KEYS: Final = 1024
-_LEAST_KEY_BYTES: Final = -PART_AT
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,9 @@ class ActorEnvironment:
 
 
 def _is_key(key: object) -> bool:
-    return isinstance(key, bytes) and len(key) >= _LEAST_KEY_BYTES
+    return isinstance(key, bytes) and len(key) >= LEAST_KEY_BYTES
 
 
 def _are_keys(portion: tuple[OffloadKey, ...]) -> bool:
     """Tell whether all of them certainly are keys; faster than to look at each."""
-    return set(map(type, portion)) == {bytes} and min(map(len, portion)) >= _LEAST_KEY_BYTES
+    return set(map(type, portion)) == {bytes} and min(map(len, portion)) >= LEAST_KEY_BYTES

@@ -158,6 +158,7 @@ def _require_tensors(kv_caches: object) -> None:
         )
     for name, cache in kv_caches.items():
         if isinstance(cache, torch.Tensor):
+            _require_plain_bytes(name, cache)
             continue
         remedy = "give a torch.Tensor"
         if isinstance(cache, np.ndarray):
@@ -165,6 +166,21 @@ def _require_tensors(kv_caches: object) -> None:
         elif isinstance(cache, list | tuple):
             remedy = f"give each of its tensors a name of its own, such as {name + '.0'!r}"
         raise ConfigError(f"kv_caches[{name!r}]: {type(cache).__name__} is not a tensor; {remedy}")
+
+
+def _require_plain_bytes(name: str, cache: torch.Tensor) -> None:
+    """Raise ConfigError unless a tensor's memory holds its values as they are."""
+    if cache.layout is not torch.strided:
+        raise ConfigError(
+            f"kv_caches[{name!r}]: a tensor of layout {cache.layout} has no blocks of bytes; "
+            "give a dense one"
+        )
+    if cache.is_conj() or cache.is_neg():
+        lazy = "conjugation" if cache.is_conj() else "negation"
+        raise ConfigError(
+            f"kv_caches[{name!r}]: the tensor is a lazy {lazy}, whose memory holds other values; "
+            "give the tensor that it is a view of"
+        )
 
 
 def _require_blocks_first(kv_caches: Mapping[str, torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import pytest
 from async_engine.worlds import (
     FAR_S,
     PROBED,
@@ -18,6 +19,7 @@ from async_engine.worlds import (
 )
 
 from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.errors import StateError
 from kvoffload_async.testing import Operation
 
 
@@ -175,3 +177,34 @@ async def test_two_lookups_of_one_request_at_once_pin_once():
             world.settle_everything()
             assert [await task for task in both] == [2, 2]
         await world.check_rest()
+
+
+@on_loop
+async def test_a_hash_that_comes_twice_is_one_block_wherever_it_is_found():
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "a")
+        once, twice = hashes("a"), [*hashes("a"), b"missing", *hashes("a")]
+        async with world.engine.request("r", twice) as request:
+            found = asyncio.create_task(world.engine.lookup(request))
+            await turns()
+            world.tiers[0].settle_all()
+            assert await found == len(once)
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_request_is_refused_whose_hashes_no_tier_can_keep():
+    async with opened() as world:
+        for unfit, reason in ((b"", "is no key"), (b"x" * 93, "is too long")):
+            with pytest.raises(StateError, match=reason):
+                async with world.engine.request("r", [b"fit", unfit]):
+                    pass
+        await world.check_rest()
+
+
+@on_loop
+async def test_block_numbers_that_are_no_integers_are_refused():
+    async with opened() as world, world.engine.request("r", hashes("ab")) as request:
+        for blocks in ([0.5, 1.7], ["0", "1"], [0, 1 << 40]):
+            with pytest.raises(StateError, match="device_blocks"):
+                await world.engine.store(request, blocks)

@@ -16,7 +16,7 @@ from kvoffload_async.tiers.files.ops import FileOps
 
 IMPLEMENTATIONS = ["python", "native"]
 ROW = 4096
-WAIT_S = 10.0
+WAIT_S = 60.0
 DIGESTER = BlockDigester("layout")
 
 

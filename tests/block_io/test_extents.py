@@ -188,7 +188,7 @@ def test_a_batch_that_nobody_has_begun_is_cancelled_at_once(implementation, tmp_
         waiting = here.begin(Direction.STORE, [1], [(fd, 0, 1)])
         await asyncio.sleep(0)
         waiting.cancel()
-        await asyncio.wait({waiting}, timeout=10)
+        await asyncio.wait({waiting}, timeout=60)
         assert waiting.cancelled()
         hang.release()
         assert all(moved.errors == {} for moved in [await task for task in busy])
@@ -244,7 +244,7 @@ def test_a_thread_writes_to_another_file_than_one_that_is_slow(implementation, t
         for _ in range(5):
             await asyncio.sleep(0)
         hold.release()
-        await asyncio.wait(tasks[1:], timeout=10)
+        await asyncio.wait(tasks[1:], timeout=60)
         hang.release()
         assert all([(await task).errors == {} for task in tasks])
         written = [call.path.rpartition("/")[2] for call in ops.calls if call.name == "pwritev"]

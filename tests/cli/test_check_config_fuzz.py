@@ -97,6 +97,7 @@ def mutated(draw):
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(mutated())
 def test_a_configuration_is_fine_or_one_line_and_what_is_fine_opens(config):
+    before = set(threading.enumerate())
     with tempfile.TemporaryDirectory(prefix="kvoffload-fuzz-") as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(config).replace("FOLDER", folder))
@@ -112,4 +113,5 @@ def test_a_configuration_is_fine_or_one_line_and_what_is_fine_opens(config):
         assert result.stderr == ""
         with TieringOffloadingSpec(read_config(file)) as spec:
             spec.get_manager()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("kvoffload")]
+    started = set(threading.enumerate()) - before
+    assert not [t.name for t in started if t.name.startswith("kvoffload")]

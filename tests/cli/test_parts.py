@@ -56,6 +56,17 @@ class TestInterrupt:
             assert signal.getsignal(signal.SIGINT) is not before
         assert signal.getsignal(signal.SIGINT) is before
 
+    def test_where_it_is_ignored_it_stays_so(self):
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with Interrupt() as interrupt:
+                assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                signal.raise_signal(signal.SIGINT)
+                assert not interrupt.is_requested
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def test_on_another_thread_it_does_nothing(self):
         done = []
 
@@ -65,7 +76,7 @@ class TestInterrupt:
 
         thread = threading.Thread(target=work)
         thread.start()
-        thread.join(10)
+        thread.join(60)
         assert done == [False]
 
 

@@ -9,15 +9,16 @@ import sys
 import threading
 
 import pytest
+from command_line import IGNORING
 from preloaded import python
 
-DEADLINE_S = 60
+DEADLINE_S = 100
 PIPE_BYTES = 1 << 17  # more than a pipe and a reader's buffer hold
 
 
-def start(*arguments, **options):
+def start(*arguments, prefix=(), **options):
     return subprocess.Popen(
-        [sys.executable, "-m", "kvoffload_async", *arguments],
+        [*prefix, sys.executable, "-m", "kvoffload_async", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -96,3 +97,25 @@ def test_ctrl_c_ends_in_order_with_the_figures_so_far(tmp_path, json_flag):
     assert report["requests"] > 0
     assert report["jobs_submitted"] == report["job_results"] > 0
     assert report["corrupt_blocks"] == report["leaked_pins"] == 0
+
+
+def test_as_nohup_and_a_script_start_it_it_goes_on_to_the_end(tmp_path):
+    """Both ignore signals: the one that a closed terminal sends, the other Ctrl-C."""
+    pipe = tmp_path / "trace"
+    os.mkfifo(pipe)
+    process = start("replay", str(pipe), "--tier", "example", "--json", "-", prefix=IGNORING)
+    guard = threading.Timer(DEADLINE_S, process.kill)
+    guard.start()
+    requests = 100
+    with pipe.open("w") as trace:
+        for number in range(requests):
+            if number == requests // 2:  # it reads: the pipe does not hold as much
+                process.send_signal(signal.SIGHUP)
+                process.send_signal(signal.SIGINT)
+            request = {"hash_ids": [number], "text": "x" * (4 * PIPE_BYTES // requests)}
+            trace.write(json.dumps(request) + "\n")
+    status, out, err = finish(process)
+    guard.cancel()
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert (report["requests"], report["interrupted"]) == (requests, False)

@@ -1,14 +1,19 @@
 """`kvoffload top`: what it shows of an engine, and how it ends."""
 
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from dataclasses import replace
 
 import pytest
+from command_line import IGNORING
 from facade.worlds import EXCLUSIVE, World
 from rich.console import Console
 
@@ -20,7 +25,7 @@ from kvoffload_async.observe.status import EngineReport
 from kvoffload_async.statistics import EngineStatistics, HistogramStatistics
 from kvoffload_async.timeline import SlowRequest
 
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "org/model"}
 
 
@@ -262,37 +267,58 @@ def test_an_engine_that_goes_and_comes_back_is_shown_again(engine):
     assert readings.last is not before
 
 
+class Terminal:
+    """`kvoffload top` on a terminal of its own."""
+
+    def __init__(self, engine, columns=80, prefix=()):
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES"}}
+        command = [sys.executable, "-m", "kvoffload_async", "top", str(engine), "--interval", "0.1"]
+        self.process = subprocess.Popen(
+            [*prefix, *command],
+            stdout=slave,
+            stderr=subprocess.PIPE,
+            env=environment | {"TERM": "xterm"},
+        )
+        os.close(slave)
+        self._guard = threading.Timer(DEADLINE_S, self.process.kill)
+        self._guard.start()
+
+    def pictures(self, count):
+        """Return what is shown up to so many more pictures."""
+        shown = b""
+        while shown.count(b"slowest phases") < count:
+            shown += os.read(self._master, 1 << 16)
+        return shown
+
+    def end(self, number):
+        """Send a signal; return the exit status and what was said."""
+        self.process.send_signal(number)
+        reader = threading.Thread(target=_drain, args=(self._master,))
+        reader.start()
+        _, err = self.process.communicate(timeout=DEADLINE_S)
+        self._guard.cancel()
+        reader.join(DEADLINE_S)
+        os.close(self._master)
+        return self.process.returncode, err
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_on_a_terminal_it_is_live_until_ctrl_c(engine, columns):
-    import fcntl
-    import pty
-    import struct
-    import termios
-
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-    environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES"}}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvoffload_async", "top", str(engine), "--interval", "0.1"],
-        stdout=slave,
-        stderr=subprocess.PIPE,
-        env=environment | {"TERM": "xterm"},
-    )
-    os.close(slave)
-    guard = threading.Timer(DEADLINE_S, process.kill)
-    guard.start()
-    shown = b""
-    while shown.count(b"slowest phases") < 3:
-        shown += os.read(master, 1 << 16)
-    process.send_signal(signal.SIGINT)
-    reader = threading.Thread(target=_drain, args=(master,))
-    reader.start()
-    _, err = process.communicate(timeout=DEADLINE_S)
-    guard.cancel()
-    reader.join(DEADLINE_S)
-    os.close(master)
-    assert (process.returncode, err) == (130, b"")
+    terminal = Terminal(engine, columns)
+    shown = terminal.pictures(3)
+    assert terminal.end(signal.SIGINT) == (130, b"")
     assert shown.startswith(b"\x1b[?1049h")  # a screen of its own
+
+
+def test_as_nohup_and_a_script_start_it_it_stays_live(engine):
+    terminal = Terminal(engine, prefix=IGNORING)
+    terminal.pictures(1)
+    terminal.process.send_signal(signal.SIGHUP)
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.pictures(3)
+    assert terminal.end(signal.SIGTERM) == (-signal.SIGTERM, b"")
 
 
 def _drain(master):

@@ -6,11 +6,11 @@ from facade.worlds import EXCLUSIVE
 from kvoffload_async.facade.connector.protocol import KVGroup
 
 HUNG, WELL = 0, 1
-STEPS, STEP_S = 1000, 0.1
+STEPS, STEP_S = 300, 0.1
 SLOTS = 32
 
 
-def test_a_thousand_steps_go_by_beside_a_tier_that_hangs_for_ever():
+def test_hundreds_of_steps_go_by_beside_a_tier_that_hangs_for_ever():
     serving = Serving(
         (KVGroup(2),),
         num_blocks=24,

@@ -1,9 +1,8 @@
-"""How the state machines run."""
+"""How the state machines run: as many examples as the profile says."""
 
 from hypothesis import Phase, settings
 
 # Explaining a failure retraces every line of every attempt: minutes, and a test that times out.
-THOROUGH = settings(
-    max_examples=max(250, settings().max_examples),
+AS_THE_PROFILE = settings(
     phases=[phase for phase in settings().phases if phase is not Phase.explain],
 )

@@ -1,6 +1,6 @@
 """Blocks that are retained for a request that waits."""
 
-from core.terms import PENDING, k, ks
+from core.terms import PENDING, RETRY, k, ks
 from core.world import World
 
 from kvoffload_async.core.primary import BlockState
@@ -30,6 +30,8 @@ def states(world, names):
 def waiting_for(world, below, req_id="r"):
     """A request whose blocks were promoted, and are retained for it."""
     ctx = world.begin(req_id)
+    if RETRY in [world.lookup(ctx, name) for name in below]:
+        world.step()
     assert [world.lookup(ctx, name) for name in below] == [PENDING] * len(below)
     world.step()
     world.settle_all()

@@ -1,6 +1,6 @@
 """Probes of a tier that is asked for the longest heads: which keys belong to which chain."""
 
-from core.terms import MISS, RETRY, k, ks
+from core.terms import RETRY, k, ks
 
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.types import ReqContext, make_offload_key
@@ -62,11 +62,3 @@ def test_a_probe_says_nothing_of_chains_unless_it_is_asked_to():
     index = ProbedIndex(2)
     asked(index, ks("ab"), "A")
     assert index.next_probe().chains == ()
-
-
-def test_keys_behind_a_head_are_absent_once_the_probe_is_answered():
-    index = ProbedIndex(2, keeps_order=True)
-    asked(index, ks("abc"), "A")
-    probe = index.next_probe()
-    index.answered(probe.generation, frozenset(ks("a")))
-    assert index.lookup(k("b"), "A") is MISS

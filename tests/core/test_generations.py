@@ -1,7 +1,7 @@
 """What was granted before a reset is worth nothing after it, whoever says that it has ended."""
 
 import pytest
-from core.terms import HIT, MISS, PENDING, k, ks
+from core.terms import HIT, PENDING, k, ks
 from core.world import World
 
 from kvoffload_async.core.primary import BlockState, Primary
@@ -77,16 +77,4 @@ def test_a_late_store_of_a_request_that_lives_on_cascades_nothing():
     assert not world.planner.jobs
     world.written(fresh)
     assert len(world.planner.jobs) == 1
-    world.wind_down()
-
-
-def test_what_was_in_the_primary_before_a_reset_is_not_there_after_it():
-    world = World()
-    ctx = world.begin()
-    world.offer(ctx, "a")
-    world.reset()
-    (stale,) = world.writes
-    world.planner.complete_store(stale.keys, ctx, success=True, generation=stale.generation)
-    assert world.primary.lookup(k("a")) is MISS
-    world.flush_reset()
     world.wind_down()

@@ -306,6 +306,25 @@ def test_a_reset_keeps_the_probe_that_is_the_try():
     assert world.state is HALF_OPEN
 
 
+def test_a_reset_gives_the_try_back_though_an_older_probe_is_outstanding():
+    world = Probed()
+    world.answer(world.probe("ab"), "b")
+    old = world.probe("c")
+    late = job(0, "x", promotion=True)
+    world.tier.health.job_ended(late, JobResult(0, success=False, error=DOWN), world.now_s)
+    world.step(5.0)
+    assert world.ask("b") == [PENDING]
+    assert world.state is HALF_OPEN
+    world.planner.reset_cache()
+    assert world.state is OPEN, "the promotion that was the try is never submitted"
+    world.planner.reset_flushed()
+    assert world.ask("b") == [PENDING]
+    world.answer(old)
+    world.step()
+    assert world.state is HALF_OPEN
+    assert not world.tier.health.stuck_breakers(list(world.tier.jobs.unreported()))
+
+
 def test_probes_that_work_do_not_excuse_loads_that_fail():
     world = Probed(BreakerSettings(2, retry_after_s=5.0))
     for number in range(2):

@@ -6,7 +6,6 @@ from core.terms import HIT, MISS, RETRY, job, ks
 
 from kvoffload_async.abc.events import JobSettled, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
 from kvoffload_async.core.payback import FRESH_S, Payback
 from kvoffload_async.core.readings import read_tier
@@ -238,12 +237,6 @@ def test_a_tier_that_nobody_measures_is_asked_for_no_time():
         tier.handle(ProbeAnswered(1, frozenset(), None, 1.0))
         end_load(tier, 1, "a", 1.0)
         assert reading(tier) is None
-
-
-def test_a_third_partys_tier_has_nothing_to_measure():
-    tier = ForeignTierState("theirs", None)
-    assert tier.selective is None
-    assert tier.knowledge is None
 
 
 def test_what_is_known_can_be_looked_at_without_asking():

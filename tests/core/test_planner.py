@@ -4,9 +4,10 @@ import pytest
 from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import NO_LIMITS, World, stored_below
 
-from kvoffload_async.core.effects import FinishRequest, StartJob
-from kvoffload_async.errors import StateError, TierTimeoutError
-from kvoffload_async.types import JobResult, ReqContext
+from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.core.readings import read_planner, read_primary
+from kvoffload_async.errors import IllegalTransitionError, StateError
+from kvoffload_async.types import ReqContext
 
 # -- requests -----------------------------------------------------------------------------------
 
@@ -29,10 +30,9 @@ def test_a_request_that_finishes_in_the_step_of_its_lookup_ends_after_the_submit
     world.lookup(ctx, "a")
     world.finish(ctx)
     assert world.ended == []
-    world.planner.end_step()
-    effects = world.planner.tiers[0].effects
-    assert [type(effect) for effect in effects] == [StartJob, FinishRequest]
-    world._absorb()
+    world.end_step()
+    assert [job.keys for _, job in world.running.values()] == [(k("a"),)]
+    assert world.ended == [(0, "r")]
     world.wind_down()
 
 
@@ -109,36 +109,42 @@ def test_lookups_ask_the_sources_which_may_be_observed():
     world.wind_down()
 
 
+def test_what_the_planner_and_the_primary_have_done_can_be_read():
+    world = World(num_slots=2)
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.lookup(ctx, "a")
+    planner, primary = read_planner(world.planner), read_primary(world.primary, 8)
+    assert (planner.requests, planner.retained_blocks, planner.hits) == (1, 0, 1)
+    assert (primary.row_bytes, primary.load_pins, primary.hits) == (8, 0, 1)
+    assert (primary.slots.free, primary.slots.pinned) == (1, 1)
+    world.wind_down()
+
+
 # -- jobs ---------------------------------------------------------------------------------------
 
 
 def test_a_job_reported_twice_or_by_the_wrong_tier_is_a_defect():
     world = World(tiers=2)
     world.store(world.begin(), "a")
-    with pytest.raises(StateError, match="'tier1' reported job 0"):
-        world.planner.tiers[1].answer(JobResult(0, success=True))
-    world.planner.tiers[0].answer(JobResult(0, success=True))
-    with pytest.raises(StateError, match="'tier0' reported job 0"):
-        world.planner.tiers[0].answer(JobResult(0, success=True))
+    mine, other = world.planner.tiers
+    with pytest.raises(IllegalTransitionError, match="the job is unknown"):
+        other.handle(JobSettled(0))
+    mine.handle(JobSettled(0))
+    with pytest.raises(IllegalTransitionError, match="the job is SETTLED"):
+        mine.handle(JobSettled(0))
 
 
 def test_only_a_disowned_job_is_released_and_only_by_its_tier():
     world = World(tiers=2)
     world.store(world.begin(), "a")
     world.disown(0)
-    with pytest.raises(StateError, match="'tier1' released job 0"):
-        world.planner.tiers[1].release(0)
+    mine, other = world.planner.tiers
+    with pytest.raises(IllegalTransitionError, match="the job is unknown"):
+        other.handle(JobSettled(0))
     world.release(0)
-    with pytest.raises(StateError, match="'tier0' released job 0"):
-        world.planner.tiers[0].release(0)
-    world.wind_down()
-
-
-def test_a_job_that_still_owes_its_result_is_not_released():
-    world = World()
-    world.store(world.begin(), "a")
-    with pytest.raises(StateError, match="'tier0' released job 0"):
-        world.planner.tiers[0].release(0)
+    with pytest.raises(IllegalTransitionError, match="has ended already"):
+        mine.handle(JobSettled(0))
     world.wind_down()
 
 
@@ -175,19 +181,6 @@ def test_a_disowned_promotion_is_a_miss_and_keeps_its_slot_until_its_copy_ends()
     world.release()
     world.store(ctx, "b")
     world.load(ctx, "b")
-    world.wind_down()
-
-
-def test_nothing_has_landed_while_the_copy_still_runs_whatever_the_tier_says():
-    world, ctx = stored_below(names="ab")
-    [world.lookup(ctx, name) for name in "ab"]
-    world.step()
-    error = TierTimeoutError("late")
-    landed = frozenset(ks("a"))
-    world.disown(0, result=JobResult(0, False, landed, error=error, disowned=True))
-    world.check()
-    assert world.primary.counts["held"] == 2
-    world.release()
     world.wind_down()
 
 

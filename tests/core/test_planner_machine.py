@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from core.machines import THOROUGH
+from core.machines import AS_THE_PROFILE
 from core.memory import Write
 from core.terms import HIT, MISS, PENDING, RETRY, k
 from core.world import World
@@ -38,6 +38,7 @@ FILTERS = st.sampled_from(
     [ALL_TIERS, ALL_TIERS, frozenset(), frozenset({TierMatcher(locality=Locality.REMOTE)})]
 )
 ERRORS = st.sampled_from([BlockMissingError, TierFullError, TierUnavailableError])
+KINDS = st.sampled_from(["exact", "probed", "selective", "foreign"])
 DEFERRAL_S = 8.0
 SETUPS = st.fixed_dictionaries(
     {
@@ -51,6 +52,7 @@ SETUPS = st.fixed_dictionaries(
         "accept_prefix": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
         "remote": st.sets(st.integers(0, 2)),
+        "kinds": st.fixed_dictionaries(dict.fromkeys(range(3), KINDS)),
     }
 )
 
@@ -89,6 +91,7 @@ class PlannerMachine(RuleBasedStateMachine):
             pressed_tier=1,
             create_planner=self.create_planner,
             remote=setup["remote"],
+            kinds=setup["kinds"],
             accept_prefix=setup["accept_prefix"],
         )
         self.unsure = set()
@@ -176,7 +179,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.running)
     @rule(
         data=st.data(),
-        how=st.sampled_from(["ok", "disown", "part", "none", "ok"]),
+        how=st.sampled_from(["ok", "disown", "part", "none", "ok", "fail"]),
         error=ERRORS,
         seconds=st.sampled_from([0.0, 0.001, 1.0]),
     )
@@ -184,6 +187,9 @@ class PlannerMachine(RuleBasedStateMachine):
         job_id = data.draw(st.sampled_from(sorted(self.world.running)))
         if how == "disown":
             self.world.disown(job_id)
+            return
+        if how == "fail":
+            self.world.fail(job_id, error=error("scripted"), seconds=seconds)
             return
         indices = range(len(self.world.running[job_id][1].keys))
         failed = {"ok": (), "none": indices}.get(how)
@@ -193,9 +199,11 @@ class PlannerMachine(RuleBasedStateMachine):
         self.world.settle(job_id, failed=failed, error=fault, seconds=seconds)
 
     @precondition(lambda self: self.world.late)
-    @rule(data=st.data())
-    def release(self, data):
-        self.world.release(data.draw(st.sampled_from(sorted(self.world.late))))
+    @rule(data=st.data(), fails=st.booleans())
+    def release(self, data, fails):
+        job_id = data.draw(st.sampled_from(sorted(self.world.late)))
+        keys = self.world.late[job_id][1].keys
+        self.world.release(job_id, failed=range(len(keys)) if fails else ())
 
     @precondition(lambda self: self.world.running)
     @rule(data=st.data())
@@ -208,7 +216,7 @@ class PlannerMachine(RuleBasedStateMachine):
     # -- what is rare ---------------------------------------------------------------------------
 
     @rule(
-        what=st.sampled_from(["lose", "probe", "refuse", "reset"]),
+        what=st.sampled_from(["lose", "lose unnoticed", "probe", "refuse", "reset"]),
         tier=st.integers(0, 2),
         key=st.sampled_from(ALL_KEYS),
     )
@@ -218,8 +226,8 @@ class PlannerMachine(RuleBasedStateMachine):
         elif what == "reset":
             self.world.reset()
         elif tier < len(self.world.tiers):
-            if what == "lose":
-                self.world.lose(tier, key)
+            if what.startswith("lose"):
+                self.world.lose(tier, key, told=what == "lose")
             elif what == "probe":
                 self.world.tiers[tier].is_probing ^= True
             else:
@@ -266,6 +274,8 @@ class PlannerMachine(RuleBasedStateMachine):
                     for job in tier.jobs.unreported():
                         is_new = job.submit_time >= breaker._tried_at_s
                         tries += job.is_promotion is is_promotion and is_new
+                    probes = tier.health._probes_begun_s.values() if is_promotion else ()
+                    tries += sum(begun_s >= breaker._tried_at_s for begun_s in probes)
                     assert tries == 1
 
     def teardown(self):
@@ -293,7 +303,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 class TestPlanner(PlannerMachine.TestCase):
-    settings = THOROUGH
+    settings = AS_THE_PROFILE
 
 
 @given(

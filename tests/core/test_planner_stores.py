@@ -3,7 +3,6 @@
 from core.terms import MISS, PENDING, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.core.shares import PlannerLimits
 from kvoffload_async.errors import TierFullError
@@ -165,14 +164,3 @@ def test_a_parked_block_whose_write_fails_is_dropped():
     assert world.running == {}
     assert not world.planner.has_pending_work
     world.wind_down()
-
-
-def test_a_request_that_waits_for_another_ones_write_ends_with_the_planner():
-    world = World(8, 1, request_level=[0])
-    first, second = world.begin("r"), world.begin("s")
-    world.offer(first, "a")
-    world.offer(second, "a")
-    world.finish(second)
-    world.planner.close()
-    assert second not in world.planner.requests
-    check_state(world.planner)

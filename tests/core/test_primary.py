@@ -229,13 +229,6 @@ def test_a_reservation_evicts_no_pinned_blocks():
     assert rig.primary.lookup(k("b")) is MISS
 
 
-def test_a_pinned_block_is_not_evicted():
-    rig = Rig(num_slots=2, names="ab")
-    rig.primary.pin(ks("a"))
-    assert rig.offer("c").evicted_keys == ks("b")
-    assert rig.offer("d") is None
-
-
 def test_pins_add_up_and_the_last_unpin_frees():
     rig = Rig(num_slots=1, names="a")
     assert rig.primary.pin(ks("a")) == rig.primary.pin(ks("a")) == [0]

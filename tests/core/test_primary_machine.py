@@ -1,7 +1,7 @@
 """The primary tier alone against a model that knows only sets and numbers."""
 
 import pytest
-from core.machines import THOROUGH
+from core.machines import AS_THE_PROFILE
 from core.states import POLICIES, whole_state
 from core.terms import HIT, MISS, PENDING, k
 from hypothesis import strategies as st
@@ -211,4 +211,4 @@ class PrimaryMachine(RuleBasedStateMachine):
 
 
 class TestPrimary(PrimaryMachine.TestCase):
-    settings = THOROUGH
+    settings = AS_THE_PROFILE

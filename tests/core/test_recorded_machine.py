@@ -3,10 +3,9 @@
 from collections import defaultdict
 
 import pytest
-from core.machines import THOROUGH
+from core.machines import AS_THE_PROFILE
 from core.test_planner_machine import PlannerMachine
 from core.test_recorder import check_timeline
-from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from kvoffload_async.core.recorder import MAX_EVENTS, RequestRecorder
@@ -73,4 +72,4 @@ class RecordedMachine(PlannerMachine):
 
 
 class TestRecordedPlanner(RecordedMachine.TestCase):
-    settings = settings(THOROUGH, max_examples=max(60, settings().max_examples // 4))
+    settings = AS_THE_PROFILE

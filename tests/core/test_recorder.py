@@ -1,12 +1,23 @@
 """What the recorder keeps, and what it forgets."""
 
+import gc
+import sys
+from types import FunctionType, ModuleType
+from weakref import ref
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.recorder import RECENT, RequestRecorder
+from kvoffload_async.core.recorder import (
+    MAX_BYTES,
+    MAX_EVENTS,
+    MAX_ID_CHARS,
+    RECENT,
+    RequestRecorder,
+)
 from kvoffload_async.timeline import JobEnded, JobStarted, LookupEvent, Note
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import ReqContext, make_offload_key
 
 
 def begun(recorder, *req_ids):
@@ -123,6 +134,74 @@ def test_events_beyond_the_bound_are_counted_and_the_ends_of_jobs_keep_their_pla
     assert [type(event) for event in timeline.events] == [JobStarted, Note, Note, JobEnded]
     assert timeline.dropped_events == 4
     assert timeline.unfinished_jobs == ()
+
+
+def kept_bytes(recorder):
+    """Return what a recorder keeps alive, types and modules apart."""
+    seen, queue, total = set(), [recorder], 0
+    while queue:
+        one = queue.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(one))
+        total += sys.getsizeof(one)
+        queue += gc.get_referents(one)
+    return total
+
+
+def test_a_request_that_has_ended_keeps_neither_its_keys_nor_its_parameters():
+    recorder = RequestRecorder(4)
+    positions = {make_offload_key(bytes([n % 256, n >> 8]) * 16): n for n in range(8192)}
+    ctx = ReqContext("r", {"prompt": "x" * 1_000_000}, positions)
+    recorder.begin(ctx)
+    ended(recorder, ctx)
+    alive = ref(ctx)
+    del ctx
+    assert alive() is None
+    assert recorder.explain("r").ended_s is not None
+
+
+@pytest.mark.parametrize("character", ["x", "\N{GRINNING FACE}"])
+def test_a_record_takes_30_kib_whatever_its_request_and_errors_are(character):
+    huge, empty = character * 1_000_000, kept_bytes(RequestRecorder(1))
+    recorder = RequestRecorder(1)
+    numbers = [1 << 40] * 41
+    recorder.read_lookups([(f"tier{n}", "hit") for n in range(40)], lambda: tuple(numbers))
+    ctx = ReqContext(huge)
+    recorder.begin(ctx)
+    for number in range(2 * MAX_EVENTS):
+        recorder.advance(number + 0.5)
+        recorder.job_started(ctx, (1 << 40) + number, "fs", "load", (1 << 40, 1 << 50))
+        recorder.note(ctx, "waits", 1 << 40, reason=f"{huge[:300]}{number}", seconds=1e-3 * number)
+        recorder.begin_round(ctx)
+        numbers = [figure + (1 << 40) + number for figure in numbers]
+        error = OSError(huge)
+        recorder.job_ended(
+            *(ctx, (1 << 40) + number, "fs"),
+            landed_blocks=1 << 40,
+            num_bytes=1 << 50,
+            seconds=number * 0.3,
+            queue_s=number * 0.1,
+            error=error,
+        )
+    ended(recorder, ctx)
+    del ctx, error
+    assert kept_bytes(recorder) - empty < MAX_BYTES + 40 * 200, "the labels are shared by all"
+    timeline = recorder.explain(huge)
+    assert timeline.dropped_events
+    assert timeline.req_id == huge[:MAX_ID_CHARS]
+    assert all(e.error.startswith(character) for e in timeline.events if isinstance(e, JobEnded))
+
+
+def test_a_copy_that_outlives_its_result_is_noted_after_the_end_of_its_request():
+    recorder = RequestRecorder(1)
+    (ctx,) = begun(recorder, "a")
+    ended(recorder, ctx)
+    recorder.note(ctx, "released", 1, tier="fs")
+    assert recorder.explain("a").events == (Note(0.0, "released", 1, tier="fs"),)
+    begun(recorder, "b")
+    recorder.note(ctx, "released", 1, tier="fs")
+    assert recorder.explain("a") is None
 
 
 class Unspeakable(Exception):

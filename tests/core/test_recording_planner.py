@@ -3,11 +3,10 @@
 import pytest
 from core.states import POLICIES
 from core.terms import HIT, MISS, PENDING, k, ks
-from core.tiers import ScriptedTier
+from core.tiers import NativeTier
 from core.world import World
 
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.recorder import RequestRecorder
 from kvoffload_async.core.recording_planner import RecordingPlanner
@@ -35,7 +34,7 @@ def notes_of(world, req_id="r"):
 
 
 def test_the_tiers_may_have_names_that_tell_them_apart():
-    tiers = [ForeignTierState("fs", ScriptedTier()) for _ in range(2)]
+    tiers = [NativeTier("fs").state for _ in range(2)]
     primary = Primary(2, POLICIES["lru"](2))
     recorder = RequestRecorder(1)
     limits = PlannerLimits(2, 2, 9.0)
@@ -59,7 +58,7 @@ def test_a_promotion_and_a_load():
     world.step(1.0)
     world.loaded()
     world.finish(ctx)
-    job = JobStarted(0.0, 0, "tier0", "load", 2, 0)
+    job = JobStarted(0.0, 0, "tier0", "load", 2, 2 << 20)
     assert events_of(world) == (
         LookupEvent(0.0, 0.0, 1, {"primary": {"miss": 3}, "tier0": {"hit": 2, "miss": 1}}, 2),
         job,

@@ -47,13 +47,6 @@ def ends(world, ctx):
     world.finish(ctx)
 
 
-def is_deferred_for_too_long(world, ctx):
-    world.tiers[0].is_probing = True
-    for _ in range(9):
-        world.lookup(ctx, "unknown")
-        world.step(2.0)
-
-
 def asks_no_more(world, ctx):
     for _ in range(9):
         world.step(2.0)
@@ -69,7 +62,6 @@ def asks_no_more(world, ctx):
         finds_a_miss_at_its_head,
         loads_something_else,
         ends,
-        is_deferred_for_too_long,
         asks_no_more,
     ],
 )
@@ -84,6 +76,20 @@ def test_promoted_blocks_are_released_when_their_request_goes_on_without_them(go
     world.wind_down()
 
 
+def test_promoted_blocks_are_released_when_their_request_is_deferred_for_too_long():
+    world = world_of(8, below="ab", deferral_s=10.0, kinds={0: "probed"})
+    ctx = waiting_for(world, "ab")
+    world.tiers[0].is_probing = True
+    answers = []
+    while MISS not in answers:
+        answers.append(world.lookup(ctx, "unknown"))
+        world.step(2.0)
+    assert answers[0] is RETRY
+    assert states(world, "ab") == [IDLE, IDLE]
+    assert world.planner.promotions.outstanding_slots == 0
+    world.wind_down()
+
+
 def test_a_request_that_asks_no_more_waits_for_just_as_long_as_it_may_be_deferred():
     world = world_of(8, below="ab", deferral_s=8.0)
     waiting_for(world, "ab")
@@ -94,6 +100,18 @@ def test_a_request_that_asks_no_more_waits_for_just_as_long_as_it_may_be_deferre
     world.step(0.5)
     world.end_step()
     assert states(world, "ab") == [IDLE, IDLE]
+    world.wind_down()
+
+
+def test_one_that_asks_again_keeps_nobody_waiting_longer_than_it_may():
+    world = world_of(8, below="ab", deferral_s=8.0)
+    first = waiting_for(world, "a", "first")
+    waiting_for(world, "b", "second")
+    world.step(5.0)
+    assert world.lookup(first, "a") is HIT
+    world.step(4.0)
+    world.end_step()
+    assert states(world, "ab") == [PINNED, IDLE]
     world.wind_down()
 
 
@@ -203,8 +221,7 @@ def test_a_head_stays_while_its_tail_is_being_promoted():
 
 
 def test_a_head_stays_while_a_tier_is_asked_for_its_tail():
-    world = world_of(2, resident="ab")
-    world.tiers[0].is_probing = True
+    world = world_of(2, resident="ab", kinds={0: "probed"})
     ctx = world.begin()
     assert [world.lookup(ctx, name) for name in "abc"] == [HIT, HIT, RETRY]
     world.step()

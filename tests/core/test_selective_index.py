@@ -1,7 +1,7 @@
 """A tier that is asked only for requests that miss enough blocks."""
 
 import pytest
-from core.machines import THOROUGH
+from core.machines import AS_THE_PROFILE
 from core.terms import HIT, MISS, RETRY, k, ks
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -114,7 +114,6 @@ NAMES = st.sampled_from("abcdef")
 REQUESTS = st.sampled_from("rst")
 
 
-@pytest.mark.stateful
 class SelectiveMachine(RuleBasedStateMachine):
     """Beside an index that is asked what the selective one ought to ask."""
 
@@ -182,5 +181,6 @@ class SelectiveMachine(RuleBasedStateMachine):
             assert self.index.probes_outstanding == self.plain.probes_outstanding
 
 
+@pytest.mark.stateful
 class TestSelective(SelectiveMachine.TestCase):
-    settings = THOROUGH
+    settings = AS_THE_PROFILE

@@ -6,6 +6,7 @@ import pytest
 from core.terms import k, ks
 from core.world import World
 
+from kvoffload_async.core.breaker import BreakerEvent
 from kvoffload_async.core.invariants import STATE_INVARIANTS, check_state
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.errors import InvariantError
@@ -20,9 +21,9 @@ from kvoffload_async.testing.invariants import (
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p24():
+def test_the_invariants_are_p1_to_p25():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 25)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 26)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -239,6 +240,21 @@ def damage_p24_drops(world):
 
 def damage_p24_pins(world):
     world.primary.loading.num_pins += 1
+
+
+def damage_p25_loads(world):
+    tried(world.planner.tiers[0].health.loads)
+
+
+def damage_p25_stores(world):
+    tried(world.planner.tiers[0].health.stores)
+
+
+def tried(breaker):
+    """Have the breaker wait for a try that is under way nowhere."""
+    for _ in range(breaker.settings.fault_threshold):
+        breaker.note(BreakerEvent.FAULTED, 1e6, error=OSError())
+    breaker.note(BreakerEvent.TRIED, 2e6)
 
 
 def damage_p1(world):

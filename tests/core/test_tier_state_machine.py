@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from core.machines import THOROUGH
+from core.machines import AS_THE_PROFILE
 from core.terms import HIT, MISS, RETRY, job, k, released, results
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -198,4 +198,4 @@ class TierStateMachine(RuleBasedStateMachine):
 
 
 class TestTierState(TierStateMachine.TestCase):
-    settings = THOROUGH
+    settings = AS_THE_PROFILE

@@ -5,79 +5,54 @@ from itertools import pairwise
 from core.terms import PENDING, k, ks
 from core.world import World
 
-from kvoffload_async.abc.events import BlocksEvicted, JobSettled, ProbeAnswered
-from kvoffload_async.core.effects import StartJob, StartProbe, TouchBlocks
-from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import ExactIndex, ProbedIndex
-from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.core.touches import RecentKeys
-from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.types import ENGINE_REQ_ID, Medium, ReqContext
-
-LIMITS = PlannerLimits(promotion_slots=100, cascade_blocks=100, deferral_s=100.0)
+from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
 
 
 class Own:
-    """A planner over tiers of its own, whose jobs all end well at once."""
+    """A world whose jobs all end well at the end of a step."""
 
-    def __init__(self, *indices, num_slots=8):
-        self.states = [
-            TierState(f"tier{i}", index, 1, EventLog(Medium.STORAGE, enabled=False))
-            for i, index in enumerate(indices)
-        ]
-        self.planner = Planner(Primary(num_slots, LruPolicy(num_slots)), self.states, LIMITS)
-        self.touched = []
+    def __init__(self, *kinds, num_slots=8):
+        self.world = World(num_slots, len(kinds), kinds=dict(enumerate(kinds)))
+        self.planner = self.world.planner
         self.stored = []
-        self.now_s = 0.0
-        self.has = set()
 
-    def begin(self, req_id, names=""):
-        ctx = ReqContext(req_id, key_positions={k(name): i for i, name in enumerate(names, 1)})
-        self.planner.on_new_request(ctx)
-        return ctx
+    @property
+    def touched(self):
+        return [(tier, list(keys)) for tier, keys in self.world.touched]
 
-    def store(self, names, req_id="writer"):
-        ctx = self.begin(req_id, names)
-        self.planner.prepare_store(ks(names), ctx)
-        self.planner.complete_store(ks(names), ctx, success=True)
-        self.planner.on_request_finished(ctx)
+    def begin(self, req_id, names):
+        positions = {k(name): i for i, name in enumerate(names, 1)}
+        return self.world.begin(req_id, key_positions=positions)
+
+    def store(self, names):
+        ctx = self.begin("writer", names)
+        self.world.store(ctx, names)
+        self.world.finish(ctx)
         self.step()
         self.step()
-        self.touched.clear()
+        self.world.touched.clear()
         self.stored.clear()
 
     def find(self, names, req_id="reader"):
         ctx = self.begin(req_id, names)
-        self.planner.prepare_load(ks(names), ctx)
-        self.planner.complete_load(ks(names), ctx)
-        self.planner.on_request_finished(ctx)
+        self.world.load(ctx, names)
+        self.world.loaded()
+        self.world.finish(ctx)
 
     def step(self, seconds=1.0):
-        self.planner.end_step()
-        check_state(self.planner)
-        self.now_s += seconds
-        for index, state in enumerate(self.states):
-            state.end_step()
-            for effect in state.take_effects():
-                match effect:
-                    case TouchBlocks(keys):
-                        self.touched.append((index, list(keys)))
-                    case StartJob(job):
-                        if not job.is_promotion:
-                            self.stored.append((index, list(job.keys), job.req_context.req_id))
-                        state.handle(JobSettled(job.job_id))
-                    case StartProbe(generation, keys):
-                        state.handle(ProbeAnswered(generation, self.has & set(keys)))
-        self.planner.begin_step(self.now_s)
-        self.planner.collect()
+        self.world.step(seconds)
+        self.stored += [
+            (tier, list(job.keys), job.req_context.req_id)
+            for tier, job in self.world.running.values()
+            if not job.is_promotion
+        ]
+        self.world.settle_all()
+        self.world.check()
 
 
 def test_what_a_request_found_is_touched_in_every_tier_head_to_tail():
-    own = Own(ExactIndex(), ExactIndex())
+    own = Own("exact", "exact")
     own.store("abc")
     own.find("abc")
     assert own.touched == [], "at the end of the step"
@@ -88,7 +63,7 @@ def test_what_a_request_found_is_touched_in_every_tier_head_to_tail():
 
 
 def test_all_requests_of_a_step_are_told_together_the_latest_first():
-    own = Own(ExactIndex())
+    own = Own("exact")
     own.store("abcd")
     own.find("abc", "first")
     own.find("ad", "second")
@@ -97,17 +72,16 @@ def test_all_requests_of_a_step_are_told_together_the_latest_first():
 
 
 def test_what_a_request_has_stored_itself_is_not_touched():
-    own = Own(ExactIndex())
+    own = Own("exact")
     ctx = own.begin("r", "a")
-    own.planner.prepare_store(ks("a"), ctx)
-    own.planner.complete_store(ks("a"), ctx, success=True)
-    own.planner.on_request_finished(ctx)
+    own.world.store(ctx, "a")
+    own.world.finish(ctx)
     own.step()
     assert own.touched == []
 
 
 def test_a_use_by_nobody_in_particular_is_told_too():
-    own = Own(ExactIndex())
+    own = Own("exact")
     own.store("a")
     own.planner.touch(ks("a"), ReqContext("unknown"))
     own.step()
@@ -115,9 +89,9 @@ def test_a_use_by_nobody_in_particular_is_told_too():
 
 
 def test_what_an_exact_tier_has_lost_is_offered_to_it_again():
-    own = Own(ExactIndex(), ExactIndex())
+    own = Own("exact", "exact")
     own.store("abc")
-    own.states[1].handle(BlocksEvicted(tuple(ks("b"))))
+    own.world.lose(1, k("b"))
     own.find("abc")
     own.step()
     assert own.touched == [(0, ks("abc")), (1, ks("ac"))]
@@ -128,51 +102,38 @@ def test_what_an_exact_tier_has_lost_is_offered_to_it_again():
 
 
 def test_what_is_on_its_way_to_a_tier_or_gone_from_the_primary_is_not_offered():
-    own = Own(ExactIndex(), num_slots=2)
+    own = Own("exact", num_slots=2)
     ctx = own.begin("r", "ab")
-    own.planner.prepare_store(ks("ab"), ctx)
-    own.planner.complete_store(ks("ab"), ctx, success=True)
+    own.world.store(ctx, "ab")
     own.find("a", "reader")
     own.planner.touch(ks("x"), ReqContext("unknown"))
     own.planner.end_step()
     assert [b.count for b in own.planner.cascades.backlogs] == [0]
-    own.planner.on_request_finished(ctx)
+    own.world.settle_all()
+    own.world.wind_down()
 
 
 def test_a_probed_tier_hears_of_a_key_once_a_minute_and_is_asked_nothing():
-    own = Own(ProbedIndex(1))
+    own = Own("probed")
     own.store("a")
     for number in range(240):
         own.find("a", f"r{number}")
         own.step(1.0)
     assert len(own.touched) == 2
-    assert not own.states[0].index.is_waiting
+    assert not own.planner.tiers[0].index.is_waiting
 
 
 def test_a_promoted_block_is_offered_to_the_faster_tiers_that_lack_it():
-    own = Own(ExactIndex(), ProbedIndex(1), ProbedIndex(1), ExactIndex())
-    own.states[3].index.appeared(ks("ab"))
+    own = Own("exact", "probed", "probed", "exact")
+    own.world.fill(3, ks("ab"))
     own.planner.tiers[2].health.loads.permits = lambda now_s: False  # never asked
     ctx = own.begin("r", "ab")
-    while own.planner.lookup(k("a"), ctx) is not PENDING:
+    while own.world.lookup(ctx, "a") is not PENDING:
         own.step()
     own.step()
-    own.planner.lookup(k("a"), ctx)
+    own.world.lookup(ctx, "a")
     own.step()
     assert [(index, keys) for index, keys, _ in own.stored] == [(0, ks("a")), (1, ks("a"))]
-
-
-def test_a_tier_with_a_say_in_its_jobs_is_told_within_the_engines_own_request():
-    world = World(8, 1)
-    world.store(world.begin("w"), "ab")
-    world.settle()
-    reader = world.begin("r")
-    world.load(reader, "ab")
-    world.loaded()
-    world.finish(reader)
-    world.step()
-    assert world.touched == [(0, tuple(ks("ab")))]
-    world.wind_down()
 
 
 # -- once a minute ------------------------------------------------------------------------------

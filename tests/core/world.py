@@ -5,18 +5,18 @@ wrong string on some later hit. Every copy waits, parked, until somebody says ho
 """
 
 from collections.abc import Collection
+from functools import partial
 
 from core.memory import Memory, Read, Write, content
 from core.states import POLICIES, whole_state
 from core.terms import k, ks
-from core.tiers import ScriptedTier
+from core.tiers import ForeignTier, NativeTier
 
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.effects import FinishRequest, StartJob, TouchBlocks
-from kvoffload_async.core.foreign_tier import ForeignTierState
+from kvoffload_async.core.effects import FinishRequest, StartJob, StartProbe, TouchBlocks
+from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.ledger import refused
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.shares import PlannerLimits
@@ -36,11 +36,11 @@ from kvoffload_async.testing.invariants.history import (
     StepClosed,
     fact_of,
 )
-from kvoffload_async.types import JobMetadata, JobResult, Locality, OffloadKey, ReqContext
+from kvoffload_async.types import JobMetadata, Locality, OffloadKey, ReqContext
 
 NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
 NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
-MIB = 1 << 20
+DOWN = TierUnavailableError("scripted")
 
 
 class WatchedPrimary(Primary):
@@ -62,7 +62,11 @@ class WatchedPrimary(Primary):
 
 
 class World:
-    """A planner, `tiers` scripted tiers, and everything that moves."""
+    """A planner, `tiers` scripted tiers, and everything that moves.
+
+    `kinds` says by number what is known of a tier: "exact", unless it is "probed", "selective", or
+    "foreign".
+    """
 
     def __init__(
         self,
@@ -76,9 +80,19 @@ class World:
         pressed_tier=None,
         create_planner=Planner,
         remote=(),
+        kinds=None,
         **primary_options,
     ):
-        self.tiers = [ScriptedTier() for _ in range(tiers)]
+        self.tiers = []
+        for i in range(tiers):
+            kind = (kinds or {}).get(i, "exact")
+            options = {
+                "breaker": breaker,
+                "locality": Locality.REMOTE if i in remote else Locality.LOCAL,
+                "backpressure": Backpressure(LOCAL_BACKPRESSURE) if i == pressed_tier else None,
+            }
+            tier = ForeignTier if kind == "foreign" else partial(NativeTier, kind=kind)
+            self.tiers.append(tier(f"tier{i}", **options))
         self.history = History()
         self.primary = WatchedPrimary(
             self.history,
@@ -87,17 +101,7 @@ class World:
             enable_events=True,
             **primary_options,
         )
-        slots = [
-            ForeignTierState(
-                f"tier{i}",
-                tier,
-                breaker=breaker,
-                locality=Locality.REMOTE if i in remote else Locality.LOCAL,
-                backpressure=Backpressure(LOCAL_BACKPRESSURE) if i == pressed_tier else None,
-            )
-            for i, tier in enumerate(self.tiers)
-        ]
-        self.planner = create_planner(self.primary, slots, limits)
+        self.planner = create_planner(self.primary, [tier.state for tier in self.tiers], limits)
         self.request_level = tuple(request_level)
         self.running: dict[int, tuple[int, JobMetadata]] = {}
         self.late: dict[int, tuple[int, JobMetadata]] = {}
@@ -193,63 +197,63 @@ class World:
         self.now_s += seconds
         self.planner.begin_step(self.now_s)
 
-    def end_step(self):
+    def end_step(self, scheduled=()):
         self.history.record(StepClosed())
-        self.planner.end_step()
+        self.planner.end_step(scheduled)
+        for tier in self.tiers:
+            tier.state.end_step()
         self._absorb()
+        for index, tier in enumerate(self.tiers):
+            tier.answer_probes(DOWN if index in self.refusing else None)
 
     # -- what the tiers do ----------------------------------------------------------------------
 
     def settle(self, job_id=None, *, failed: Collection[int] = (), error=None, seconds=0.0):
         """End a parked copy; blocks in `failed` (indices) did not make it, nor missing ones."""
-        job_id = min(self.running) if job_id is None else job_id
-        tier, job = self.running.pop(job_id)
+        tier, job = self._unpark(job_id)
         failed = self.tiers[tier].copy(job, self.memory, failed)
         error = error or (BlockMissingError("scripted") if failed else None)
-        landed = frozenset(key for i, key in enumerate(job.keys) if i not in failed)
-        self._report(
-            tier,
-            JobResult(
-                job_id,
-                success=not failed,
-                successful_keys=landed if failed else None,
-                transfer_time=seconds,
-                transfer_bytes=len(landed) * MIB,
-                error=error,
-            ),
-        )
+        self.history.record(ResultTaken(tier, job.job_id))
+        self.tiers[tier].settle(job, failed, error, seconds)
+        self._collect()
+
+    def fail(self, job_id=None, *, error=DOWN, seconds=0.0):
+        """End a parked copy with an error of the whole job: nothing was moved."""
+        tier, job = self._unpark(job_id)
+        everything = self.tiers[tier].copy(job, self.memory, range(len(job.keys)))
+        self.history.record(ResultTaken(tier, job.job_id))
+        self.tiers[tier].settle(job, everything, error, seconds, whole=True)
+        self._collect()
 
     def settle_all(self):
         while self.running:
             self.settle()
 
-    def disown(self, job_id=None, *, result=None):
+    def disown(self, job_id=None, **what):
         """Report a parked copy as failed while it goes on."""
-        job_id = min(self.running) if job_id is None else job_id
-        tier, job = self.running.pop(job_id)
-        self.late[job_id] = tier, job
-        late = TierTimeoutError("scripted")
-        self._report(tier, result or JobResult(job_id, success=False, error=late, disowned=True))
+        tier, job = self._unpark(job_id)
+        self.late[job.job_id] = tier, job
+        self.history.record(ResultTaken(tier, job.job_id, disowned=True))
+        self.tiers[tier].disown(job, TierTimeoutError("scripted"), **what)
+        self._collect()
 
-    def release(self, job_id=None):
-        """End a disowned copy; its bytes moved until now."""
+    def release(self, job_id=None, *, failed: Collection[int] = ()):
+        """End a disowned copy; its bytes moved until now, but for blocks in `failed`."""
         job_id = min(self.late) if job_id is None else job_id
         tier, job = self.late.pop(job_id)
-        self.tiers[tier].copy(job, self.memory, ())
+        failed = self.tiers[tier].copy(job, self.memory, failed)
         self.history.record(CopyEnded(tier, job_id))
-        self.planner.tiers[tier].release(job_id)
-        self.planner.collect()
-        self._account()
+        self.tiers[tier].release(job, failed)
+        self._collect()
 
     def fill(self, tier, keys):
         """A tier has blocks from an earlier run."""
-        for key in keys:
-            self.tiers[tier].contents[key] = content(key)
-            self.history.record(ContentWritten(key, content(key)))
+        self.tiers[tier].fill(keys)
+        self.history.record(*(ContentWritten(key, content(key)) for key in keys))
 
-    def lose(self, tier, key):
-        """A tier drops a block."""
-        self.tiers[tier].contents.pop(key, None)
+    def lose(self, tier, key, *, told=True):
+        """A tier drops a block, and says so, or does not know."""
+        self.tiers[tier].lose(key, told=told)
         self.kept.discard(key)
 
     # -- reset ----------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ class World:
 
     def wind_down(self):
         """Bring everything to rest and check every invariant."""
-        self.refusing.clear()
+        self._work_again()
         if self.planner.promotions_paused:
             self.flush_reset()
         for write in list(self.writes):
@@ -318,6 +322,7 @@ class World:
             self.step(10.0)
             self.settle_all()
         assert self.planner.requests == {}
+        self._check_indexes()
         self.planner.close()
         self._absorb()
         self.history.record(AllQuiet())
@@ -329,6 +334,16 @@ class World:
         check_state(self.planner)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _work_again(self):
+        self.refusing.clear()
+        for tier in self.tiers:
+            tier.is_probing = False
+
+    def _check_indexes(self):
+        for state in self.planner.tiers:
+            assert not state.index.is_waiting
+            assert not (isinstance(state.index, ProbedIndex) and len(state.index)), "nobody asks"
 
     @property
     def copies(self):
@@ -359,6 +374,8 @@ class World:
                         self.touched.append((tier, keys))
                     case StartJob(job):
                         self._start(tier, job)
+                    case StartProbe():
+                        self.tiers[tier].ask(effect)
         self._account()
 
     def _start(self, tier, job):
@@ -366,7 +383,9 @@ class World:
             self._expect_untouched(job.block_ids.tolist())
             self.memory.soil(job.block_ids.tolist())
         if tier in self.refusing:
-            self._report(tier, refused(job, TierUnavailableError("scripted")))
+            self.history.record(ResultTaken(tier, job.job_id))
+            self.tiers[tier].refuse(job, DOWN)
+            self._collect()
         else:
             self.running[job.job_id] = tier, job
 
@@ -383,9 +402,10 @@ class World:
             self.lost[index] |= self.waiting[index] - waiting - tier.contents.keys()
             self.waiting[index] = waiting
 
-    def _report(self, tier, result):
-        self.history.record(ResultTaken(tier, result.job_id, result.disowned))
-        self.planner.tiers[tier].answer(result)
+    def _unpark(self, job_id):
+        return self.running.pop(min(self.running) if job_id is None else job_id)
+
+    def _collect(self):
         self.planner.collect()
         self._account()
 

@@ -1,4 +1,4 @@
-"""A script: open an engine in one of the ways there are, on a mount that does not answer."""
+"""A script: open an engine in each of the ways there are, on a mount that does not answer."""
 
 import asyncio
 import sys
@@ -46,8 +46,8 @@ def open_engine(root: str) -> None:
 
 
 if __name__ == "__main__":
-    opening = {"manager": open_manager, "spec": open_spec, "engine": open_engine}[sys.argv[1]]
-    try:
-        opening(sys.argv[2])
-    except TierTimeoutError as error:
-        sys.stdout.write(str(error))
+    for way in (open_manager, open_spec, open_engine):
+        try:
+            way(sys.argv[1])
+        except TierTimeoutError as error:
+            sys.stdout.write(f"{error}\n")

@@ -103,5 +103,5 @@ class Events(RuleBasedStateMachine):
 
 TestEvents = pytest.mark.stateful(Events.TestCase)
 TestEvents.settings = settings(  # with real files, a run costs a tenth of a second
-    derandomize=True, stateful_step_count=40, max_examples=min(150, settings().max_examples)
+    derandomize=True, stateful_step_count=40, max_examples=settings().max_examples // 3
 )

@@ -59,7 +59,8 @@ def test_a_key_is_of_its_generation_alone(block_hash, one, other, group):
     assert Generation(str(one)).has(key)
     assert Generation(other).has(key) == (one == other)
     assert get_offload_group_idx(key) == group
-    assert get_offload_block_hash(key).startswith(block_hash)
+    tagged = get_offload_block_hash(key)
+    assert (tagged[: len(block_hash) - 1], tagged[-1:]) == (block_hash[:-1], block_hash[-1:])
 
 
 def test_what_was_stored_is_served_until_the_generation_changes(world, ctx):

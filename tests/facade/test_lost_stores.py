@@ -11,7 +11,7 @@ from facade.worlds import HIT, ks
 from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.types import ReqContext
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from kvoffload_async.types import LookupResult, ReqContext
 
 BLOCK_BYTES = 4096
 PREFIX = [key_of(number) for number in range(4)]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def spec_over(root):

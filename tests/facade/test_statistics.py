@@ -1,6 +1,7 @@
 """What `stats()` tells of an engine, a manager and a tier."""
 
 import dataclasses
+import inspect
 import json
 
 import pytest
@@ -63,7 +64,7 @@ def test_every_figure_is_documented_and_nothing_can_be_changed():
         assert tree.__dataclass_params__.frozen
         for field in dataclasses.fields(tree):
             if field.name in vars(tree).get("__annotations__", {}):
-                assert f"        {field.name}: " in tree.__doc__
+                assert f"\n    {field.name}: " in inspect.getdoc(tree)
 
 
 def test_the_tree_can_be_written_as_json(world):

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import os
 import socket
-import threading
 
 import pytest
 import torch
@@ -48,10 +47,6 @@ def tiers(monkeypatch):
 
 def report_of(path):
     return parse_report(ask(str(path)), str(path))
-
-
-def threads():
-    return {t.name for t in threading.enumerate() if t.name.startswith("kvoffload")}
 
 
 # -- what it says -------------------------------------------------------------------------------
@@ -150,7 +145,9 @@ def test_a_primary_alone_has_none():
         CPUOffloadingSpec({**CONFIG, "status_socket": "/run/kv.sock"})
 
 
-def test_it_is_refused_before_anything_has_started_where_another_engine_has_it(path, tiers):
+def test_it_is_refused_before_anything_has_started_where_another_engine_has_it(
+    path, tiers, started_threads
+):
     opened = []
 
     class Noting(ScriptedTier):
@@ -161,17 +158,17 @@ def test_it_is_refused_before_anything_has_started_where_another_engine_has_it(p
     config = {**tiers("noting", Noting), "status_socket": str(path)}
     with TieringOffloadingSpec({**CONFIG, "status_socket": str(path)}) as first:
         first.get_manager()
-        before = threads()
+        before = started_threads()
         second = TieringOffloadingSpec(config)
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
             second.get_manager()
-        assert (opened, threads()) == ([], before)
+        assert (opened, started_threads()) == ([], before)
         second.shutdown()
         assert report_of(path).pid == os.getpid()
     assert not path.exists()
 
 
-def test_it_is_removed_where_a_tier_cannot_be_opened(path, tiers):
+def test_it_is_removed_where_a_tier_cannot_be_opened(path, tiers, started_threads):
     class Closed(ScriptedTier):
         def __init__(self):
             super().__init__(open_error=ConfigError("no"))
@@ -181,10 +178,10 @@ def test_it_is_removed_where_a_tier_cannot_be_opened(path, tiers):
         with pytest.raises(ConfigError, match="no"):
             spec.get_manager()
         assert not path.exists()
-        assert not threads()
+        assert not started_threads()
 
 
-def test_it_is_removed_where_a_tier_cannot_be_closed(path, tiers):
+def test_it_is_removed_where_a_tier_cannot_be_closed(path, tiers, started_threads):
     class Jammed(ScriptedTier):
         def __init__(self):
             super().__init__(close_error=OSError("umount"))
@@ -194,7 +191,7 @@ def test_it_is_removed_where_a_tier_cannot_be_closed(path, tiers):
     with pytest.raises(OffloadError, match="umount"):
         spec.shutdown()
     assert not path.exists()
-    assert not threads()
+    assert not started_threads()
     manager.secondary_tiers[0]._view.release()
 
 

@@ -186,19 +186,33 @@ def test_nonsense_among_the_results_costs_none_of_them(worlds, nonsense):
     assert world.manager.planner.counters.job_failures == 0
 
 
+class Unsure:
+    def __bool__(self):
+        raise ValueError("neither")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"successful_keys": 3},
         {"transfer_time": "soon"},
         {"transfer_bytes": "many"},
+        {"transfer_bytes": float("inf")},
+        {"transfer_time": float("nan")},
+        {"queue_time": -1.0},
+        {"success": Unsure()},
+        {"success": 1},
+        {"disowned": None},
+        {"success": False, "successful_keys": frozenset(ks(7))},
         {"error": "a text"},
     ],
 )
 def test_a_job_whose_result_is_nonsense_has_failed(worlds, fields):
     world = two_stores(worlds)
     first, second = results_of(world)
-    reporting(world, lambda: [JobResult(first.job_id, success=True, **fields), second])
+    reporting(
+        world, lambda: [JobResult(**{"job_id": first.job_id, "success": True, **fields}), second]
+    )
     world.step()
     del world.secondaries[0].get_finished_jobs
     counters = world.manager.planner.counters

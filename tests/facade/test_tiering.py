@@ -347,6 +347,26 @@ def test_calls_for_an_unknown_request_are_misuse(worlds):
             call()
 
 
+@pytest.mark.parametrize("key", [b"", b"abcd", b"x" * 97], ids=["empty", "no hash", "too long"])
+def test_a_key_that_is_none_is_refused_before_anything_has_changed(worlds, key):
+    world = worlds()
+    world.begin("r")
+    ctx, manager = world.contexts["r"], world.manager
+    before = manager.stats()
+    for call in (
+        lambda: manager.lookup(key, ctx),
+        lambda: manager.prepare_store([*ks(1), key], ctx),
+        lambda: manager.prepare_load([key], ctx),
+        lambda: manager.complete_load([key], ctx),
+        lambda: manager.touch([key], ctx),
+    ):
+        with pytest.raises(StateError):
+            call()
+        assert manager.stats() == before
+    world.store(1)
+    world.rest()
+
+
 def test_a_use_reaches_the_tiers(worlds):
     world = worlds()
     filled(world, 1)

@@ -10,7 +10,7 @@ from kvoffload_async.errors import TierBusyError, TierUnavailableError
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.tiers.files.grouping import SharedThread
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class World:

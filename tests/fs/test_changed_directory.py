@@ -310,4 +310,4 @@ def test_housekeeping_registers_again_by_itself(place, options):
     ops = Noticing()
     with place.open(ops, rescan_interval_s=0.01, **options):
         remove_writers(place)
-        assert ops.made.wait(10)
+        assert ops.made.wait(60)

@@ -9,6 +9,8 @@ from kvoffload_async.testing.harness import key_of
 
 class FsConformance(TierConformance):
     options: ClassVar[dict] = {}
+    short_io_timeout_s = 0.05
+    traffic_runs = 10
 
     @pytest.fixture
     def place(self, tmp_path):
@@ -28,13 +30,15 @@ class FsConformance(TierConformance):
 
 
 class TestFsTier(FsConformance):
-    pass
+    traffic_runs = 40
 
 
+@pytest.mark.slow
 class TestFsTierWithCapacity(FsConformance):
     options: ClassVar[dict] = {"capacity_bytes": 1024 * KIB}
 
 
+@pytest.mark.slow
 class TestFsTierThatRequiresChecksums(FsConformance):
     options: ClassVar[dict] = {"verify": "required", "fsync": True}
 

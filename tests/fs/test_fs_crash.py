@@ -9,11 +9,14 @@ from crashes import DEADLINE_S, RANDOM_KILLS, Process
 from fs.crash_server import BAD, CAPACITY, SHARED_CAPACITY, K
 from fs.places import KIB, Place
 from powercuts import problems
+from sweeps import shares, sizes
 
 from kvoffload_async.tiers.files.ops import disk_bytes
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 
 pytestmark = pytest.mark.slow
+
+SHARES = 8
 
 UNIT = 12 * KIB
 """What a block takes on disk with its folders."""
@@ -53,13 +56,14 @@ def calls(server, tmp_path_factory) -> list[str]:
     return said[0]["calls"]
 
 
+@shares(SHARES)
 def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
-    server, calls, tmp_path
+    server, calls, tmp_path, share
 ):
     points = [(number, False) for number in range(1, len(calls) + 1)]
     points += [(n, True) for n, name in enumerate(calls, 1) if name in {"pwrite", "pwritev"}]
     assert {"publish", "rename", "truncate", "set_xattr", "unlink", "rmdir"} <= set(calls)
-    for number, torn in points:
+    for number, torn in points[share::SHARES]:
         place = Place(tmp_path / f"{number}-{torn}")
         said = server.run("scripted", root=str(place.root), kill_at=number, torn=torn)
         assert said[-1]["killed"], f"call {number} was not reached"
@@ -70,11 +74,11 @@ def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
             raise
 
 
-@pytest.mark.timeout(30 + RANDOM_KILLS)
-def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, tmp_path):
+@sizes("kills", 8, RANDOM_KILLS)
+def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, tmp_path, kills):
     draw = random.Random(7)
     place = Place(tmp_path)
-    for number in range(RANDOM_KILLS):
+    for number in range(kills):
         said = server.run(
             "traffic",
             root=str(tmp_path),
@@ -87,17 +91,17 @@ def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, 
         check_after_crash(place)
 
 
-@pytest.mark.timeout(120 + 2 * RANDOM_KILLS)
+@sizes("kills", 10, RANDOM_KILLS // 2)
 @pytest.mark.parametrize("verify", ["when_present", "off"])
 def test_kills_of_three_processes_leave_no_partial_block_and_a_right_count(
-    server, tmp_path, verify
+    server, tmp_path, verify, kills
 ):
     """Each goes on where a killed one has left it; at the end of a round nobody is left."""
     place = Place(tmp_path)
     done = number = 0
-    while done < RANDOM_KILLS // 2:
+    while done < kills:
         largest = Largest(place)
-        said = server.run("several", root=str(tmp_path), kills=20, seed=number, verify=verify)
+        said = server.run("several", root=str(tmp_path), kills=10, seed=number, verify=verify)
         done, number = done + said[0]["kills"], number + 1
         assert said[-1] == {"killed": False, "status": 0}
         # A walk may meet a block twice while it moves.
@@ -106,7 +110,7 @@ def test_kills_of_three_processes_leave_no_partial_block_and_a_right_count(
         assert not problems(FsMaintenance, tmp_path)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@sizes("processes", 2, 4)
 def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_count(
     tmp_path, processes
 ):
@@ -116,7 +120,12 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
     children = [
         Process(
             SERVER,
-            {"root": str(tmp_path), "seed": seed, "rounds": 150, "capacity_bytes": capacity_bytes},
+            {
+                "root": str(tmp_path),
+                "seed": seed,
+                "rounds": 75 * processes,
+                "capacity_bytes": capacity_bytes,
+            },
         )
         for seed in range(processes)
     ]

@@ -3,18 +3,18 @@
 from pathlib import Path
 
 import pytest
-from crashes import RANDOM_KILLS, Process
+from crashes import Process
 from fs.crash_server import CAPACITY, K
 from fs.places import KIB, Place
 from fs.spaces import rescan
+from sweeps import shares
 
 pytestmark = pytest.mark.slow
 
 SERVER = Path(__file__).with_name("crash_server.py")
 JOB_BYTES = 3 * 12 * KIB
 """The largest job of the script: three blocks, each with its folders."""
-STRIDE = max(1, 280 // RANDOM_KILLS)
-"""Every so manieth call is tried; with KVOFFLOAD_RANDOM_KILLS=280 all are."""
+SHARES = 24
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def num_calls(server: Process, place: Place) -> list[str]:
     return said[0]["calls"]
 
 
-@pytest.mark.timeout(60 + 2 * RANDOM_KILLS)
+@shares(SHARES)
 def test_a_kill_beside_another_process_passes_the_capacity_by_no_more_than_its_job(
-    server, tmp_path
+    server, tmp_path, share
 ):
     calls = num_calls(server, Place(tmp_path / "dry"))
     assert {"publish", "rename", "truncate", "set_xattr", "unlink", "rmdir"} <= set(calls)
-    for number in range(1, len(calls) + 1, STRIDE):
+    for number in range(1 + share, len(calls) + 1, SHARES):
         place = Place(tmp_path / str(number))
         try:
             check(server, place, number, torn=calls[number - 1] in {"pwrite", "pwritev"})

@@ -336,6 +336,6 @@ def test_tiers_that_share_a_directory_serve_right_bytes_whatever_happens():
     run_state_machine_as_test(
         FsMachine,
         settings=settings(
-            max_examples=max(25, settings().max_examples // 6), stateful_step_count=30
+            max_examples=max(1, settings().max_examples // 6), stateful_step_count=30
         ),
     )

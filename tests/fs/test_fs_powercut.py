@@ -9,6 +9,7 @@ import pytest
 from fs.places import KIB, Place
 from fs.spaces import rescan
 from powercuts import PER_STEP, check_each, problems, sampled, states
+from sweeps import sizes
 
 from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.testing.harness import key_of
@@ -16,7 +17,7 @@ from kvoffload_async.testing.powercut import MetadataOrder
 from kvoffload_async.testing.recording import RecordingFileOps
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + 60 * PER_STEP)]
+pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 
 K = [key_of(number) for number in range(24)]
 CAPACITY = 28 * KIB + 5 * 12 * KIB
@@ -76,24 +77,28 @@ def check(root: Path, acknowledged=(), **options) -> None:
         ("when_present", MetadataOrder.JOURNALLED),
     ],
 )
-def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, verify):
+def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, verify, per_step):
     ops = recorded(tmp_path / "work", stores, verify="required")
-    found = states(ops.recording, order)
-    assert check_each(found, tmp_path, lambda root, _: check(root, verify=verify)) > 50
+    found = states(ops.recording, order, per_step)
+    assert check_each(found, tmp_path, lambda root, _: check(root, verify=verify)) > 25
 
 
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fsync(tmp_path, order):
+def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fsync(
+    tmp_path, order, per_step
+):
     options = {"verify": "required"}  # the checksum counts, too
     ops = recorded(tmp_path / "work", stores, fsync=True, **options)
-    found = states(ops.recording, order)
+    found = states(ops.recording, order, per_step)
     assert check_each(found, tmp_path, partial(check, **options)) > 20
 
 
 @pytest.mark.parametrize("fsync", [False, True])
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_after_a_power_cut_while_blocks_are_evicted_the_count_is_right(tmp_path, order, fsync):
+def test_after_a_power_cut_while_blocks_are_evicted_the_count_is_right(
+    tmp_path, order, fsync, per_step
+):
     options = {"capacity_bytes": CAPACITY, "rescan_interval_s": 3600.0, "verify": "required"}
     ops = recorded(tmp_path / "work", stores_and_evicts, fsync=fsync, **options)
-    found = sampled(ops.recording, order)
+    found = sampled(ops.recording, order, 2 * per_step)
     check_each(found, tmp_path, lambda root, _: check(root, **options))

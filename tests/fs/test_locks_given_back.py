@@ -6,6 +6,7 @@ import threading
 import pytest
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import rescan
+from sweeps import shares
 
 from kvoffload_async.errors import (
     ConfigError,
@@ -24,7 +25,8 @@ from kvoffload_async.tiers.fs.usage import UsageFile
 
 K = [key_of(number) for number in range(12)]
 FULL = 40 * KIB + 3 * (BLOCK + 8 * KIB) + 3 * 4 * KIB
-WAIT_S = 5.0
+WAIT_S = 60.0
+SHARES = 8
 
 
 def store(harness: TierHarness, keys) -> None:
@@ -43,10 +45,11 @@ def number_of_calls(place: Place) -> int:
         return len(ops.calls) - before
 
 
+@shares(SHARES)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_after_a_failure_at_any_call_of_a_store_another_tier_goes_on(place, code):
+def test_after_a_failure_at_any_call_of_a_store_another_tier_goes_on(place, code, share):
     count = number_of_calls(place)
-    for number in range(1, count + 1):
+    for number in range(1 + share, count + 1, SHARES):
         place = Place(place.root.with_name(f"{code}-{number}"))
         ops = FaultyFileOps()
         with (

@@ -56,7 +56,7 @@ def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place
     ops = Watching(place)
     with place.open(ops, capacity_bytes=ROOM_FOR_8, **options) as harness:
         ops.is_watching = True
-        for first in range(0, 60, 3):
+        for first in range(0, 24, 3):
             harness.store(K[first : first + 3])
         trim(harness)
         ops.is_watching = False
@@ -67,7 +67,7 @@ def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place
 
 def test_the_growth_of_the_top_folder_is_within_the_capacity(place):
     capacity_bytes = 6000 * KIB
-    keys = [key_of(number) for number in range(1200)]
+    keys = [key_of(number) for number in range(480)]
     with place.open(capacity_bytes=capacity_bytes) as harness:
         for start in range(0, len(keys), 60):
             assert harness.store(keys[start : start + 60]) == {}
@@ -116,7 +116,7 @@ def test_a_block_that_is_being_loaded_is_not_evicted(place):
         hang = ops.hang(on="preadv", when=lambda c: c.path == str(place.path(K[0])))
         job = harness.job(K[:1], [20], is_promotion=True)
         loading = start(harness, harness.tier.load(job))
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         harness.store(K[10:19], range(21, 30))
         assert evicted(harness) == set(K[1:4])
         hang.release()

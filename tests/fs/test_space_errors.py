@@ -11,10 +11,13 @@ import pytest
 from fs.places import BLOCK, TRIES, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
 from log_records import errors_with_frames
+from sweeps import shares
 
 from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError, drop_tracebacks
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness
+
+SHARES = 12
 
 
 def store_or_raise(harness: TierHarness, keys) -> dict:
@@ -26,10 +29,11 @@ def store_or_raise(harness: TierHarness, keys) -> dict:
         return {0: str(error)}
 
 
+@shares(SHARES)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog):
+def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, share):
     """Every call of a job that evicts, those of the shared count included."""
-    for number in itertools.count(1, 3):
+    for number in itertools.count(1 + share, SHARES):
         place = Place(tmp_path / str(number))
         ops = FaultyFileOps()
         with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
@@ -73,7 +77,7 @@ def test_a_cancelled_store_is_accounted_for(place):
         harness.fill(K[:3], range(3))
         job = harness.job(K[:3], range(3), is_promotion=False)
         storing = start(harness, harness.tier.store(job))
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         harness.on_loop(storing[0].cancel)
         hang.release()
         with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
@@ -102,7 +106,7 @@ def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_
         harness.fill(K[:1], range(1))
         ops.fail(errno.EIO, on="pwritev unlink", when=is_temp, times=2)
         storing = start(harness, harness.tier.store(harness.job(K[:1], [0], is_promotion=False)))
-        assert end_waits.wait(10)
+        assert end_waits.wait(60)
         harness.on_loop(storing[0].cancel)
         with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
             harness.run(end_of(storing))
@@ -159,7 +163,7 @@ def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it
 
         jobs = [harness.job(K[:1], [0], is_promotion=False) for _ in range(2)]
         first = start(harness, harness.tier.store(jobs[0]))
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         ops.fail(errno.EIO, on="publish", times=2 * TRIES)
         assert sorted(harness.run(harness.tier.store(jobs[1]))) == [0]
         hang.release()

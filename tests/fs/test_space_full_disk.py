@@ -71,14 +71,14 @@ def small_disk(tmp_path):
         str(root),
     ]
     try:
-        mounted = subprocess.run(command, check=False, capture_output=True, timeout=10)
+        mounted = subprocess.run(command, check=False, capture_output=True, timeout=60)
     except OSError:
         pytest.skip("there is no mount command")
     if mounted.returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     yield root
     subprocess.run(
-        [shutil.which("umount") or "/bin/umount", "-l", str(root)], check=True, timeout=10
+        [shutil.which("umount") or "/bin/umount", "-l", str(root)], check=True, timeout=60
     )
 
 

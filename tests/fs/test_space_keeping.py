@@ -106,7 +106,7 @@ def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_lea
         space = harness.tier._space
         hang = ops.hang(on="walk", times=1)
         walking = start(harness, rescanned(harness.tier._housekeeping))
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         found = sorted(place.blocks())
         harness.store(K[4:10])
         assert not set(K[:4]) & place.blocks()
@@ -159,11 +159,11 @@ def test_the_house_is_kept_in_the_background(place):
     with place.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
         harness.store(K[:4])
         hang = ops.hang(on="walk", times=1)
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         place.path(K[0]).unlink()
         hang.release()
         again = ops.hang(on="walk", times=1)
-        assert again.entered.wait(10)
+        assert again.entered.wait(60)
         again.release()
         rescan(harness)
         check(place, harness, ROOM_FOR_8)
@@ -174,7 +174,7 @@ def test_keeping_house_survives_errors(place, caplog):
     with place.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
         ops.fail(errno.EIO, on="utime walk", times=3)
         seen = ops.hang(on="walk", times=1)
-        assert seen.entered.wait(10)
+        assert seen.entered.wait(60)
         seen.release()
         assert harness.store(K[:4]) == {}
     assert "housekeeping failed" in caplog.text
@@ -184,5 +184,5 @@ def test_without_a_capacity_the_heartbeat_goes_on(place):
     ops = FaultyFileOps()
     with place.open(ops, rescan_interval_s=0.02):
         hang = ops.hang(on="utime", times=1)
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         hang.release()

@@ -40,8 +40,8 @@ def test_a_large_job_uses_several_threads(place, ops, options):
         harness.fill(K, range(8))
         tasks = []
         harness.on_loop(lambda: tasks.append(_task(harness.tier.store(job))))
-        assert hang.entered.wait(10)
-        assert others.entered.wait(10), "no other thread went on"
+        assert hang.entered.wait(60)
+        assert others.entered.wait(60), "no other thread went on"
         ops.heal()
         assert harness.run(_end(tasks)) == {}
         before = len(ops.calls)

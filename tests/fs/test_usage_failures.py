@@ -109,7 +109,7 @@ def run_together(count, call) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
 
 
 def test_threads_of_one_tier_lose_no_update(opened):

@@ -354,7 +354,7 @@ def test_opening_looks_at_no_more_than_it_has_time_for_and_goes_on_in_the_backgr
     ops = FaultyFileOps()
     hang = ops.hang(when=place.is_listed, times=1)
     with place.open(ops, capacity_bytes=ROOM, rescan_interval_s=0.02) as harness:
-        assert hang.entered.wait(10)
+        assert hang.entered.wait(60)
         assert not harness.tier._space.known()
         hang.release()
         harness.run(_end_of_step(harness.tier._housekeeping))

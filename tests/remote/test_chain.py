@@ -12,7 +12,7 @@ pytest.importorskip("obstore", reason="needs the extra object")
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 BLOCK_BYTES = 4096
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 KEYS = [key_of(number) for number in range(40)]
 
 

@@ -9,7 +9,6 @@ import prometheus_client
 import pytest
 from servers import seaweedfs
 from servers.proxy import Proxy
-from servers.seaweedfs import SeaweedServer
 from servers.valkey import ValkeyServer
 from typer.testing import CliRunner
 
@@ -26,7 +25,7 @@ VALKEY_SECRET = "v4lkey/p@ss word"  # noqa: S105 - made up
 WRONG_SECRET = "wr0ng/p@ss+word"  # noqa: S105 - made up
 K = [key_of(number) for number in range(8)]
 FAULTS = ({}, {"flip_at": 2000}, {"flip_at": 1}, {"reset_at": 3}, {"refuses": True}, {})
-STEP_S = 0.2
+STEP_S = 0.02
 UNDECIDED = {LookupResult.RETRY, LookupResult.HIT_PENDING}
 
 pytestmark = pytest.mark.filterwarnings("default")  # of a library whose connection was reset
@@ -37,8 +36,8 @@ class ValkeyRun:
 
     secret = VALKEY_SECRET
 
-    def __init__(self, folder):
-        self.server = ValkeyServer(folder, password=VALKEY_SECRET)
+    def __init__(self, server):
+        self.server = server
 
     def tier(self, port, secret=VALKEY_SECRET):
         url = f"valkey://:{quote(secret, safe='')}@127.0.0.1:{port}/0"
@@ -50,23 +49,28 @@ class ObjectRun:
 
     secret = seaweedfs.SECRET_ACCESS_KEY
 
-    def __init__(self, folder):
-        self.server = SeaweedServer(folder)
+    def __init__(self, server):
+        self.server = server
 
     def tier(self, port, secret=seaweedfs.SECRET_ACCESS_KEY):
         connection = self.server.connection("secrets", port=port, secret_access_key=secret)
         return {"type": "object", "url": connection.url, "allow_http": True, **connection.options}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[ValkeyRun, pytest.param(ObjectRun, marks=pytest.mark.servers)],
-    ids=["valkey", "object"],
-)
-def run(request, tmp_path_factory):
-    run = request.param(tmp_path_factory.mktemp("server"))
-    with run.server:
-        yield run
+@pytest.fixture(scope="module")
+def valkey_run(tmp_path_factory):
+    with ValkeyServer(tmp_path_factory.mktemp("server"), password=VALKEY_SECRET) as server:
+        yield ValkeyRun(server)
+
+
+@pytest.fixture(scope="module")
+def object_run(s3_server):
+    return ObjectRun(s3_server)
+
+
+@pytest.fixture(params=["valkey", pytest.param("object", marks=pytest.mark.servers)])
+def run(request):
+    return request.getfixturevalue(f"{request.param}_run")
 
 
 @pytest.fixture
@@ -81,7 +85,7 @@ def status_socket(tmp_path_factory):
 
 
 def config_of(tier):
-    quick = {"call_timeout_s": 1.0, "io_timeout_s": 2.0, "max_retries": 1, "open_timeout_s": 20.0}
+    quick = {"call_timeout_s": 0.2, "io_timeout_s": 0.5, "max_retries": 1, "open_timeout_s": 20.0}
     return {
         "cpu_bytes_to_use": "1MiB",
         "block_bytes": "4KiB",
@@ -131,6 +135,7 @@ def said_on(status_socket):
     return [ask(status_socket), top.output]
 
 
+@pytest.mark.slow
 def test_a_run_with_faults_says_no_secret(run, proxy, caplog, status_socket, tmp_path):
     caplog.set_level(logging.DEBUG)
     config = config_of(run.tier(proxy.port))

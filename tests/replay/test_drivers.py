@@ -202,7 +202,7 @@ def test_a_pipe_is_replayed_although_nobody_knows_how_large_requests_are(command
     writer = threading.Thread(target=pipe.write_text, args=('{"hash_ids": [1, 2]}\n' * 3,))
     writer.start()
     report = command.figures(pipe, "--engine", engine, "--block-bytes", "1KiB")
-    writer.join(10)
+    writer.join(60)
     assert (report["requests"], report["hits"]["primary"]) == (3, 4)
 
 

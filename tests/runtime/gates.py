@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Gate:

@@ -2,7 +2,7 @@
 
 import socket
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def connected(path):

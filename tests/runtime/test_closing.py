@@ -23,7 +23,7 @@ from kvoffload_async.testing.scripted import ScriptedTier
 from kvoffload_async.testing.virtual_time import VirtualRunner
 from kvoffload_async.types import Medium
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 def open_files():

@@ -13,7 +13,7 @@ from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def view():

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import logging
 import mmap
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
@@ -147,11 +148,13 @@ def test_what_a_holder_still_writes_goes_nowhere_and_harms_nobody():
 
 def test_a_view_of_a_module_is_said_to_be_the_modules_alone(caplog):
     buffer = PrimaryBuffer(2, 4096)
-    globals()["kept"] = buffer.view[:]
+    module = ModuleType("theirs")
+    module.use = FunctionType(fail.__code__, vars(module))
+    module.kept = buffer.view[:]
     assert not buffer.release()
     named = caplog.text.rpartition("held by")[2]
-    assert named.strip() == f"the module {HERE}"
-    del globals()["kept"]
+    assert named.strip() == "the module theirs"
+    del module.kept
     assert buffer.release()
 
 

@@ -39,7 +39,7 @@ def test_notes_are_waited_for_until_all_have_arrived(tmp_path):
     reader = threading.Thread(target=lambda: found.append(first.notes(20.0)))
     reader.start()
     second = join(tmp_path, 1, note=b"second")
-    reader.join(20.0)
+    reader.join(60)
     assert found == [[padded(b"first"), padded(b"second")]]
     first.release()
     second.release()

@@ -1,14 +1,12 @@
 """Shared pages are everybody's until the last participant releases them; then they go."""
 
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from runtime.beside import map_pages
 from runtime.smaps import address_of, resident_bytes
 
 from kvoffload_async.abc.pages import hold_pages
@@ -16,15 +14,6 @@ from kvoffload_async.runtime.shared_region import SharedBuffer
 
 SLOTS, STRIDE = 64, 65536
 ROWS_BYTES = SLOTS * STRIDE
-
-PARTICIPANT = """
-import sys
-from kvoffload_async.runtime.shared_region import SharedBuffer
-
-buffer = SharedBuffer("t", 64, 65536, participant=1, num_participants=2, directory=sys.argv[1])
-print("mapped", flush=True)
-sys.stdin.read()
-"""
 
 
 class Region:
@@ -92,17 +81,11 @@ def test_the_last_to_release_gives_the_pages_back_whoever_holds_views(region, ho
     assert buffers[1].release()
 
 
-def test_a_participant_that_was_killed_keeps_no_pages(region):
+def test_a_participant_that_was_killed_keeps_no_pages(region, run_beside):
     first = region.join(0)
-    other = subprocess.Popen(
-        [sys.executable, "-c", PARTICIPANT, str(region.directory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with other:
-        assert other.stdout.readline() == "mapped\n"
-        other.send_signal(signal.SIGKILL)
+    other = run_beside(map_pages, region.directory)
+    assert other.reported() == "mapped"
+    other.kill()
     rows = np.asarray(first.view)
     rows[:] = 7
     assert not first.release()

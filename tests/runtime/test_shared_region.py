@@ -1,48 +1,16 @@
 """The mapping that participants share: exclusive, checked for room, and without a trace."""
 
-import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from runtime.beside import DEADLINE_S, SLOTS, STRIDE, join
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.shared_region import SharedBuffer, _await_size, file_name
-
-DEADLINE_S = 20.0
-SLOTS, STRIDE = 5, 8192
-
-PARTICIPANT = """
-import os, sys, json
-from kvoffload_async.runtime.shared_region import SharedBuffer
-
-def stop_at(point):
-    print(point, flush=True)
-    if point == given["stop_at"]:
-        sys.stdin.read()
-
-def stopping(name, function):
-    def call(*args):
-        stop_at("before " + name)
-        result = function(*args)
-        stop_at("after " + name)
-        return result
-    return call
-
-given = json.loads(sys.argv[1])
-for name in ("ftruncate", "posix_fallocate", "pwrite", "open"):
-    setattr(os, name, stopping(name, getattr(os, name)))
-buffer = SharedBuffer(
-    "t", 5, 8192, participant=given["participant"], num_participants=2,
-    directory=given["directory"], join_timeout_s=given["join_timeout_s"],
-)
-stop_at("mapped")
-"""
 
 
 @pytest.fixture
@@ -50,47 +18,8 @@ def directory(tmp_path):
     return tmp_path
 
 
-def join(directory, participant=0, num_participants=2, *, num_slots=SLOTS, **options):
-    return SharedBuffer(
-        "t",
-        num_slots,
-        STRIDE,
-        participant=participant,
-        num_participants=num_participants,
-        directory=directory,
-        **options,
-    )
-
-
 def files(directory):
     return [path.name for path in directory.glob("kvoffload-*")]
-
-
-def started(directory, participant, stop_at, join_timeout_s=DEADLINE_S):
-    """Start a participant as a process, and wait until it has come to a point."""
-    given = {
-        "directory": str(directory),
-        "join_timeout_s": join_timeout_s,
-        "participant": participant,
-        "stop_at": stop_at,
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARTICIPANT, json.dumps(given)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    for line in process.stdout:
-        if line.strip() == stop_at:
-            return process
-    raise AssertionError(f"it ended with {process.wait()} before {stop_at}")
-
-
-def kill(process):
-    process.send_signal(signal.SIGKILL)
-    process.wait(DEADLINE_S)
-    process.stdin.close()
-    process.stdout.close()
 
 
 def test_what_one_participant_writes_the_other_reads_and_the_name_goes_with_the_last(directory):
@@ -114,11 +43,11 @@ def test_what_one_participant_writes_the_other_reads_and_the_name_goes_with_the_
     assert second.release()
 
 
-def test_participants_of_one_process_and_of_another_share_the_rows(directory):
+def test_participants_of_one_process_and_of_another_share_the_rows(directory, started):
     mine = join(directory, 0)
     other = started(directory, 1, "mapped")
     assert files(directory) == []
-    kill(other)
+    other.kill()
     assert mine.release()
 
 
@@ -264,11 +193,11 @@ def test_a_second_engine_under_the_same_name_is_refused(directory):
     assert first.release()
 
 
-def test_a_joiner_gives_up_when_nobody_gives_the_file_its_size(directory):
+def test_a_joiner_gives_up_when_nobody_gives_the_file_its_size(directory, started):
     creator = started(directory, 0, "before ftruncate")
     with pytest.raises(TimeoutError, match="hangs"):
         join(directory, 1, join_timeout_s=0.05)
-    kill(creator)
+    creator.kill()
     assert files(directory) == []
 
 
@@ -285,8 +214,8 @@ def test_a_joiner_learns_that_whoever_made_the_file_has_failed(directory):
     "point",
     ["before ftruncate", "after ftruncate", "before pwrite", "mapped"],
 )
-def test_a_creator_that_is_killed_leaves_nothing_to_whoever_starts_next(directory, point):
-    kill(started(directory, 0, point))
+def test_a_creator_that_is_killed_leaves_nothing_to_whoever_starts_next(directory, started, point):
+    started(directory, 0, point).kill()
     assert len(files(directory)) == 1
     fresh = join(directory, 1)
     assert fresh.is_creator
@@ -296,44 +225,44 @@ def test_a_creator_that_is_killed_leaves_nothing_to_whoever_starts_next(director
 
 
 @pytest.mark.parametrize("point", ["after open", "before pwrite"])
-def test_a_joiner_that_is_killed_on_its_way_leaves_nothing_to_whoever_starts_next(directory, point):
+def test_a_joiner_that_is_killed_on_its_way_leaves_nothing_to_whoever_starts_next(
+    directory, started, point
+):
     creator = started(directory, 0, "mapped")
-    kill(started(directory, 1, point))
-    kill(creator)
+    started(directory, 1, point).kill()
+    creator.kill()
     assert len(files(directory)) == 1
     assert join(directory, 0, 1).release()
     assert files(directory) == []
 
 
-def test_a_file_that_is_taken_for_an_orphan_before_it_is_locked_is_made_anew(directory):
+def test_a_file_that_is_taken_for_an_orphan_before_it_is_locked_is_made_anew(directory, started):
     slow = started(directory, 0, "after open")
     mine = join(directory, 1)
     assert mine.is_creator
-    slow.stdin.close()  # it goes on
-    assert slow.stdout.read().endswith("mapped\n")
-    assert slow.wait(DEADLINE_S) == 0
-    slow.stdout.close()
+    slow.go_on()
+    assert slow.reported() == "shares it"
     assert files(directory) == []
     assert mine.release()
 
 
-def test_a_kill_after_all_have_arrived_leaves_no_file(directory):
+def test_a_kill_after_all_have_arrived_leaves_no_file(directory, started):
     first = started(directory, 0, "mapped")
     second = started(directory, 1, "mapped")
     assert files(directory) == []
-    kill(first)
-    kill(second)
+    first.kill()
+    second.kill()
     assert files(directory) == []
 
 
-def test_the_file_of_participants_that_live_is_no_orphan(directory):
+def test_the_file_of_participants_that_live_is_no_orphan(directory, started):
     waiting = started(directory, 0, "mapped")
     other = SharedBuffer("other", 1, 4096, participant=0, num_participants=1, directory=directory)
     assert len(files(directory)) == 1
     late = join(directory, 1)
     assert not late.is_creator
     assert files(directory) == []
-    kill(waiting)
+    waiting.kill()
     assert late.release()
     assert other.release()
 

@@ -9,7 +9,7 @@ from kvoffload_async.errors import ClosedError, StateError
 from kvoffload_async.runtime.loop import SameLoopRunner, ThreadsafeRunner
 from kvoffload_async.testing import VirtualLoop
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 async def value_of(value):

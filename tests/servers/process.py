@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-READY_S = 30.0
+READY_S = 60.0
 
 at_length = pytest.mark.skipif(
     os.environ.get("KVOFFLOAD_SERVERS") != "all",

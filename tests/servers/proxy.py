@@ -70,7 +70,7 @@ class Proxy:
         self._run(self._set(Network(**faults)))
 
     def _run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30.0)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60.0)
 
     async def _listen(self):
         self._changed = asyncio.Event()

@@ -54,5 +54,5 @@ class Authority:
             [self._openssl, *arguments, *new_key, "-days", _DAYS],
             check=True,
             capture_output=True,
-            timeout=30,
+            timeout=60,
         )

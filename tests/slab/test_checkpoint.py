@@ -33,24 +33,24 @@ class CountingFileOps(FaultyFileOps):
         return super().pwrite(fd, data, offset)
 
 
-def churn(harness, count, first=1000, at_once=4):
+def churn(harness, count, first=1000, at_once=16):
     """Store new blocks in place of old ones."""
     for number in range(first, first + count, at_once):
         assert harness.store([key_of(number + i) for i in range(at_once)]) == {}
 
 
-@pytest.mark.parametrize("fdatasync", [False, True])
+@pytest.mark.parametrize("fdatasync", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_is_written_in_steps_and_says_in_the_end_what_the_old_one_said(slab_store, fdatasync):
     ops = CountingFileOps()
     large = {"capacity_bytes": 4 * CAPACITY, "segment_bytes": 4 * CAPACITY}
     with slab_store.open(ops, **large, fdatasync=fdatasync) as harness:
         most = 0
-        for number in range(0, 24000, 32):
+        for number in range(0, 16000, 32):
             before = ops.written
             churn(harness, 32, 1000 + number, 32)
             most = max(most, ops.written - before)
         slots = sum(harness.tier._store.catalog.segments.values())
-        assert ops.counts()["rename"] > 3
+        assert ops.counts()["rename"] > 2
         appended = 1 + 32 + 32 + harness.tier._allocator._budget.slots_ahead
         assert most <= 12 * appended * RECORD_BYTES, "a store pays for what it appends"
         assert 12 * appended < slots * 0.6, "that is no whole journal"
@@ -67,9 +67,9 @@ def test_its_cost_per_record_does_not_grow_with_the_store(slab_store):
     written = []
     for scale in (1, 2):
         ops = CountingFileOps()
-        with slab_store.open(ops, capacity_bytes=scale * CAPACITY) as harness:
-            churn(harness, scale * 4000)
-            written.append(ops.written / (scale * 4000))
+        with slab_store.open(ops, capacity_bytes=scale * CAPACITY // 4) as harness:
+            churn(harness, scale * 1000)
+            written.append(ops.written / (scale * 1000))
     assert written[1] < 1.5 * written[0]
 
 
@@ -130,10 +130,7 @@ def test_one_whose_bytes_were_lost_is_begun_in_a_new_file(slab_store):
         ops.fail(errno.EIO, on="fdatasync", when=is_next, times=1)
         churn(harness, 2000, 4000)
     names = [call.name for call in ops.calls if is_next(call)]
-    failed = next(
-        at for at, name in enumerate(names) if name == "fdatasync" and names[at + 1] == "close"
-    )
-    rest = names[failed:]
+    rest = names[names.index("close") :]  # which is of one that is given up: before a rename
     assert rest.index("open") < rest.index("rename")
 
 
@@ -160,14 +157,13 @@ def test_a_job_that_the_rest_of_the_journal_has_no_room_for_is_stored(slab_store
 
 def test_a_journal_with_next_to_no_room_left_is_written_anew_at_the_opening(slab_store):
     ops = FaultyFileOps()
+    ops.fail(errno.EIO, on="pwrite", when=is_next)  # from the first on: none is under way later
     with slab_store.open(ops, **WHOLE) as harness:
-        churn(harness, 2000)
-        ops.fail(errno.EIO, on="pwrite", when=is_next)
         journal = harness.tier._store.data_path.journal
-        for number in itertools.count(4000):
+        for number in itertools.count():
+            churn(harness, 1, number, 1)
             if journal._max_units - journal._end_units < len(harness.tier._store.catalog) // 40:
                 break
-            churn(harness, 1, number, 1)
         kept = set(harness.tier._store.catalog.keys())
     full_bytes = slab_store.journal.stat().st_size
     with slab_store.open(**WHOLE) as harness:

@@ -10,6 +10,8 @@ from kvoffload_async.tiers.slab.places import segment_of, slot_of
 
 class SlabConformance(TierConformance):
     options: ClassVar[dict] = {}
+    short_io_timeout_s = 0.05
+    traffic_runs = 10
 
     @pytest.fixture
     def tier(self, tmp_path):
@@ -25,18 +27,20 @@ class SlabConformance(TierConformance):
 
 
 class TestSlabTier(SlabConformance):
-    pass
+    traffic_runs = 40
 
 
 class TestSlabTierThatIsFullAndWaitsForTheDevice(SlabConformance):
     options: ClassVar[dict] = {"capacity_bytes": 300 * KIB, "fdatasync": True, "policy": "arc"}
 
 
+@pytest.mark.slow
 class TestSlabTierWithRowsThatAreNoPages(SlabConformance):
     slot_bytes = 5000
     options: ClassVar[dict] = {"io_threads": 2, "piece_bytes": 16 * KIB}
 
 
+@pytest.mark.slow
 class TestSlabTierWithDirectIo(SlabConformance):
     options: ClassVar[dict] = {"direct_io": True}
 
@@ -46,11 +50,13 @@ class TestSlabTierWithDirectIoAndRowsThatAreNoPages(SlabConformance):
     options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 16 * KIB}
 
 
+@pytest.mark.slow
 class TestSlabTierWithBlocksLargerThanAnExtent(SlabConformance):
     slot_bytes = 13_000
     options: ClassVar[dict] = {"piece_bytes": 4 * KIB}
 
 
+@pytest.mark.slow
 class TestSlabTierWithDirectIoAndBlocksLargerThanAnExtent(SlabConformance):
     slot_bytes = 12 * KIB
     options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 4 * KIB}

@@ -8,12 +8,14 @@ from crashes import RANDOM_KILLS, Process
 from powercuts import problems
 from slab.crash_server import BAD, CAPACITY, OPTIONS, K, UnsyncedFileOps
 from slab.stores import SlabStore, sound
-from sweeps import swept
+from sweeps import shares, sizes
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
 
 pytestmark = pytest.mark.slow
+
+SHARES = 16
 
 SERVER = Path(__file__).with_name("crash_server.py")
 
@@ -57,13 +59,14 @@ def check_after_crash(slab_store: SlabStore, open_store=None, **options) -> None
     assert not problems(SlabMaintenance, slab_store.root)
 
 
+@shares(SHARES)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_path, verify):
+def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_path, verify, share):
     dry = server.run("scripted", root=str(tmp_path / "dry"), kill_at=None, verify=verify)
     assert dry[-1] == {"killed": False, "status": 0}
     calls = dry[0]["calls"]
     assert {"pwritev", "pwrite", "rename", "truncate", "fallocate", "preadv", "lock"} <= set(calls)
-    for number, torn in swept(kill_points(calls), verify, of=2):
+    for number, torn in kill_points(calls)[(share + verify) % SHARES :: SHARES]:
         slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
             "scripted", root=str(slab_store.root), kill_at=number, torn=torn, verify=verify
@@ -76,17 +79,18 @@ def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_p
             raise
 
 
+@shares(SHARES)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize("next_one", NEXT)
 def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
-    server, tmp_path, verify, next_one
+    server, tmp_path, verify, next_one, share
 ):
     dry = server.run("replacing", root=str(tmp_path / "dry"), kill_at=None, verify=verify)
     assert dry[-1] == {"killed": False, "status": 0}
     calls = dry[0]["calls"]
     assert calls.index("unlink") < calls.index("rename") < calls.index("fallocate")
     refused = []
-    points = swept(kill_points(calls), NEXT.index(next_one) + verify, of=3)
+    points = kill_points(calls)[(share + NEXT.index(next_one) + verify) % SHARES :: SHARES]
     for number, torn in points:
         slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
@@ -115,14 +119,14 @@ def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
         assert set(refused) == {n for n, _ in points if n > manifest}
 
 
-@pytest.mark.timeout(60 + RANDOM_KILLS)
+@sizes("kills", 5, RANDOM_KILLS // 2)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 def test_kills_while_two_identities_replace_each_other_serve_nobody_what_is_not_his(
-    server, tmp_path, verify
+    server, tmp_path, verify, kills
 ):
     draw = random.Random(11)
     slab_store = SlabStore(tmp_path)
-    for number in range(RANDOM_KILLS // 2):
+    for number in range(kills):
         said = server.run(
             "contested",
             root=str(tmp_path),
@@ -136,12 +140,14 @@ def test_kills_while_two_identities_replace_each_other_serve_nobody_what_is_not_
         check_after_crash(slab_store, open_store, verify=verify, on_mismatch="replace")
 
 
-@pytest.mark.timeout(60 + RANDOM_KILLS)
+@sizes("kills", 5, RANDOM_KILLS // 2)
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_kills_at_random_times_serve_no_wrong_byte_and_lose_no_slot(server, tmp_path, verify):
+def test_kills_at_random_times_serve_no_wrong_byte_and_lose_no_slot(
+    server, tmp_path, verify, kills
+):
     draw = random.Random(7)
     slab_store = SlabStore(tmp_path)
-    for number in range(RANDOM_KILLS // 2):
+    for number in range(kills):
         said = server.run(
             "traffic",
             root=str(tmp_path),

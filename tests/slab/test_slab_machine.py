@@ -268,6 +268,6 @@ def test_a_store_serves_right_bytes_and_accounts_exactly_whatever_happens():
     run_state_machine_as_test(
         SlabMachine,
         settings=settings(
-            max_examples=max(20, settings().max_examples // 5), stateful_step_count=30
+            max_examples=max(1, settings().max_examples // 3), stateful_step_count=20
         ),
     )

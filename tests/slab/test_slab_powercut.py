@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from powercuts import PER_STEP, check_each, problems, sampled, states
 from slab.stores import BLOCK, FIXED, KIB, SlabStore, sound
+from sweeps import sizes
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.testing.harness import key_of
@@ -13,7 +14,7 @@ from kvoffload_async.testing.recording import RecordingFileOps
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL
 from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + 60 * PER_STEP)]
+pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 
 K = [key_of(number) for number in range(48)]
 OPTIONS = {"capacity_bytes": FIXED + 14 * BLOCK, "segment_bytes": 24 * KIB, "io_threads": 2}
@@ -70,22 +71,24 @@ def check_or_refused(root: Path, acknowledged=(), **options) -> None:
 
 
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order):
+def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, per_step):
     ops = recorded(tmp_path / "work", [stores])
-    found = states(ops.recording, order)
-    assert check_each(found, tmp_path, lambda root, _: check_or_refused(root)) > 50
+    found = states(ops.recording, order, per_step)
+    assert check_each(found, tmp_path, lambda root, _: check_or_refused(root)) > 20
 
 
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fdatasync(tmp_path, order):
+def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fdatasync(
+    tmp_path, order, per_step
+):
     ops = recorded(tmp_path / "work", [stores, stores_more], fdatasync=True)
-    found = states(ops.recording, order)
+    found = states(ops.recording, order, per_step)
     assert check_each(found, tmp_path, check) > 20
 
 
 @pytest.mark.parametrize("fdatasync", [False, True])
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_of_a_longer_run_serves_a_wrong_byte(tmp_path, order, fdatasync):
+def test_no_state_of_a_longer_run_serves_a_wrong_byte(tmp_path, order, fdatasync, per_step):
     ops = recorded(tmp_path / "work", [stores_and_evicts, stores_and_evicts], fdatasync=fdatasync)
-    found = sampled(ops.recording, order)
+    found = sampled(ops.recording, order, 2 * per_step)
     check_each(found, tmp_path, lambda root, _: check_or_refused(root))

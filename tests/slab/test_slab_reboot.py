@@ -7,6 +7,7 @@ import pytest
 from powercuts import PER_STEP, check_each, sampled, states
 from slab.stores import SlabStore
 from slab.test_slab_powercut import OPTIONS, K, recorded, stores, stores_and_evicts
+from sweeps import sizes
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.testing.powercut import MetadataOrder
@@ -15,7 +16,7 @@ from kvoffload_async.tiers.slab.layout import SESSION
 from kvoffload_async.tiers.slab.reading import read_manifest
 from kvoffload_async.tiers.slab.session import Session
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + 60 * PER_STEP)]
+pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 
 
 def reboot(root: Path) -> None:
@@ -46,13 +47,15 @@ def check(root: Path, _acknowledged) -> None:
 
 @pytest.mark.parametrize("verify", [True, False], ids=["with checksums", "without"])
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_after_a_reboot_serves_a_wrong_byte_without_verification(tmp_path, order, verify):
+def test_no_state_after_a_reboot_serves_a_wrong_byte_without_verification(
+    tmp_path, order, verify, per_step
+):
     ops = recorded(tmp_path / "work", [stores], verify=verify)
-    assert check_each(states(ops.recording, order), tmp_path, check) > 20
+    assert check_each(states(ops.recording, order, per_step), tmp_path, check) > 20
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["with checksums", "without"])
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_of_a_longer_run_does(tmp_path, order, verify):
+def test_no_state_of_a_longer_run_does(tmp_path, order, verify, per_step):
     ops = recorded(tmp_path / "work", [stores_and_evicts] * 2, verify=verify)
-    check_each(sampled(ops.recording, order), tmp_path, check)
+    check_each(sampled(ops.recording, order, 2 * per_step), tmp_path, check)

@@ -1,5 +1,7 @@
 """Keys, numbers and lists of numbers, against dictionaries and lists."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,11 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffload_async.abc import ranking as ranking_module
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.errors import StateError
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.tables.arrays import integers, long_integers, objects, small_integers
 from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import MOST_PARTS, PART_AT, KeyMap
+from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.testing.harness import key_of
@@ -92,7 +95,9 @@ def test_keys_are_spread_evenly_whether_their_hashes_are_random_or_counted():
 
 @given(st.lists(st.sampled_from(K), min_size=1), st.booleans())
 def test_a_table_is_filled_with_many_keys_as_with_one_by_one(keys, by_part):
-    keys = sorted(dict.fromkeys(keys), key=lambda key: key[PART_AT] if by_part else key)
+    keys = sorted(
+        dict.fromkeys(keys), key=lambda key: (key[0] + key[-5]) % MOST_PARTS if by_part else key
+    )
     numbers = np.random.default_rng(0).permutation(len(keys))
     filled, added = KeyTable(len(K)), KeyTable(len(K))
     filled.fill(keys, numbers)
@@ -245,3 +250,21 @@ def test_a_policy_that_ranks_other_slots_than_it_was_given_is_a_violation():
 
 def test_nobody_is_a_key_of_its_own():
     assert len({*nobodies(1000), *K}) == 1000 + len(K)
+
+
+@pytest.mark.parametrize("generation", [None, "of these weights"])
+@pytest.mark.parametrize(
+    "block_hash",
+    [
+        pytest.param(lambda number: hashlib.sha256(str(number).encode()).digest(), id="hashes"),
+        pytest.param(lambda number: number.to_bytes(32, "big"), id="big-endian counters"),
+        pytest.param(lambda number: number.to_bytes(32, "little"), id="little-endian counters"),
+        pytest.param(lambda number: bytes([number % 256]) * 32, id="one byte repeated"),
+    ],
+)
+def test_keys_of_any_hashes_and_generation_spread_over_the_parts(block_hash, generation):
+    of_generation, spread = Generation(generation), KeyMap()
+    keys = [of_generation.key(block_hash(number)) for number in range(10_000)]
+    spread.update(keys, range(len(keys)))
+    fullest = max(map(len, spread.distinct))
+    assert fullest <= len(spread) * 4 // MOST_PARTS + 1

@@ -9,12 +9,14 @@ from kvoffload_async.tiers.example import ExampleTier
 
 
 class TestExampleTier(TierConformance):
+    short_io_timeout_s = 0.05
+
     @pytest.fixture
     def tier(self):
         return ExampleTier
 
 
-class TestExampleTierInAFaultlessWrapper(TierConformance):
+class TestExampleTierInAFaultlessWrapper(TestExampleTier):
     @pytest.fixture
     def tier(self):
         return lambda: FaultyTier(ExampleTier())

@@ -205,7 +205,7 @@ class Gate:
 
     def pass_through(self, *_arguments):
         self.loop.call_soon_threadsafe(self.is_reached.set)
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(60)
         self.num_ended += 1
 
     async def cancel_inside(self, work):

@@ -64,6 +64,9 @@ def test_rows_may_be_strided():
     [
         (torch.zeros(4, 3, 5).transpose(1, 2), 0, "are not contiguous.*another block_dim"),
         (torch.zeros(3, 4, 5).transpose(0, 1), 0, "are not contiguous"),
+        (torch.zeros(4, 4, dtype=torch.complex64).conj(), 0, "lazy conjugation.*is a view of"),
+        (torch.zeros(4, 4, dtype=torch.complex64).conj().imag, 0, "lazy negation"),
+        (torch.eye(4).to_sparse(), 0, "layout torch.sparse_coo.*dense"),
         (torch.zeros(1, 6).expand(4, 6), 0, "overlap"),
         (torch.zeros(8), 0, "no block pages"),
         (torch.zeros(2, 8), 1, "no block pages"),

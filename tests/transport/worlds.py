@@ -15,7 +15,7 @@ from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 MOMENT_S = 0.02
 GUARD = 0xEE
 

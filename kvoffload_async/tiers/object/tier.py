@@ -208,16 +208,16 @@ class ObjectTier(RemoteTier):
 
     async def _wrapped(self, job: JobMetadata, indices: Sequence[int]) -> Bytes:
         """Return an object of these blocks."""
-        env, rows = self._opened()
         keys = [job.keys[i] for i in indices]
-        blocks = [rows[job.block_ids[i]] for i in indices]
 
         def wrap() -> Bytes:
+            _, rows = self._opened()
+            blocks = [rows[job.block_ids[i]] for i in indices]
             if len(keys) == 1:
                 return self._envelopes.wrap(keys[0], blocks[0])
             return self._packs.wrap(keys, blocks)
 
-        return await env.io.run(Direction.STORE, wrap)
+        return await self._in_thread(Direction.STORE, wrap)
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -324,9 +324,8 @@ class ObjectTier(RemoteTier):
             verdicts = {i: verdicts[i] for i in verdicts if i not in corrupt} | again
             corrupt = _corrupt(again)
         if value is not None and corrupt:
-            env, _ = self._opened()
             counters.corrupt += len(corrupt)
-            sha1 = await env.io.run(Direction.NONE, value.sha1)
+            sha1 = await self._in_thread(Direction.NONE, value.sha1)
             await self._remove(client, name, value, sha1, deadline_s)
         if value is None or corrupt:
             self._memory.vanished([name])
@@ -344,7 +343,6 @@ class ObjectTier(RemoteTier):
         deadline_s: float,
     ) -> tuple[Value | None, Verdicts]:
         """Read an object, and copy what is right of it; None: there is no such object."""
-        env, rows = self._opened()
         most_bytes = max(self._packs.most_bytes(len(name)), self._envelopes.value_bytes(name))
         (value,) = await self._calls.run(partial(client.get, [name], most_bytes), deadline_s)
         indices = {job.keys[i]: i for i in wanted}
@@ -355,6 +353,7 @@ class ObjectTier(RemoteTier):
 
         def unwrap() -> tuple[Sequence[OffloadKey], Mapping[OffloadKey, TierError | None]]:
             """Return what is in it, and how what is wanted of that went."""
+            _, rows = self._opened()
             into = {key: rows[job.block_ids[i]] for key, i in indices.items()}
             if not is_pack(found.data):
                 row = into.get(name)
@@ -368,7 +367,7 @@ class ObjectTier(RemoteTier):
             return table.keys, {key: bad.get(key) for key in table.keys if key in into}
 
         expected = [key for key in indices if self._chains.name_of(key) == name]
-        contents, judged = await env.io.run(Direction.LOAD, unwrap)
+        contents, judged = await self._in_thread(Direction.LOAD, unwrap)
         if contents:
             self._chains.saw_object(contents)
         return value, {indices[key]: error for key, error in judged.items()}

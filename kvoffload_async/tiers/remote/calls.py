@@ -8,7 +8,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvoffload_async.errors import TierError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.errors import (
+    TierError,
+    TierTimeoutError,
+    TierUnavailableError,
+    drop_tracebacks,
+)
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient
 from kvoffload_async.tiers.remote.secrecy import Redactor
 
@@ -130,15 +135,23 @@ class Calls:
         except TimeoutError:
             failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
         except Exception as error:  # noqa: BLE001 - the library's own, of any kind
-            mapped = self._client.mapped(error)
-            failure = type(mapped)(f"{place}: {self._redact(mapped)}")
+            failure = self._said(error)
         else:
             self._is_suspect = False
             return result
         self.counters.failed += 1
         self.counters.timeouts += isinstance(failure, TierTimeoutError)  # the library's own, too
         self._is_suspect = self._is_suspect or isinstance(failure, TierUnavailableError)
-        raise failure  # without a cause, whose text might have secrets in it
+        try:
+            raise failure  # without a cause, whose text might have secrets in it
+        finally:
+            del failure  # it holds this frame, and what its callers hold
+
+    def _said(self, error: Exception) -> TierError:
+        """Return what an error of the library means, without its secrets."""
+        mapped = self._client.mapped(error)
+        drop_tracebacks(error)  # the library's frames may hold it, and they hold their callers'
+        return type(mapped)(f"{self._client.place}: {self._redact(mapped)}")
 
     async def _pause(self, attempt: int, deadline_s: float) -> bool:
         """Wait before a retry, twice as long each time; False if there is no time for one."""

@@ -85,5 +85,8 @@ class Questions:
         else:
             await run_together(map(ask, portions), "remote:question")
         if errors:
-            raise errors[0]
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # they hold this frame, and what its callers hold
         return present

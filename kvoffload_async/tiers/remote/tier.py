@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _VERIFIED: Final = Value(memoryview(b""))
 """In place of a value whose block is in its row."""
@@ -242,7 +244,6 @@ class RemoteTier(AsyncTier):
     async def _store_portion(
         self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
-        env, rows = self._opened()
         keys, slots = job.keys, job.block_ids
         doubtful = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
         present = await self._questions.ask_anew(doubtful, deadline_s) if doubtful else ()
@@ -252,9 +253,10 @@ class RemoteTier(AsyncTier):
             return {}
 
         def wrap() -> list[Bytes]:
+            _, rows = self._opened()
             return [self._envelopes.wrap(keys[i], rows[slots[i]]) for i in indices]
 
-        values = await env.io.run(Direction.STORE, wrap)
+        values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
         outcomes = await self._calls.run(partial(client.put, missing, values), deadline_s)
         failures = {
@@ -271,7 +273,6 @@ class RemoteTier(AsyncTier):
     async def _load_portion(
         self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
-        env, rows = self._opened()
         keys, slots = job.keys, job.block_ids
         most_bytes = max(self._envelopes.value_bytes(keys[i]) for i in portion)
 
@@ -283,6 +284,7 @@ class RemoteTier(AsyncTier):
             del found
 
             def unwrap() -> dict[int, CorruptBlockError]:
+                _, rows = self._opened()
                 bad: dict[int, CorruptBlockError] = {}
                 for i in indices:
                     if isinstance(value := values[i], Value):
@@ -295,7 +297,7 @@ class RemoteTier(AsyncTier):
                             bad[i] = error
                 return bad
 
-            return await env.io.run(Direction.LOAD, unwrap)
+            return await self._in_thread(Direction.LOAD, unwrap)
 
         values: dict[int, Value | TierError | None] = {}
         corrupt = await read(portion)
@@ -313,7 +315,6 @@ class RemoteTier(AsyncTier):
         deadline_s: float,
     ) -> dict[int, TierError]:
         """Return why blocks were not loaded, and remove the corrupt ones."""
-        env, _ = self._opened()
         keys = job.keys
         failures: dict[int, TierError] = {}
         for i, value in values.items():
@@ -324,7 +325,7 @@ class RemoteTier(AsyncTier):
             elif i in corrupt:
                 failures[i] = corrupt[i]
                 self._counters.corrupt += 1
-                sha1 = await env.io.run(Direction.NONE, value.sha1)
+                sha1 = await self._in_thread(Direction.NONE, value.sha1)
                 await self._remove(client, keys[i], value, sha1, deadline_s)
         self._memory.vanished(
             keys[i]
@@ -385,7 +386,16 @@ class RemoteTier(AsyncTier):
     def _deadline(self, seconds: float) -> float:
         return asyncio.get_running_loop().time() + seconds
 
+    async def _in_thread(self, direction: Direction, call: Callable[[], T]) -> T:
+        env, _ = self._opened()
+        return await env.io.run(direction, call)
+
     def _opened(self) -> tuple[TierEnvironment, Bytes]:
+        """Return what there is while the tier is open.
+
+        Not to be kept where the library is awaited: an error that it keeps may hold its callers'
+        frames, and the primary must not be among what they hold.
+        """
         if self._env is None or self._rows is None:
             raise TierClosedError(f"{self._place} is not open")
         return self._env, self._rows

@@ -22,11 +22,14 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
     if not tasks:
         return
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
+            if not task.cancelled():
+                task.result()
+    finally:
+        del tasks, task  # a task holds what it has raised, and that holds this frame

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffload_async.tables.keymap import PART_AT
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, MOST_PARTS
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.slab.places import Place, SlotNumbers
 from kvoffload_async.types import OffloadKey
@@ -158,8 +158,10 @@ def _key_only(key_bytes: int) -> np.dtype[np.void]:
 def by_part(units: Records, rows: RecordRows) -> RecordRows:
     """Return in which order of some units keys come together that are in one part of a `KeyMap`."""
     columns = units.view(np.uint8).reshape(-1, RECORD_BYTES)
-    at = KEY_AT + PART_AT + units["key_bytes"][rows].astype(np.int64)
-    order: RecordRows = np.argsort(columns[rows, np.minimum(at, RECORD_BYTES - 1)], kind="stable")
+    at = KEY_AT + LAST_HASH_BYTE + units["key_bytes"][rows].astype(np.int64)
+    last = columns[rows, np.minimum(at, RECORD_BYTES - 1)].astype(np.int16)
+    parts = (last + columns[rows, KEY_AT]) % MOST_PARTS
+    order: RecordRows = np.argsort(parts, kind="stable")
     return order
 
 

@@ -227,7 +227,7 @@ class ValkeyClient(RemoteClient):
             answers = await pipeline.execute(raise_on_error=False)
         label: bytes | Exception | None = answers[1]
         if isinstance(label, Exception):
-            raise label
+            raise label  # whoever made the call breaks the cycle of error and frame
         return label
 
 

@@ -19,7 +19,7 @@ class Store:
         self.command = command
         self.root = command.directory / "store"
         self.options = "".join(f",{option}" for option in options)
-        self.trace = command.trace(list(ChatWorkload(limit=60)))
+        self.trace = command.trace(list(ChatWorkload(limit=5)))
         self.replay()
 
     def replay(self):

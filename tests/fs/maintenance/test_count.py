@@ -79,7 +79,7 @@ def test_ctrl_c_in_the_middle_of_gc_leaves_the_count_right(bounded, monkeypatch)
     calls = itertools.count()
 
     def and_interrupt(self, blocks):
-        if next(calls) == 9:
+        if next(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return check(self, blocks)
 

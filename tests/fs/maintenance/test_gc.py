@@ -141,7 +141,7 @@ def test_gc_leaves_a_tier_at_work_in_peace(bounded):
 
     def with_gc(source):
         for number, blocks in enumerate(requests(source)):
-            if number % 50 == 10:
+            if number % 20 == 10:
                 collected.append(command.run("store", "gc", bounded.root, "--corrupt"))
             yield blocks
 
@@ -151,7 +151,7 @@ def test_gc_leaves_a_tier_at_work_in_peace(bounded):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvoffload_async.cli.app.ChatWorkload", Workload)
         report = command.figures(
-            *("--limit", 200, "--primary-blocks", 100, "--block-bytes", 4096),
+            *("--limit", 80, "--primary-blocks", 100, "--block-bytes", 4096),
             *("--tier", f"fs:root_dir={bounded.root},capacity_bytes=1MiB"),
         )
     assert report["corrupt_blocks"] == report["job_failures"] == 0

@@ -46,8 +46,8 @@ def test_a_newer_namespace_is_refused_with_what_it_needs_and_left_as_it_is(bound
     bounded.temp("1-0123456789ab", age_s=24 * HOUR_S)
     os.truncate(bounded.blocks[0], 10)
     before = sorted(bounded.root.rglob("*"))
-    (line,) = bounded.complaints(verb)
-    assert "it is of a newer release: it needs a release that knows feature 'x'" in line
+    newer = "it is of a newer release: it needs a release that knows feature 'x'"
+    assert any(newer in line for line in bounded.complaints(verb))
     assert sorted(bounded.root.rglob("*")) == before
 
 

@@ -11,7 +11,7 @@ from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class SlowStore:

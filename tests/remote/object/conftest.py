@@ -3,7 +3,6 @@ import itertools
 import pytest
 from remote.object.tiers import BLOCK_BYTES, tier_on
 from servers.proxy import Proxy
-from servers.seaweedfs import SeaweedServer
 
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.tiers.object.client import ObjectConnection
@@ -11,10 +10,9 @@ from kvoffload_async.tiers.object.client import ObjectConnection
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    with SeaweedServer(tmp_path_factory.mktemp("seaweedfs")) as server:
-        yield server
+@pytest.fixture
+def server(s3_server):
+    return s3_server
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from kvoffload_async.tiers.object.client import ObjectConnection
 
 class TestObjectTierInADirectory(TierConformance):
     pack_bytes = 0
+    fault_seeds = range(2)
+    traffic_runs = 10
 
     @pytest.fixture
     def connection(self, tmp_path):

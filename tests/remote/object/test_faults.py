@@ -63,7 +63,7 @@ def test_a_timeout_of_the_librarys_own_is_counted_and_leaves_a_doubt(
 
 def test_latency_costs_time_alone(harness, proxy):
     harness.store(K[:4])
-    proxy.set(latency_s=0.05)
+    proxy.set(latency_s=0.02)
     assert recovers(harness, K[:4])
 
 

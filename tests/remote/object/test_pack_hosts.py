@@ -148,7 +148,7 @@ def test_a_pack_behind_blocks_that_have_an_object_each_is_found(host, ends):
 def test_hundreds_of_requests_at_once_stay_within_the_bytes_that_may_be_in_flight(host):
     one = host(bytes_in_flight=16 * BLOCK_BYTES, pack_bytes=4 * BLOCK_BYTES, connections=8)
     most = 0  # of stores
-    chains = [[key_of(4 * number + i) for i in range(4)] for number in range(512)]
+    chains = [[key_of(4 * number + i) for i in range(4)] for number in range(200)]
     create = one.tier._client.create
 
     async def watched(*arguments):

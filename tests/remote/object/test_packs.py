@@ -217,7 +217,7 @@ def test_a_use_renews_the_object_that_a_block_is_in(host, connection):
     names = objects(connection)
 
     async def renewed():
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             while not one.tier.gauges()["renewed"]:
                 one.tier.touch(K[3:5])
                 await asyncio.sleep(0.02)

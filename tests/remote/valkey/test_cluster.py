@@ -13,6 +13,8 @@ from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.remote.client import Value
 
+pytestmark = pytest.mark.slow
+
 K = [key_of(number) for number in range(32)]
 SLOTS = 16384
 

@@ -7,6 +7,9 @@ from kvoffload_async.testing import TierConformance
 
 
 class TestValkeyTier(TierConformance):
+    fault_seeds = range(2)
+    traffic_runs = 10
+
     @pytest.fixture(autouse=True)
     def _server(self, server):
         self.server = server

@@ -46,7 +46,7 @@ def recovers(harness, keys):
 
 def test_latency_costs_time_alone(harness, proxy):
     harness.store(K[:8])
-    proxy.set(latency_s=0.05)
+    proxy.set(latency_s=0.02)
     assert recovers(harness, K[:8])
 
 
@@ -78,6 +78,7 @@ def test_bits_that_flip_in_the_protocol_do_no_harm(harness, proxy, at):
     assert recovers(harness, K[:4])
 
 
+@pytest.mark.slow
 def test_a_stalled_server_costs_a_deadline_and_hits_come_back(server, proxy):
     with open_at(server.url(proxy.port), call_timeout_s=0.3, job_timeout_s=1.0) as harness:
         harness.store(K[:4])
@@ -93,6 +94,7 @@ def test_a_stalled_server_costs_a_deadline_and_hits_come_back(server, proxy):
         assert harness.tier.gauges()["bytes_in_flight"] == 0
 
 
+@pytest.mark.slow
 def test_a_stalled_server_does_not_keep_a_tier_from_closing(server, proxy):
     with open_at(server.url(proxy.port), call_timeout_s=0.3, job_timeout_s=1.0) as harness:
         harness.store(K[:4])
@@ -193,6 +195,7 @@ def test_connections_that_have_died_unheard_cost_a_deadline_and_are_replaced(ser
         assert harness.tier.gauges()["timeouts"] > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_reads_slowly_costs_the_deadline_and_holds_nothing(server, proxy):
     with open_at(server.url(proxy.port), call_timeout_s=0.5, job_timeout_s=1.0) as harness:
         harness.store(K[:2])

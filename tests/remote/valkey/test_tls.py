@@ -65,7 +65,7 @@ def test_a_server_that_asks_for_a_certificate_gets_the_clients(server, authority
 def test_a_server_without_tls_is_unavailable(server, authority):
     url = server.url().replace("valkey://", "valkeys://")
     with pytest.raises(TierUnavailableError):
-        TierHarness(tier_at(url, ca_file=authority.ca_file, call_timeout_s=1.0))
+        TierHarness(tier_at(url, ca_file=authority.ca_file, call_timeout_s=0.2, max_retries=0))
 
 
 def test_the_options_of_a_configuration_lead_there(server, authority):
