@@ -55,7 +55,7 @@ def test_bad_input_has_no_traceback():
     assert err == "kvoffload: error: no-such-trace: cannot be read: No such file or directory\n"
 
 
-@pytest.mark.parametrize("json_flag", [True, False])
+@pytest.mark.parametrize("json_flag", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_in_order_with_the_figures_so_far(tmp_path, json_flag):
     pipe = tmp_path / "trace"
     os.mkfifo(pipe)
@@ -99,6 +99,7 @@ def test_ctrl_c_ends_in_order_with_the_figures_so_far(tmp_path, json_flag):
     assert report["corrupt_blocks"] == report["leaked_pins"] == 0
 
 
+@pytest.mark.slow
 def test_as_nohup_and_a_script_start_it_it_goes_on_to_the_end(tmp_path):
     """Both ignore signals: the one that a closed terminal sends, the other Ctrl-C."""
     pipe = tmp_path / "trace"

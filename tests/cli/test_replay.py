@@ -41,7 +41,9 @@ def test_a_primary_alone_has_the_hits_of_one_lru_cache(command, primary_blocks):
     assert report["jobs_submitted"] == report["job_results"] == 0
 
 
-@pytest.mark.parametrize(("policy", "concurrency"), [("lru", 1), ("arc", 16)])
+@pytest.mark.parametrize(
+    ("policy", "concurrency"), [("lru", 1), pytest.param("arc", 16, marks=pytest.mark.slow)]
+)
 def test_an_unlimited_tier_makes_up_for_a_small_primary(command, policy, concurrency):
     report = command.figures(
         *("--tier", "example", "--policy", policy, "--concurrency", concurrency)

@@ -87,6 +87,7 @@ def test_a_hostile_name_of_a_trace_is_text(command):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_replay_is_drawn_and_not_blank(command):
     picture = command.directory / "replay.png"
     result = command.run("replay", "--limit", 40, "--tier", "example", "--plot", picture)
