@@ -69,7 +69,7 @@ def stateful(session: nox.Session) -> None:
     """The state machines at length, with new seeds."""
     install(session, "-e", ".[test]")
     session.run(
-        *("python", "-m", "pytest", "-m", "stateful", "--timeout=0"),
+        *("python", "-m", "pytest", "-m", "stateful", "--slow", "--timeout=0"),
         *("-o", "faulthandler_timeout=0", *session.posargs),
         env={"KVOFFLOAD_HYPOTHESIS_PROFILE": "nightly"},
     )
@@ -92,7 +92,7 @@ def isolation(session: nox.Session) -> None:
     session.run("python", "tests/each_file.py", *session.posargs)
     install(session, "pytest-randomly")  # prints its seed; from here on it shuffles every run
     for _ in range(3):
-        session.run("python", "-m", "pytest", "-n", "auto")
+        session.run("python", "-m", "pytest", "-p", "pytest_randomly", "-n", "auto")
 
 
 @nox.session(default=False)
