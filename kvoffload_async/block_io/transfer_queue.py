@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io.contract import Run
-from kvoffload_async.errors import JobCancelledError
+from kvoffload_async.errors import JobCancelledError, drop_tracebacks
 
 _QUANTUM_BYTES: Final = 8 << 20
 """What a thread moves before it reports what has ended."""
@@ -150,6 +150,7 @@ class TransferQueue:
                     transfer.future = self._loop.create_future()
                     self._withdraw(transfer)
         if cancelled is not None:
+            drop_tracebacks(batch.error)  # nobody is told of it, and its frames hold the batch
             try:
                 raise cancelled
             finally:

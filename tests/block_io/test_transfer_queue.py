@@ -1,6 +1,8 @@
 """The Python threads' queue: who moves which part, and when a batch has ended."""
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -275,6 +277,43 @@ def test_a_defect_fails_its_job_and_no_other():
         bad.result()
     assert fine.result() is None
     assert len(good.moved) == 2
+
+
+class Failing(Batch):
+    """A batch with a defect, whose frames hold the batch that holds it."""
+
+    def move(self, part):
+        try:
+            super().move(part)
+            {}[part.start]
+        except KeyError as error:
+            self.fail(error)
+
+
+def test_a_batch_that_is_cancelled_after_a_defect_is_freed_at_once():
+    async def perform():
+        world = World()
+        batch = Failing(2)
+        alive = weakref.ref(batch)
+        task = asyncio.create_task(world.queue.move(batch))
+        batch.on_move = task.cancel
+        del batch
+        await world.settle()
+        while world.io.queued:
+            world.io.step()
+            await world.settle()
+        assert task.cancelled()
+        del task
+        await world.queue.close()
+        del world
+        return alive()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(perform()) is None
+    finally:
+        gc.enable()
 
 
 def test_what_waits_for_a_pool_that_takes_no_more_fails():
