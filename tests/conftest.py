@@ -16,7 +16,7 @@ from kvoffload_async.tiers.fs import housekeeping
 
 PROFILE_VARIABLE = "KVOFFLOAD_HYPOTHESIS_PROFILE"
 THREAD_PREFIX = "kvoffload"
-THREAD_GRACE_S = 60.0
+THREAD_GRACE_S = 20.0
 SAYS_SO = "the primary stays mapped"
 
 # Every profile starts from hypothesis' own defaults: under CI it loads a profile by itself, and a
