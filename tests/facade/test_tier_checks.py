@@ -1,7 +1,5 @@
 """A tier class checks its own options: whenever a configuration is checked, and before it opens."""
 
-import threading
-
 import pytest
 from facade.worlds import EXCLUSIVE
 
@@ -91,7 +89,7 @@ def test_the_check_sees_the_constructors_options_and_the_blocks_identity():
     assert (identity.block_bytes, identity.num_workers) == (8192, 2)
 
 
-def test_what_the_check_refuses_is_named_with_its_tier_and_nothing_has_started():
+def test_what_the_check_refuses_is_named_with_its_tier_and_nothing_has_started(threads_left):
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]: colour: 'grey' is no colour"):
         spec_of({"type": "example"}, tier("grey"))
     with pytest.raises(
@@ -103,7 +101,7 @@ def test_what_the_check_refuses_is_named_with_its_tier_and_nothing_has_started()
     ):
         spec_of(tier("far"))
     assert CheckedTier.opened == 0
-    assert not [each for each in threading.enumerate() if each.name.startswith("kvoffload")]
+    assert not threads_left()
 
 
 def test_a_check_that_fails_is_the_classs_own_fault_and_no_traceback():
@@ -142,13 +140,15 @@ def test_the_places_of_tiers_of_ones_own_are_compared_too(tmp_path):
         ("system", TierUnavailableError, "OSError: "),
     ],
 )
-def test_an_error_at_opening_names_the_tier_and_keeps_its_kind(failure, kind, message):
+def test_an_error_at_opening_names_the_tier_and_keeps_its_kind(
+    failure, kind, message, threads_left
+):
     spec = spec_of({"type": "example"}, tier(raises=failure))
     with pytest.raises(kind) as raised:
         spec.get_manager()
     assert str(raised.value).startswith(f"secondary_tiers[1]: {message}")
     assert isinstance(raised.value, kind)
-    assert not [each for each in threading.enumerate() if each.name.startswith("kvoffload")]
+    assert not threads_left()
 
 
 def test_a_tier_that_may_be_large_has_longer_to_open(monkeypatch):

@@ -38,7 +38,7 @@ def test_a_thread_that_does_not_end_is_an_error(monkeypatch):
     harness = TierHarness(ExampleTier())
     thread = Slow(heeds_join=False)
     thread.start()
-    with pytest.raises(AssertionError, match="threads were left: .'slow'"):
+    with pytest.raises(AssertionError, match=r"threads were left: \['slow'"):
         harness.close()
     thread.may_end.set()
     thread.join()
