@@ -7,16 +7,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 
+import own_threads
 import pytest
 from hypothesis import Phase, settings
 
 from kvoffload_async.tiers.fs import housekeeping
 
 PROFILE_VARIABLE = "KVOFFLOAD_HYPOTHESIS_PROFILE"
-THREAD_PREFIX = "kvoffload"
-THREAD_GRACE_S = 60.0
 SAYS_SO = "the primary stays mapped"
 
 # Every profile starts from hypothesis' own defaults: under CI it loads a profile by itself, and a
@@ -113,10 +113,6 @@ def _small_heap() -> None:
     gc.freeze()
 
 
-def _live_threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)}
-
-
 def _tasks() -> set[int]:
     """Return the ids of all threads, also of those that Python does not know."""
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
@@ -128,15 +124,21 @@ def _native_threads(tasks: set[int]) -> list[str]:
     for task in tasks - {thread.native_id for thread in threading.enumerate()}:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
-            found += [name] if name.startswith(THREAD_PREFIX) else []
+            found += [name] if name.startswith(own_threads.PREFIX) else []
     return sorted(found)
 
 
 @pytest.fixture
 def started_threads() -> Callable[[], list[str]]:
     """Return what names the package's threads that the test has started and that still run."""
-    before = _live_threads()
-    return lambda: sorted(thread.name for thread in _live_threads() - before)
+    before = own_threads.running()
+    return lambda: sorted(thread.name for thread in own_threads.running() - before)
+
+
+@pytest.fixture
+def threads_left() -> Callable[[], list[str]]:
+    """Tells which of the package's threads, of those that the test has started, do not end."""
+    return partial(own_threads.left, own_threads.running())
 
 
 @pytest.fixture(autouse=True)
@@ -145,13 +147,10 @@ def no_leaked_threads(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
     Native ones are left, with the memory that they may touch, where a shutdown says so.
     """
-    before, tasks_before = _live_threads(), _tasks()  # which have no names yet, perhaps
+    before, tasks_before = own_threads.running(), _tasks()  # which have no names yet, perhaps
     yield
-    deadline = time.monotonic() + THREAD_GRACE_S
-    started = _live_threads() - before
-    for thread in started:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    leaked = sorted(t.name for t in started if t.is_alive())
+    deadline = time.monotonic() + own_threads.GRACE_S
+    leaked = own_threads.left(before)
     if not any(SAYS_SO in record.getMessage() for record in caplog.get_records("call")):
         # An engine that nobody could close, as its tier hung, ends its threads when it is
         # collected; and the kernel may list those that were joined for a moment still.
@@ -161,4 +160,4 @@ def no_leaked_threads(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
             threading.Event().wait(0.01)
         leaked += native
     if leaked:
-        pytest.fail(f"threads still running {THREAD_GRACE_S:g} s after the test: {leaked}")
+        pytest.fail(f"threads still running {own_threads.GRACE_S:g} s after the test: {leaked}")

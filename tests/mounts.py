@@ -27,7 +27,8 @@ def make_image(kind: str, image: Path) -> None:
     """Make a filesystem in a file."""
     with image.open("wb") as file:
         file.truncate(IMAGE_BYTES)
-    command(f"mkfs.{kind}", image)
+    options = ["-b", "4096"] if kind == "ext4" else []  # as where there is more room
+    command(f"mkfs.{kind}", *options, image)
 
 
 @contextmanager

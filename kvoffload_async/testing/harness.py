@@ -34,8 +34,11 @@ T = TypeVar("T")
 
 Rows = npt.NDArray[np.uint8]
 
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 """Of every single wait: there to end what hangs, on however busy a machine."""
+
+_THREADS_END_S = 20.0
+"""On a busy machine a thread that has nothing left to do may be a while about ending."""
 
 GUARD = 0xA5
 """What every slot is full of until somebody writes it."""
@@ -110,7 +113,7 @@ class _Surroundings:
 
     def _threads_left(self) -> list[str]:
         """Return the threads that do not end; one that was told to needs a moment for it."""
-        deadline_s = time.monotonic() + self.timeout_s
+        deadline_s = time.monotonic() + _THREADS_END_S
         threads = set(threading.enumerate()) - self._threads_before
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -4,9 +4,9 @@ import copy
 import json
 import math
 import tempfile
-import threading
 from pathlib import Path
 
+import own_threads
 from command_line import Command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -97,7 +97,7 @@ def mutated(draw):
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(mutated())
 def test_a_configuration_is_fine_or_one_line_and_what_is_fine_opens(config):
-    before = set(threading.enumerate())
+    before = own_threads.running()
     with tempfile.TemporaryDirectory(prefix="kvoffload-fuzz-") as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(config).replace("FOLDER", folder))
@@ -113,5 +113,4 @@ def test_a_configuration_is_fine_or_one_line_and_what_is_fine_opens(config):
         assert result.stderr == ""
         with TieringOffloadingSpec(read_config(file)) as spec:
             spec.get_manager()
-    started = set(threading.enumerate()) - before
-    assert not [t.name for t in started if t.name.startswith("kvoffload")]
+    assert not own_threads.left(before)

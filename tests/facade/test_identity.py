@@ -219,7 +219,7 @@ def test_a_slab_store_of_another_identity_is_refused_by_default(tmp_path, change
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("run_config", [None, {"dtype": "bf16"}])
 def test_a_tier_on_disk_without_a_model_is_refused_before_anything_starts(
-    tmp_path, tier, run_config, started_threads
+    tmp_path, tier, run_config, threads_left
 ):
     config = configuration(tmp_path / "new", tier, run_config=run_config)
     del config["model"]
@@ -231,7 +231,7 @@ def test_a_tier_on_disk_without_a_model_is_refused_before_anything_starts(
     assert "those of another with equal sizes would be served as its own" in str(raised.value)
     assert '"run_config": {"model_name": "org/name", ...} to the tier' in str(raised.value)
     assert not (tmp_path / "new").exists()
-    assert not started_threads()
+    assert not threads_left()
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_a_tier_on_disk_on_its_own_needs_a_model_as_well(tmp_path, manager, opti
 
 
 @pytest.mark.parametrize("tiers", [[], [{"type": "example", "model": "m"}]])
-def test_the_engine_needs_a_model_whatever_its_tiers_are(tiers, started_threads):
+def test_the_engine_needs_a_model_whatever_its_tiers_are(tiers, threads_left):
     config = {"cpu_bytes_to_use": BLOCK, "block_bytes": BLOCK, "secondary_tiers": tiers}
     for given in (config, OffloadConfig.parse(config)):
         with pytest.raises(ConfigError, match=r'^model: missing; add "model": "org/name"'):
             OffloadEngine(given, lambda _view: pytest.fail("made"))
-    assert not started_threads()
+    assert not threads_left()
 
 
 def test_what_has_nothing_on_disk_needs_no_model():

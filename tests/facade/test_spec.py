@@ -60,12 +60,10 @@ def noting(monkeypatch):
         ({"evict": 1}, "unknown key 'evict'"),
     ],
 )
-def test_an_unusable_config_is_refused_before_anything_starts(
-    spec, change, message, started_threads
-):
+def test_an_unusable_config_is_refused_before_anything_starts(spec, change, message, threads_left):
     with pytest.raises(ConfigError, match=message):
         spec({**CONFIG, **change})
-    assert not started_threads()
+    assert not threads_left()
 
 
 @pytest.mark.parametrize(
@@ -79,10 +77,10 @@ def test_an_unusable_config_is_refused_before_anything_starts(
         ({"type": "T", "module_path": "json"}, r"secondary_tiers\[0\]: .* no attribute 'T'"),
     ],
 )
-def test_an_unusable_tier_is_refused_before_anything_starts(tier, message, started_threads):
+def test_an_unusable_tier_is_refused_before_anything_starts(tier, message, threads_left):
     with pytest.raises(ConfigError, match=message):
         TieringOffloadingSpec({**CONFIG, "secondary_tiers": [tier]})
-    assert not started_threads()
+    assert not threads_left()
 
 
 def test_tiers_do_not_go_with_the_cpu_spec():
@@ -109,7 +107,7 @@ def test_the_cpu_spec_gives_a_manager_with_memory():
     manager.shutdown()
 
 
-def test_a_block_comes_back_from_a_tier_with_its_bytes(started_threads):
+def test_a_block_comes_back_from_a_tier_with_its_bytes(threads_left):
     with TieringOffloadingSpec({**WITH_TIER, "check_invariants": True}) as spec:
         manager = spec.get_manager()
         assert isinstance(manager, TieringOffloadingManager)
@@ -131,7 +129,7 @@ def test_a_block_comes_back_from_a_tier_with_its_bytes(started_threads):
         assert bytes(view[slot, i] for i in (0, 4095)) == b"\x5a\x5a"
         manager.complete_load(ks(1), ctx)
         del view
-    assert not started_threads()
+    assert not threads_left()
 
 
 def test_the_tiers_of_a_spec_share_one_loop_thread(noting, started_threads):
@@ -142,25 +140,25 @@ def test_the_tiers_of_a_spec_share_one_loop_thread(noting, started_threads):
     assert opened == closed == [0, 1, 2]
 
 
-def test_a_tier_that_fails_to_open_unwinds_the_others_in_reverse(noting, started_threads):
+def test_a_tier_that_fails_to_open_unwinds_the_others_in_reverse(noting, threads_left):
     tiers = [{"type": "noting", "number": n, "fails": n == 2} for n in range(4)]
     spec = TieringOffloadingSpec({**CONFIG, "secondary_tiers": tiers})
     with pytest.raises(ConfigError, match="fails: True"):
         spec.get_manager()
     assert opened == [0, 1, 2]
     assert closed == [2, 1, 0]
-    assert not started_threads()
+    assert not threads_left()
     spec.shutdown()
 
 
-def test_a_failing_first_tier_leaves_nothing_behind(noting, started_threads):
+def test_a_failing_first_tier_leaves_nothing_behind(noting, threads_left):
     spec = TieringOffloadingSpec(
         {**CONFIG, "secondary_tiers": [{"type": "noting", "number": 0, "fails": True}]}
     )
     for _ in range(2):
         with pytest.raises(ConfigError):
             spec.get_manager()
-        assert not started_threads()
+        assert not threads_left()
 
 
 def test_a_tier_that_fails_to_open_gives_the_primarys_memory_back(noting):
@@ -185,9 +183,7 @@ def test_tensors_whose_chunks_are_larger_than_a_block_are_refused(spec):
     assert spec(CONFIG).register_kv_caches(caches).chunk_bytes == 4096
 
 
-def test_a_failing_close_is_raised_after_everything_else_has_been_closed(
-    monkeypatch, started_threads
-):
+def test_a_failing_close_is_raised_after_everything_else_has_been_closed(monkeypatch, threads_left):
     registry = SecondaryTierFactory._registry
     broken = lambda: type("Broken", (ScriptedTier,), {"__init__": _broken_init})  # noqa: E731
     monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "broken": broken})
@@ -195,21 +191,21 @@ def test_a_failing_close_is_raised_after_everything_else_has_been_closed(
     manager = spec.get_manager()
     with pytest.raises(OffloadError, match="umount"):
         spec.shutdown()
-    assert not started_threads()
+    assert not threads_left()
     manager.secondary_tiers[0]._view.release()
 
 
-def test_a_spec_that_was_never_used_starts_and_stops_nothing(started_threads):
+def test_a_spec_that_was_never_used_starts_and_stops_nothing(threads_left):
     with TieringOffloadingSpec(WITH_TIER):
-        assert not started_threads()
+        assert not threads_left()
 
 
-def test_shutdown_is_idempotent(started_threads):
+def test_shutdown_is_idempotent(threads_left):
     spec = TieringOffloadingSpec(WITH_TIER)
     spec.get_manager()
     spec.shutdown(DEADLINE_S)
     spec.shutdown(DEADLINE_S)
-    assert not started_threads()
+    assert not threads_left()
 
 
 def test_a_spec_without_tiers_is_a_primary_with_the_same_surface():

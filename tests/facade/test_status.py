@@ -168,7 +168,7 @@ def test_it_is_refused_before_anything_has_started_where_another_engine_has_it(
     assert not path.exists()
 
 
-def test_it_is_removed_where_a_tier_cannot_be_opened(path, tiers, started_threads):
+def test_it_is_removed_where_a_tier_cannot_be_opened(path, tiers, threads_left):
     class Closed(ScriptedTier):
         def __init__(self):
             super().__init__(open_error=ConfigError("no"))
@@ -178,10 +178,10 @@ def test_it_is_removed_where_a_tier_cannot_be_opened(path, tiers, started_thread
         with pytest.raises(ConfigError, match="no"):
             spec.get_manager()
         assert not path.exists()
-        assert not started_threads()
+        assert not threads_left()
 
 
-def test_it_is_removed_where_a_tier_cannot_be_closed(path, tiers, started_threads):
+def test_it_is_removed_where_a_tier_cannot_be_closed(path, tiers, threads_left):
     class Jammed(ScriptedTier):
         def __init__(self):
             super().__init__(close_error=OSError("umount"))
@@ -191,7 +191,7 @@ def test_it_is_removed_where_a_tier_cannot_be_closed(path, tiers, started_thread
     with pytest.raises(OffloadError, match="umount"):
         spec.shutdown()
     assert not path.exists()
-    assert not started_threads()
+    assert not threads_left()
     manager.secondary_tiers[0]._view.release()
 
 

@@ -89,7 +89,7 @@ def test_the_check_sees_the_constructors_options_and_the_blocks_identity():
     assert (identity.block_bytes, identity.num_workers) == (8192, 2)
 
 
-def test_what_the_check_refuses_is_named_with_its_tier_and_nothing_has_started(started_threads):
+def test_what_the_check_refuses_is_named_with_its_tier_and_nothing_has_started(threads_left):
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[1\]: colour: 'grey' is no colour"):
         spec_of({"type": "example"}, tier("grey"))
     with pytest.raises(
@@ -101,7 +101,7 @@ def test_what_the_check_refuses_is_named_with_its_tier_and_nothing_has_started(s
     ):
         spec_of(tier("far"))
     assert CheckedTier.opened == 0
-    assert not started_threads()
+    assert not threads_left()
 
 
 def test_a_check_that_fails_is_the_classs_own_fault_and_no_traceback():
@@ -141,14 +141,14 @@ def test_the_places_of_tiers_of_ones_own_are_compared_too(tmp_path):
     ],
 )
 def test_an_error_at_opening_names_the_tier_and_keeps_its_kind(
-    failure, kind, message, started_threads
+    failure, kind, message, threads_left
 ):
     spec = spec_of({"type": "example"}, tier(raises=failure))
     with pytest.raises(kind) as raised:
         spec.get_manager()
     assert str(raised.value).startswith(f"secondary_tiers[1]: {message}")
     assert isinstance(raised.value, kind)
-    assert not started_threads()
+    assert not threads_left()
 
 
 def test_a_tier_that_may_be_large_has_longer_to_open(monkeypatch):

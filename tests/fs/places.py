@@ -7,7 +7,7 @@ from pathlib import Path
 from kvoffload_async.block_io import implementation
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.file_rules import FileCall
-from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of
+from kvoffload_async.testing.harness import DEADLINE_S, ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.counts import FILE_NAME, Usage
@@ -82,7 +82,7 @@ class Place:
         ops: FileOps | None = None,
         *,
         io_timeout_s: float = 30.0,
-        timeout_s: float = 10.0,
+        timeout_s: float = DEADLINE_S,
         **options,
     ) -> ManagerHarness:
         tier = self.tier(ops, **options)

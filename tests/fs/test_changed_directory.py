@@ -173,6 +173,7 @@ def test_a_store_whose_temporary_file_was_swept_is_made_again(place, on):
         assert place.counted_bytes() == place.disk_bytes()
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 @pytest.mark.parametrize("on", ["get_xattr", "open", "pwritev", "publish"])
 def test_a_store_in_the_place_of_a_victim_is_made_again_too(place, on):
     ops = Sweeping(on)
@@ -258,10 +259,10 @@ def test_after_registering_again_temporary_files_are_named_for_the_new_id(place)
         assert {temp.split(".")[-3] for temp in temps} == {writer_of(harness)}
 
 
-def test_folders_that_were_all_removed_are_made_and_measured_anew(tmp_path):
+def test_folders_that_were_all_removed_are_made_and_measured_anew(folders_on_disk):
     ops = FaultyFileOps()
     folders = LeafFolders(ops, lambda _folder: 0)
-    leaf = tmp_path / "a" / "b"
+    leaf = folders_on_disk / "a" / "b"
     sizes = {}
     ops.stat = lambda path: sizes.get(path) or FaultyFileOps.stat(ops, path)
 
@@ -277,7 +278,7 @@ def test_folders_that_were_all_removed_are_made_and_measured_anew(tmp_path):
 
     assert grow(8) == 4096
     assert grow(8) == 0  # that was counted
-    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(folders_on_disk / "a")
     folders.forget_all()
     assert grow(8) == 4096
 

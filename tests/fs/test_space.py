@@ -65,6 +65,7 @@ def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place
     assert ops.largest_bytes <= ROOM_FOR_8
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_the_growth_of_the_top_folder_is_within_the_capacity(place):
     capacity_bytes = 6000 * KIB
     keys = [key_of(number) for number in range(480)]
@@ -75,6 +76,7 @@ def test_the_growth_of_the_top_folder_is_within_the_capacity(place):
     assert place.folder.stat().st_blocks * 512 > 4 * KIB, "it has not grown: no test"
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_who_was_used_last_stays(place):
     with place.open(capacity_bytes=3 * ROOM_FOR_8 - 24 * KIB) as harness:
         harness.store(K[:20])
@@ -100,6 +102,7 @@ def test_evicted_inodes_are_reused_for_new_blocks(place):
         assert before & {place.path(key).stat().st_ino for key in place.blocks()}
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_inodes_are_not_reused_beside_a_reader_that_does_not_verify(place):
     ops = FaultyFileOps()
     with place.open(verify="off"), place.open(ops, capacity_bytes=ROOM_FOR_8 + 32 * KIB) as harness:
@@ -109,6 +112,7 @@ def test_inodes_are_not_reused_beside_a_reader_that_does_not_verify(place):
         assert not [c for c in ops.calls if c.name == "truncate" and is_temp(c)]
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_a_block_that_is_being_loaded_is_not_evicted(place):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
@@ -140,6 +144,7 @@ def test_victims_that_strangers_have_removed_are_forgotten(place):
         check(place, harness, capacity_bytes)
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_a_tier_goes_on_where_another_has_evicted_what_it_knew(place):
     with (
         place.open(capacity_bytes=2 * ROOM_FOR_8) as first,
@@ -198,6 +203,7 @@ def test_without_a_capacity_there_is_nothing_to_look_for(place):
         assert not harness.run(harness.tier._housekeeping.look_for_blocks())
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_the_growth_of_a_crowded_folder_is_within_the_capacity(place):
     """Hashes that count: all blocks lie in one folder, which grows."""
     keys = [make_offload_key(n.to_bytes(32, "big")) for n in range(600)]

@@ -172,6 +172,7 @@ def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it
         check(place, harness, 4 * ROOM_FOR_8)
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 @pytest.mark.parametrize("capacity_bytes", [1, BLOCK, BLOCK + 6 * 4096 - 1])
 def test_a_capacity_below_one_block_is_refused(place, capacity_bytes):
     with pytest.raises(ConfigError, match=r"capacity_bytes: .* give at least \d+"):

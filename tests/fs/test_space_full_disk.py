@@ -12,6 +12,7 @@ from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_on_a_full_disk_below_the_capacity_blocks_replace_others(place):
     ops = FaultyFileOps(small_root=str(place.root), small_bytes=150 * KIB)
     with place.open(ops, capacity_bytes=10_000 * KIB) as harness:

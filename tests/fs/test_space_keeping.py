@@ -4,6 +4,7 @@ import errno
 import os
 import re
 
+import pytest
 from fs.places import BLOCK, KIB
 from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, rescanned, start, trim
 
@@ -42,6 +43,7 @@ def test_storing_what_others_have_removed_announces_that_it_was_gone(place):
         assert place.blocks() == set(K[:2])
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_strangers_are_evicted_in_their_turn_and_loaded_before(place):
     for number, key in enumerate(K[:20]):
         path = place.put(key)
@@ -67,6 +69,7 @@ def test_room_is_made_at_the_start_the_oldest_first(place):
         check(place, harness, ROOM_FOR_8)
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_a_capacity_that_became_smaller_says_how_many_blocks_and_bytes_it_costs(place, caplog):
     with place.open(capacity_bytes=8 * ROOM_FOR_8) as harness:
         harness.store(K[:30])
@@ -99,6 +102,7 @@ def test_the_count_is_right_after_a_restart_whatever_the_file_says(place):
         check(place, harness, ROOM_FOR_8)
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_learned(place):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
@@ -139,6 +143,7 @@ def test_a_file_that_has_shrunk_and_is_removed_does_not_make_the_count_too_small
 # -- watermarks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_room_is_made_from_the_high_down_to_the_low_watermark(place):
     capacity_bytes = 500 * KIB
     with place.open(capacity_bytes=capacity_bytes, high=0.5, low=0.3) as harness:

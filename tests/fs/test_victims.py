@@ -137,6 +137,7 @@ def test_a_victim_that_goes_in_the_last_moment_is_reported(place):
     assert place.blocks() == {B}
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 @pytest.mark.parametrize("victim", [None, B])
 def test_a_remembered_folder_that_somebody_removed_is_made_again(place, victim):
     """Another process evicts the last block of a folder, and removes the folder."""

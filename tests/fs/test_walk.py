@@ -190,6 +190,7 @@ def test_what_living_writers_are_writing_is_set_aside_and_what_unknown_ones_left
     other.unregister()
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_empty_folders_for_blocks_are_removed_and_no_others(around, place):
     (place.folder / "0ab" / "cd_g0").mkdir(parents=True)
     (place.folder / "0ab" / "notes").mkdir()

@@ -285,6 +285,7 @@ def test_a_folder_that_is_in_use_again_stays(place):
     assert (place.folder / "000" / "00_g0" / "new").exists()
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 def test_an_empty_folder_that_another_process_has_swept_is_not_counted(place):
     leaf = place.path(key_of(1)).parent
     leaf.mkdir(parents=True)

@@ -103,7 +103,9 @@ def test_the_capacity_is_never_exceeded_and_nearly_used(slab_store):
         assert spelled_out(slots + 1, len(segments) + 1) > capacity, "there is no room for one more"
         ahead = harness.tier._allocator._budget.slots_ahead
         assert len(harness.tier._store.catalog) >= slots - ahead
-        assert largest > 0.95 * capacity, "what is reckoned with is used"
+        assert largest > 0.94 * capacity, (
+            "what is reckoned with is used, also where folders are free"
+        )
         sound(harness.tier)
     assert slab_store.disk_bytes() <= capacity
     with slab_store.open(capacity_bytes=capacity, segment_bytes=200 * KIB) as harness:

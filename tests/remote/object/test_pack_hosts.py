@@ -222,9 +222,11 @@ def test_no_row_is_touched_after_a_load_has_ended_though_its_time_ran_out_in_the
     stored(host(), K[:10])
     one = host(job_timeout_s=0.2)
     assert head(one, K[:10]) == 10
-    unwrap, ended, never = one.tier._packs.unwrap, threading.Event(), threading.Event()
+    unwrap, never = one.tier._packs.unwrap, threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def slow(*arguments):
+        begun.set()
         never.wait(0.6)
         bad = unwrap(*arguments)
         ended.set()
@@ -232,6 +234,7 @@ def test_no_row_is_touched_after_a_load_has_ended_though_its_time_ran_out_in_the
 
     one.tier._packs.unwrap = slow
     failures = one.load(K[:10])
-    assert ended.is_set(), "the load has ended before its copy"
+    # On a busy machine its time may have run out before the copy.
+    assert ended.is_set() or not begun.is_set(), "the load has ended before its copy"
     assert all(isinstance(error, TierError) for error in failures.values())
     assert one.tier.gauges()["bytes_in_flight"] == 0
