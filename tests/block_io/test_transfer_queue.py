@@ -296,7 +296,11 @@ def test_a_batch_that_is_cancelled_after_a_defect_is_freed_at_once():
         batch = Failing(2)
         alive = weakref.ref(batch)
         tasks = [asyncio.create_task(world.queue.move(batch))]
-        batch.on_move = lambda: tasks[0].cancel()
+
+        def cancel():  # not the bound method, which would keep the task and so the batch
+            tasks[0].cancel()
+
+        batch.on_move = cancel
         del batch
         await world.settle()
         while world.io.queued:
