@@ -295,15 +295,14 @@ def test_a_batch_that_is_cancelled_after_a_defect_is_freed_at_once():
         world = World()
         batch = Failing(2)
         alive = weakref.ref(batch)
-        task = asyncio.create_task(world.queue.move(batch))
-        batch.on_move = task.cancel
+        tasks = [asyncio.create_task(world.queue.move(batch))]
+        batch.on_move = lambda: [task.cancel() for task in tasks]
         del batch
         await world.settle()
         while world.io.queued:
             world.io.step()
             await world.settle()
-        assert task.cancelled()
-        del task
+        assert tasks.pop().cancelled()
         await world.queue.close()
         del world
         return alive()
