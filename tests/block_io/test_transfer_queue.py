@@ -296,11 +296,7 @@ def test_a_batch_that_is_cancelled_after_a_defect_is_freed_at_once():
         batch = Failing(2)
         alive = weakref.ref(batch)
         tasks = [asyncio.create_task(world.queue.move(batch))]
-
-        def cancel():  # not the bound method, which would keep the task and so the batch
-            tasks[0].cancel()
-
-        batch.on_move = cancel
+        batch.on_move = lambda: [task.cancel() for task in tasks]
         del batch
         await world.settle()
         while world.io.queued:
