@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from servers.process import ServerProcess, free_ports
 
-from kvoffload_async.tiers.mooncake.client import MooncakeConnection
+from kvoffload_async.tiers.mooncake.settings import MooncakeConnection
 
 SEGMENT_BYTES = 64 << 20
 
@@ -18,6 +18,35 @@ def binary():
         pytest.skip("there is no Mooncake Store: install the extra mooncake")
     pytest.importorskip("mooncake.store", reason="needs libibverbs1", exc_type=ImportError)
     return Path(found.origin).parent / "mooncake_master"
+
+
+class Library:
+    """The store's client in this process, as its library makes it."""
+
+    def __init__(self, connection):
+        from mooncake import store
+
+        self.store = store.MooncakeDistributedStore()
+        how = connection
+        status = self.store.setup(
+            *(how.host, how.metadata_url, how.segment_bytes, 16 << 20),
+            *(how.protocol, how.rdma_devices, how.master),
+        )
+        assert status == 0, f"{how.master} cannot be joined ({status})"
+        self._replication = store.ReplicateConfig()
+        self._replication.replica_num = how.replicas
+
+    def register(self, address, num_bytes):
+        assert self.store.register_buffer(address, num_bytes) == 0
+
+    def put(self, names, addresses, sizes):
+        return self.store.batch_put_from_multi_buffers(names, addresses, sizes, self._replication)
+
+    def get(self, names, addresses, sizes):
+        return self.store.batch_get_into_multi_buffers(names, addresses, sizes)
+
+    def close(self):
+        self.store.close()
 
 
 class MooncakeMaster(ServerProcess):
@@ -42,7 +71,7 @@ class MooncakeMaster(ServerProcess):
 
     def __enter__(self):
         self.start()
-        self.host = self.connection(segment_bytes=self._segment_bytes).open()
+        self.host = Library(self.connection(segment_bytes=self._segment_bytes))
         return self
 
     def __exit__(self, *_):

@@ -14,7 +14,7 @@ def running_master(tmp_path_factory):
 @pytest.fixture
 def master(running_master):
     """A master whose store is empty."""
-    running_master.host._library.remove_all(True)
+    running_master.host.store.remove_all(True)
     return running_master
 
 

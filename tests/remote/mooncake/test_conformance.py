@@ -18,8 +18,8 @@ class TestMooncakeTier(TierConformance):
 
     def damage(self, tier, key):
         """Put another value where the block was."""
-        store = self.master.host._library
-        name = tier._place.name(key)
+        store = self.master.host.store
+        name = tier._place.names([key])[0]
         value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
         if not len(value):
             return False

@@ -21,7 +21,7 @@ def opened(master, **options):
 
 
 def damage(tier, key, master):
-    store, name = master.host._library, tier._place.name(key)
+    store, name = master.host.store, tier._place.names([key])[0]
     value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
     value[-1] ^= 1
     assert store.remove(name, True) == store.put(name, value.tobytes()) == 0
@@ -84,10 +84,10 @@ def test_a_dead_master_fails_jobs_as_a_whole(own_master):
 
 
 def test_a_master_that_is_not_there_is_unavailable(own_master):
-    connection = own_master.connection()
+    tier = MooncakeTier(own_master.connection())
     own_master.kill()
     with pytest.raises(TierUnavailableError, match="cannot be joined"):
-        connection.open()
+        TierHarness(tier)
 
 
 def test_a_closed_tier_says_so(master):
