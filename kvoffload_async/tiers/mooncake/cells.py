@@ -97,7 +97,7 @@ class SharedCells:
         self._row_bytes = row_bytes
         self.file = os.memfd_create("kvoffload-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.file, 0, self.num_bytes)
+            os.ftruncate(self.file, self.num_bytes)
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
             memory = mmap.mmap(self.file, self.num_bytes)
         except OSError as error:

@@ -32,6 +32,7 @@ JOIN: Final = 0
 
 _LIBRARY_BUFFER_BYTES: Final = 16 << 20
 """What the library stages in; nothing of the tier's goes through it."""
+_REACH_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _NO_CORE: Final = (1, 1)
 """A dump of the buffer and of the segment would be KV blocks on a disk. A limit of one byte is what
@@ -59,6 +60,7 @@ class Library:
                 "libibverbs1, libnl-3-200 and libnl-route-3-200"
             )
             raise JoinError(text, is_config=True) from None
+        _check_reachable(how["master"])
         self._store: Any = store.MooncakeDistributedStore()
         status = self._store.setup(
             how["host"],
@@ -176,6 +178,15 @@ def main() -> None:
         with contextlib.suppress(OSError):  # nobody is there any more
             serve(socket.socket(fileno=descriptor))
     os._exit(0)
+
+
+def _check_reachable(master: str) -> None:
+    """Find in a moment what the library needs a minute and a half for; raises JoinError."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise JoinError(f"{master} cannot be joined ({error})", is_config=False) from None
 
 
 def _exactly(link: socket.socket, size: int) -> bytes:

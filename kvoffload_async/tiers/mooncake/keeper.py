@@ -75,7 +75,7 @@ class HelperKeeper:
         helper = self._helper
         if helper is not None:
             await helper.leave()
-            await self._io.run(Direction.NONE, helper.reap)
+            await helper.gone()
             self._helper = None
 
     # -- inside ---------------------------------------------------------------------------------
@@ -83,11 +83,13 @@ class HelperKeeper:
     async def _start(self) -> None:
         old = self._helper
         if old is not None:  # its memory is free before the next one's is taken
-            await self._io.run(Direction.NONE, old.reap)
+            await old.gone()
             self._helper = None
 
+        loop = asyncio.get_running_loop()
+
         def begin() -> None:  # which may go on after a cancellation, so it leaves the helper here
-            self._helper = Helper(self._connection, self._settings, self._row_bytes)
+            self._helper = Helper(self._connection, self._settings, self._row_bytes, loop)
 
         helper: Helper | None = None
         try:

@@ -7,10 +7,12 @@ call has, is the end of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -43,7 +45,7 @@ class _Call:
 class Helper:
     """One helper process, from its start to its end.
 
-    Thread: loop, but for the constructor and `reap`.
+    Thread: loop, but for the constructor.
 
     Attributes:
         pid: Its number.
@@ -55,7 +57,11 @@ class Helper:
     """
 
     def __init__(
-        self, connection: MooncakeConnection, settings: HelperSettings, row_bytes: int
+        self,
+        connection: MooncakeConnection,
+        settings: HelperSettings,
+        row_bytes: int,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Start it; waits for nothing. Raises ConfigError, TierUnavailableError."""
         self.cells = SharedCells(Geometry.of(settings.buffer_bytes, row_bytes), row_bytes)
@@ -67,6 +73,10 @@ class Helper:
         self._calls: dict[int, _Call] = {}
         self._last_number = JOIN
         self._received = bytearray()
+        self._loop = loop
+        self._left = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._reaper = threading.Thread(target=self._reap, name="kvoffload-reaper", daemon=True)
         self._socket, theirs = socket.socketpair()
         kept = (theirs.fileno(), self.cells.file)
         try:
@@ -89,7 +99,7 @@ class Helper:
     @property
     def status(self) -> int | None:
         """How the process has ended: minus the number of a signal; None where it has not."""
-        return self._process.poll()
+        return self._process.returncode
 
     async def join(self) -> None:
         """Let it join the store.
@@ -98,13 +108,13 @@ class Helper:
             ConfigError: The library cannot be loaded, or the memory not be registered.
             TierUnavailableError: The master cannot be reached, or the process has ended.
         """
-        loop = asyncio.get_running_loop()
         geometry = self.cells.geometry
         # Here and not in the constructor, which runs on another thread.
         self.stores, self.loads = (Parts(self.cells.firsts(direction)) for direction in (0, 1))
         self._room = asyncio.Semaphore(_PAYLOAD_FREE_CALLS)
-        self._ended = loop.create_future()
-        transport, _ = await loop.create_unix_connection(lambda: _Link(self), sock=self._socket)
+        transport, _ = await self._loop.create_unix_connection(
+            lambda: _Link(self), sock=self._socket
+        )
         self._transport = transport
         how = {
             **asdict(self._connection),
@@ -146,13 +156,13 @@ class Helper:
             return
         self.why_ended = why
         self._process.kill()
+        self._reaper.start()  # a thread: the loop may end before the process has
         self.cells.close_file()
+        self._left.set()
         if self._transport is None:
             self._socket.close()
         else:
             self._transport.abort()
-            if not self._ended.done():
-                self._ended.set_result(None)
         calls, self._calls = self._calls, {}
         for call in calls.values():
             self._answer(call, self._failure())
@@ -162,18 +172,22 @@ class Helper:
         try:
             if self._transport is not None and not self.why_ended and not self._calls:
                 self._transport.write(frame({"call": "close"}))
-                await asyncio.wait({self._ended}, timeout=self._settings.leave_timeout_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.leave_timeout_s):
+                        await self._left.wait()
         finally:
             self.end("its tier is closed")
 
-    def reap(self) -> None:
-        """Wait until it is gone, after `end`. Thread: any. Raises TierUnavailableError."""
+    async def gone(self) -> None:
+        """Wait until the process has ended, after `end`; raises TierUnavailableError."""
         try:
-            self._process.wait(_REAP_S)
-        except subprocess.TimeoutExpired:  # it hangs in the kernel
+            async with asyncio.timeout(_REAP_S):
+                await self._gone.wait()
+        except TimeoutError:  # it hangs in the kernel
             raise TierUnavailableError(
                 f"mooncake: helper {self.pid} was killed and does not end"
             ) from None
+        self._reaper.join()
 
     def received(self, data: bytes) -> None:
         """Take in what it has sent."""
@@ -186,6 +200,12 @@ class Helper:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _reap(self) -> None:
+        """Wait for the process, which was killed. Thread: its own."""
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            self._loop.call_soon_threadsafe(self._gone.set)
+
     async def _call(
         self,
         when_ended: Callable[[], object],
@@ -194,10 +214,9 @@ class Helper:
         at: Sequence[int] = (),
         sizes: Sequence[int] = (),
     ) -> list[int]:
-        loop = asyncio.get_running_loop()
         self._last_number = number = self._last_number + 1
         timeout_s = self._settings.call_timeout_s
-        timer = loop.call_later(timeout_s, self.end, f"no answer within {timeout_s:g} s")
+        timer = self._loop.call_later(timeout_s, self.end, f"no answer within {timeout_s:g} s")
 
         def ended() -> None:
             timer.cancel()
@@ -209,7 +228,7 @@ class Helper:
     async def _send(
         self, number: int, what: dict[str, Any], statuses: int, when_ended: Callable[[], object]
     ) -> list[int]:
-        call = _Call(asyncio.get_running_loop().create_future(), statuses, when_ended)
+        call = _Call(self._loop.create_future(), statuses, when_ended)
         if self.why_ended or self._transport is None:
             self._answer(call, self._failure())
         else:

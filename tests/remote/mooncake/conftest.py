@@ -1,6 +1,8 @@
 import os
+from contextlib import closing
 
 import pytest
+from remote.mooncake.fakes import FakeStore
 from servers.mooncake import MooncakeMaster
 
 
@@ -23,3 +25,10 @@ def own_master(tmp_path):
     """A master that a test may kill."""
     with MooncakeMaster(tmp_path) as master:
         yield master
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A store that needs no library and no master."""
+    with closing(FakeStore(tmp_path)) as store:
+        yield store
