@@ -1,16 +1,22 @@
 """A store without Mooncake: the helper as it is, over what `fake_library.py` makes up."""
 
+import asyncio
+import contextlib
 import hashlib
 import socket
 import sys
 from pathlib import Path
 
+import pytest
 from servers.process import wait_until
 
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.mooncake import helper
 from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
+K = [key_of(number) for number in range(40)]
 PATIENT = {"call_timeout_s": 300.0, "start_timeout_s": 300.0, "leave_timeout_s": 300.0}
 LIBRARY = Path(__file__).with_name("fake_library.py")
 
@@ -67,6 +73,33 @@ class FakeStore:
 
 def helper_of(tier):
     return tier._keeper._helper
+
+
+def restart(harness):
+    """Have a call find that there is no helper, and wait until the next one is there."""
+    keeper = harness.tier._keeper
+    with pytest.raises(TierUnavailableError, match="no helper process"):
+        harness.contains(K[:1])
+
+    assert harness.run(is_joined(harness.tier)) or keeper._pause_s
+
+
+async def is_joined(tier):
+    """Tell whether there is a helper that has joined, once none is being started."""
+    starting = tier._keeper._starting
+    if starting is not None:
+        await asyncio.wait({starting})
+    helper = helper_of(tier)
+    return helper is not None and helper.is_joined and not helper.why_ended
+
+
+def children():
+    """Return the numbers of this process's children."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            found |= set((task / "children").read_text().split())
+    return found
 
 
 def is_running(pid):

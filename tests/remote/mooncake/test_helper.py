@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from remote.mooncake.fakes import helper_of, is_running
+from remote.mooncake.fakes import K, children, helper_of, is_running, restart
 from servers.process import READY_S, wait_until
 
 from kvoffload_async.abc.tier import KVIdentity
@@ -32,31 +32,18 @@ from kvoffload_async.errors import (
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.testing.harness import TierHarness, content_of, key_of
+from kvoffload_async.testing.harness import TierHarness, content_of
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.mooncake import helper as helper_module
 from kvoffload_async.tiers.mooncake.cells import Geometry, SharedCells
 
-K = [key_of(number) for number in range(40)]
 SLOT_BYTES = 4096
 PATIENCE_S = 100.0
 
 
 def opened(tier, num_slots=64):
     return TierHarness(tier, num_slots, SLOT_BYTES, PATIENCE_S)
-
-
-def restart(harness):
-    """Have a call find that there is no helper, and wait until the next one is there."""
-    keeper = harness.tier._keeper
-    with pytest.raises(TierUnavailableError, match="no helper process"):
-        harness.contains(K[:1])
-
-    async def wait():
-        await asyncio.wait({keeper._starting})
-
-    harness.run(wait())
 
 
 def begun(harness, coroutine):
@@ -78,13 +65,6 @@ def why_failed(future):
     error = future.exception(PATIENCE_S)
     drop_tracebacks(error)
     return error
-
-
-def children():
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= set((task / "children").read_text().split())
-    return found
 
 
 def open_files():
