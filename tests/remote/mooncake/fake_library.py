@@ -32,6 +32,7 @@ class MooncakeDistributedStore:
 
     def batch_is_exist(self, names):
         fail("wait-in-exist", threading.Event().wait)
+        fail("hang-in-exist", hang)
         return [int(file_of(name).exists()) for name in names]
 
     def batch_put_from_multi_buffers(self, names, addresses, sizes, how):

@@ -51,10 +51,10 @@ def begun(harness, coroutine):
     return asyncio.run_coroutine_threadsafe(coroutine, harness.host.bridge.runner._loop)
 
 
-def given_up_probe(fake, harness):
+def given_up_probe(fake, harness, how="wait-in-exist"):
     """Ask, and give up once the helper hangs with it."""
     (fake.faults / "reached").unlink(missing_ok=True)
-    fake.fail("wait-in-exist")
+    fake.fail(how)
     asked = begun(harness, harness.tier.contains(K[:2]))
     fake.wait_for_fault()
     asked.cancel()
@@ -231,6 +231,17 @@ def test_a_probe_that_nobody_waits_for_any_more_stops_no_transfer(fake):
         assert harness.store(K[:2]) == harness.load(K[:2]) == {}
 
 
+def test_a_transfer_that_is_given_up_ends_the_helper_that_may_still_use_its_memory(fake):
+    with opened(fake.tier()) as harness:
+        fake.fail("hang-in-get")
+        loading = begun(harness, harness.tier.load(harness.job(K[:1], [0], is_promotion=True)))
+        fake.wait_for_fault()
+        helper = helper_of(harness.tier)
+        loading.cancel()
+        wait_for_end(helper.pid)
+        assert helper.why_ended == "a transfer was given up"
+
+
 def test_an_error_of_the_librarys_fails_the_call_and_not_the_helper(fake):
     with opened(fake.tier()) as harness:
         fake.fail("raise-in-put")
@@ -326,14 +337,14 @@ def test_a_tier_is_closed_while_the_next_helper_hangs_in_its_start(fake):
 
 
 @pytest.mark.parametrize(
-    ("fault", "leave_timeout_s"), [("hang-in-close", 0.2), ("wait-in-exist", 300.0)]
+    ("fault", "leave_timeout_s"), [("hang-in-close", 0.2), ("hang-in-exist", 300.0)]
 )
 def test_a_helper_that_hangs_when_the_tier_closes_is_killed(fake, fault, leave_timeout_s):
     before = children()
     with opened(fake.tier(leave_timeout_s=leave_timeout_s)) as harness:
         fake.fail(fault)
-        if fault == "wait-in-exist":
-            given_up_probe(fake, harness)
+        if fault == "hang-in-exist":
+            given_up_probe(fake, harness, fault)
     assert children() == before
 
 
@@ -496,6 +507,12 @@ def test_a_helper_whose_parent_has_ended_before_it_began_ends():
     with ours, theirs:
         command = [sys.executable, "-I", "-S", helper_module.__file__, "1", str(theirs.fileno())]
         subprocess.run(command, check=True, pass_fds=(theirs.fileno(),), timeout=READY_S)
+
+
+def test_a_helper_leaves_no_core_dump_which_would_have_blocks_in_it(fake):
+    with opened(fake.tier()) as harness:
+        limits = Path(f"/proc/{helper_of(harness.tier).pid}/limits").read_text()
+        assert "Max core file size 1 1 bytes" in " ".join(limits.split())
 
 
 def test_a_helper_moves_nothing_outside_of_its_memory(fake):
