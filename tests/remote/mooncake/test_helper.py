@@ -231,6 +231,23 @@ def test_a_probe_that_nobody_waits_for_any_more_stops_no_transfer(fake):
         assert harness.store(K[:2]) == harness.load(K[:2]) == {}
 
 
+def test_no_more_probes_are_at_a_helper_that_hangs_than_it_has_threads_for(fake):
+    with opened(fake.tier()) as harness:
+        for _ in range(4):
+            given_up_probe(fake, harness)
+        asked, helper = begun(harness, harness.tier.contains(K[:2])), helper_of(harness.tier)
+
+        async def turn():
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return len(helper._calls)
+
+        assert harness.run(turn()) == 4
+        harness.on_loop(lambda: helper.end("the test has seen enough"))
+        assert "seen enough" in str(why_failed(asked))
+        del asked  # its task has the frames still
+
+
 def test_a_transfer_that_is_given_up_ends_the_helper_that_may_still_use_its_memory(fake):
     with opened(fake.tier()) as harness:
         fake.fail("hang-in-get")
@@ -238,6 +255,7 @@ def test_a_transfer_that_is_given_up_ends_the_helper_that_may_still_use_its_memo
         fake.wait_for_fault()
         helper = helper_of(harness.tier)
         loading.cancel()
+        del loading  # its task has the frames still
         wait_for_end(helper.pid)
         assert helper.why_ended == "a transfer was given up"
 
