@@ -49,17 +49,33 @@ class Library:
         self.store.close()
 
 
+class _Memory(ServerProcess):
+    """A client that gives memory to a store, and does nothing else."""
+
+    def __init__(self, folder, options, num_bytes):
+        (port,) = free_ports(1)
+        command = [binary().with_name("mooncake_client"), "--host=127.0.0.1", f"--port={port}"]
+        command += [f"--global_segment_size={num_bytes >> 20}MB"]
+        command += [f"--master_server_address={options['master']}"]
+        command += [f"--metadata_server={options['metadata_url']}"]
+        super().__init__(command, port, folder / "memory.log")
+
+
 class MooncakeMaster(ServerProcess):
-    """A master with a metadata server, and a client that gives memory to the store."""
+    """A master with a metadata server, and a client that gives memory to the store.
+
+    Attributes:
+        host: A client in this process, which gives none.
+    """
 
     def __init__(self, folder, segment_bytes=SEGMENT_BYTES):
-        self._segment_bytes = segment_bytes
         self.port, self._metadata_port, metrics = free_ports(3)
         command = [binary(), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
         command += ["--enable_http_metadata_server=true", f"--metrics_port={metrics}"]
         command += ["--http_metadata_server_host=127.0.0.1", "--enable_metric_reporting=false"]
         command += [f"--http_metadata_server_port={self._metadata_port}"]
         super().__init__(command, self.port, folder / "mooncake.log")
+        self._memory = _Memory(folder, self.options, segment_bytes)
 
     @property
     def options(self):
@@ -71,9 +87,11 @@ class MooncakeMaster(ServerProcess):
 
     def __enter__(self):
         self.start()
-        self.host = Library(self.connection(segment_bytes=self._segment_bytes))
+        self._memory.start()
+        self.host = Library(self.connection())
         return self
 
     def __exit__(self, *_):
         self.host.close()
+        self._memory.kill()
         self.kill()
