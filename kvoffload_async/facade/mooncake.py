@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Final, Unpack
 
 from kvoffload_async.abc.tier import KVIdentity, TierPlace
-from kvoffload_async.config import at_least, parse_name, parse_size_bytes, shown
+from kvoffload_async.config import at_least, parse_name, parse_seconds, parse_size_bytes, shown
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.integrity_key import parse_key_file
 from kvoffload_async.facade.remote import check_installed, parse_url
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.storage import config_of, identity_of, named_layout
 from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
-from kvoffload_async.tiers.mooncake.client import MooncakeConnection
+from kvoffload_async.tiers.mooncake.cells import Geometry
+from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 _PROTOCOLS: Final = ("tcp", "rdma")
@@ -25,8 +26,9 @@ _HOST_AND_PORT: Final = re.compile(r"[^\s:/]+:\d{1,5}")
 class MooncakeTierManager(SecondaryTierManager):
     """Blocks in a Mooncake Store, in the memory that its clients give to it.
 
-    The primary's memory is registered with the library, which copies from and into it without a
-    copy between. The store bounds itself and evicts; what it has no room for is not stored.
+    The library runs in a helper process, and sees no memory of the engine's but a buffer that
+    blocks are copied through. The store bounds itself and evicts; what it has no room for is not
+    stored.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class MooncakeTierManager(SecondaryTierManager):
         protocol: str = "tcp",
         rdma_devices: str = "",
         replicas: int = 1,
+        buffer_bytes: int | str = "64MiB",
+        call_timeout_s: float = 10.0,
         integrity_key_file: str | None = None,
         **options: Unpack[TierOptions],
     ) -> None:
@@ -55,10 +59,14 @@ class MooncakeTierManager(SecondaryTierManager):
             metadata_url: Where the clients of the store find each other, such as
                 http://HOST:8080/metadata.
             host: The name by which other hosts reach this one.
-            segment_bytes: Memory that this process gives to the store; 0: none.
+            segment_bytes: Memory that the helper process gives to the store; 0: none.
             protocol: "tcp" or "rdma".
             rdma_devices: Names of the devices, joined by commas; for "rdma".
             replicas: Copies of each block, in the memory of as many clients.
+            buffer_bytes: Memory, at most, that the helper process shares with the engine, half of
+                it for each direction: at least two blocks.
+            call_timeout_s: Seconds for one call of the library; then the helper process is killed,
+                and another one is started.
             integrity_key_file: Absolute path of a file with a key that checksums are made with.
             **options: The options that every tier takes.
 
@@ -74,12 +82,15 @@ class MooncakeTierManager(SecondaryTierManager):
             "protocol": protocol,
             "rdma_devices": rdma_devices,
             "replicas": replicas,
+            "buffer_bytes": buffer_bytes,
+            "call_timeout_s": call_timeout_s,
             "integrity_key_file": integrity_key_file,
             **options,
         }
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
         identity = identity_of(options, config_of(offloading_spec), row_bytes)
-        tier = MooncakeTier(_connection(given, identity), parse_key_file(integrity_key_file))
+        connection, settings = _connection(given, identity), _settings(given, identity)
+        tier = MooncakeTier(connection, parse_key_file(integrity_key_file), settings)
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
 
     @classmethod
@@ -87,10 +98,12 @@ class MooncakeTierManager(SecondaryTierManager):
         """Check every option; joins nothing."""
         given = _DEFAULTS | dict(options)
         connection = _connection(given, identity)
+        _settings(given, identity)
         parse_key_file(given["integrity_key_file"])
         return [TierPlace(f"mooncake://{connection.master}", is_exclusive=False, key="master")]
 
 
+_MOST_LEAVE_S: Final = 5.0
 _DEFAULTS: Final = defaults_of(MooncakeTierManager)
 
 
@@ -119,4 +132,16 @@ def _connection(options: Mapping[str, Any], identity: KVIdentity) -> MooncakeCon
         options["protocol"],
         devices,
         at_least(1, _MAX_REPLICAS)(options["replicas"], "replicas"),
+    )
+
+
+def _settings(options: Mapping[str, Any], identity: KVIdentity) -> HelperSettings:
+    """Return what the helper process may take; raises ConfigError."""
+    buffer_bytes = parse_size_bytes(options["buffer_bytes"], "buffer_bytes")
+    Geometry.of(buffer_bytes, identity.block_bytes)
+    return HelperSettings(
+        buffer_bytes=buffer_bytes,
+        call_timeout_s=parse_seconds(options["call_timeout_s"], "call_timeout_s"),
+        start_timeout_s=options.get("open_timeout_s", 30.0),
+        leave_timeout_s=min(_MOST_LEAVE_S, options.get("close_timeout_s", 30.0) / 2),
     )

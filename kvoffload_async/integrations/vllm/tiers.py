@@ -104,7 +104,7 @@ class ObjectTier(RemoteTier):
 
 
 class MooncakeTier(RemoteTier):
-    """Blocks in a Mooncake Store, from and into the primary's memory without a copy between."""
+    """Blocks in a Mooncake Store, whose library runs in a helper process."""
 
     kind: ClassVar[str] = "mooncake"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -21,19 +21,27 @@ from kvoffload_async.errors import (
     CorruptBlockError,
     TierClosedError,
     TierError,
+    TierFullError,
     TierUnavailableError,
+    drop_tracebacks,
 )
 from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.mooncake.client import MooncakeClient, MooncakeConnection
+from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES, Parts
+from kvoffload_async.tiers.mooncake.keeper import HelperKeeper
+from kvoffload_async.tiers.mooncake.process import MOST_NAMES, Helper
+from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
 from kvoffload_async.tiers.remote.envelope import Bytes, Envelopes, namespace_of
+from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
-T = TypeVar("T")
+_NO_HANDLE: Final = -200
+_NOT_FOUND: Final = -704
 
-_HEAD_BYTES: Final = 256
-"""Room for a header and its key."""
-_PORTION_BYTES: Final = 16 << 20
-_PORTION_BLOCKS: Final = 256
+Portion = Sequence[int]
+"""Indices of some blocks of a job: as many as a part of the helper's memory takes."""
+
+Outcomes = dict[int, TierError]
+"""Why blocks of a portion failed, by index."""
 
 
 @dataclass(slots=True)
@@ -58,208 +66,240 @@ class MooncakeCounters:
 
 
 class _Place:
-    """What an open tier works with: the store, and memory that it may read and write."""
+    """What an open tier works with: the primary's rows, and what a block's value looks like."""
 
-    def __init__(
-        self, client: MooncakeClient, env: TierEnvironment, key: IntegrityKey | None
-    ) -> None:
-        self.env = env
-        self.client = client
+    def __init__(self, env: TierEnvironment, key: IntegrityKey | None) -> None:
+        self.io = env.io
         self.rows: Bytes = np.asarray(env.kv_view)
-        self.heads: Bytes = np.zeros((len(self.rows), _HEAD_BYTES), dtype=np.uint8)
         layout = env.identity.digest
         self.envelopes = Envelopes(layout, self.rows.shape[1], key)
         self._prefix = f"kvo:{namespace_of(layout, key)}:"
-        for memory in (self.rows, self.heads):
-            client.register(memory.ctypes.data, memory.nbytes)
-        self._rows_at, self._heads_at = self.rows.ctypes.data, self.heads.ctypes.data
 
-    def name(self, key: OffloadKey) -> str:
-        return self._prefix + key.hex()
+    def names(self, keys: Iterable[OffloadKey]) -> list[str]:
+        return [self._prefix + key.hex() for key in keys]
 
-    def memory_of(
-        self, job: JobMetadata, indices: Sequence[int]
-    ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        """Return names, addresses and sizes of blocks: header and row of each."""
-        row_bytes = self.rows.shape[1]
-        slots = job.block_ids
-        names = [self.name(job.keys[i]) for i in indices]
-        addresses = [
-            [
-                self._heads_at + int(slots[i]) * _HEAD_BYTES,
-                self._rows_at + int(slots[i]) * row_bytes,
-            ]
-            for i in indices
-        ]
-        sizes = [[self.envelopes.header_bytes(job.keys[i]), row_bytes] for i in indices]
-        return names, addresses, sizes
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some blocks of a job, with a cell of the helper's memory for each.
+
+    Attributes:
+        indices: Which of the job's blocks.
+        first: The first cell.
+    """
+
+    helper: Helper
+    place: _Place
+    job: JobMetadata
+    indices: Portion
+    first: int
+
+    @property
+    def keys(self) -> list[OffloadKey]:
+        return [self.job.keys[i] for i in self.indices]
+
+    async def move(self, call: str) -> list[int]:
+        """Have the helper put the cells' values, or get them; return a status for each."""
+        cells, row_bytes = self.helper.cells, self.place.rows.shape[1]
+        heads = [Envelopes.header_bytes(key) for key in self.keys]
+        at = [cells.at(cell, head) for cell, head in enumerate(heads, self.first)]
+        sizes = [head + row_bytes for head in heads]
+        return await self.helper.move(call, self.place.names(self.keys), at, sizes)
+
+    def put_in(self) -> None:
+        """Copy the blocks into their cells, with headers made of their rows."""
+        for cell, i in enumerate(self.indices, self.first):
+            row = self.place.rows[self.job.block_ids[i]]
+            header = self.place.envelopes.header(self.job.keys[i], row)
+            self.helper.cells.write(cell, header, row)
+
+    def take_out(self, failures: Outcomes) -> Outcomes:
+        """Copy the blocks that have not failed into their rows; return why others have failed."""
+        outcomes = dict(failures)
+        for cell, i in enumerate(self.indices, self.first):
+            if i not in failures:
+                key, row = self.job.keys[i], self.place.rows[self.job.block_ids[i]]
+                header = self.helper.cells.read(cell, Envelopes.header_bytes(key), row)
+                # Of the copies: anybody may change what they were made of.
+                error = self.place.envelopes.verify(key, header, row)
+                if error is not None:
+                    outcomes[i] = error
+        return outcomes
 
 
 class MooncakeTier(AsyncTier):
     """Keeps each block in the memory of one or more clients of a Mooncake Store.
 
-    Its calls block, and run on the tier's own I/O threads. One that hangs keeps its thread and its
-    blocks' slots until it ends, and what waits behind it ends at its deadline.
+    The client is a process of its own, which has no memory of the engine's but a buffer. A block is
+    copied through it, and is verified where the copy has come to lie.
     """
 
     def __init__(
-        self, connection: MooncakeConnection, integrity_key: IntegrityKey | None = None
+        self,
+        connection: MooncakeConnection,
+        integrity_key: IntegrityKey | None = None,
+        settings: HelperSettings | None = None,
     ) -> None:
         """Describe the tier; nothing is joined before `open`."""
         self.capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
         self.bounds = TierBounds(concurrent_blocks=64)
         self._connection = connection
+        self._settings = settings or HelperSettings()
         self._integrity_key = integrity_key
         self._counters = MooncakeCounters()
+        self._keeper: HelperKeeper | None = None
         self._place: _Place | None = None
 
     async def open(self, env: TierEnvironment) -> None:
-        """Join the store, and register the primary's memory with it.
+        """Start the helper, and let it join the store.
 
         Raises:
-            ConfigError: The library cannot be loaded, or the memory not be registered.
+            ConfigError: The library cannot be loaded, or the buffer not be registered.
             TierUnavailableError: The master cannot be reached.
         """
-        joined: list[_Place] = []
-
-        def join() -> None:
-            client = self._connection.open()
-            try:
-                joined.append(_Place(client, env, self._integrity_key))
-            except BaseException:
-                client.close()
-                raise
-
-        try:
-            await env.io.run(Direction.NONE, join)
-        finally:  # also if it was cancelled: `close` has to leave what was joined then
-            self._place = joined.pop() if joined else None
+        row_bytes = env.kv_view.nbytes // len(env.kv_view)
+        self._keeper = HelperKeeper(self._connection, self._settings, row_bytes, env.io)
+        await self._keeper.open()
+        self._place = _Place(env, self._integrity_key)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Ask for all keys in one call."""
-        place = self._opened()
+        """Ask for all keys in one call, or in a few where there are thousands."""
+        helper, place = self._opened()
         self._counters.probed_keys += len(keys)
-        names = [place.name(key) for key in keys]
-        found = await self._call(place, Direction.NONE, lambda: place.client.exist(names))
-        return frozenset(key for key, is_there in zip(keys, found, strict=True) if is_there)
+        found: set[OffloadKey] = set()
+        for first in range(0, len(keys), MOST_NAMES):
+            some = keys[first : first + MOST_NAMES]
+            answers = await self._counted(helper.ask("exist", place.names(some)))
+            if min(answers) < 0:
+                self._counters.failed += 1
+                raise TierUnavailableError(f"mooncake: the store's answer is {min(answers)}")
+            found.update(key for key, answer in zip(some, answers, strict=True) if answer == 1)
+        return frozenset(found)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        place = self._opened()
-        failures: dict[int, TierError] = {}
-        for portion in self._portions(place, job):
-            failures.update(self._too_long(job, portion))
-            indices = [i for i in portion if i not in failures]
-
-            def put(indices: Sequence[int] = indices) -> list[TierError | None]:
-                for i in indices:
-                    slot = job.block_ids[i]
-                    header = place.envelopes.header(job.keys[i], place.rows[slot])
-                    place.heads[slot, : len(header)] = header
-                return place.client.put(*place.memory_of(job, indices))
-
-            outcomes = await self._call(place, Direction.STORE, put)
-            failures.update(_failed(indices, outcomes))
-        return failures
+        return await self._run_job(job, self._store_part, lambda helper: helper.stores)
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        place = self._opened()
-        failures: dict[int, TierError] = {}
-        for portion in self._portions(place, job):
-            failures.update(self._too_long(job, portion))
-            indices = [i for i in portion if i not in failures]
-            read = await self._read(place, job, indices)
-            corrupt = [i for i, error in read.items() if isinstance(error, CorruptBlockError)]
-            if corrupt:  # perhaps only on its way here: what is removed was bad twice
-                self._counters.read_again += len(corrupt)
-                for i in corrupt:
-                    del read[i]
-                read |= await self._read(place, job, corrupt)
-                await self._remove(place, job, read)
-            failures.update(read)
-        return failures
+        return await self._run_job(job, self._load_part, lambda helper: helper.loads)
 
     async def close(self) -> None:
-        """Leave the store: what others do not have of this process's memory is lost to them."""
-        place, self._place = self._place, None
-        if place is not None:
-            await place.env.io.run(Direction.NONE, place.client.close)
+        """Leave the store: what others do not have of the helper's memory is lost to them."""
+        self._place = None
+        if self._keeper is not None:
+            await self._keeper.close()
 
     def gauges(self) -> Mapping[str, float]:
-        return asdict(self._counters)
+        keeper = self._keeper
+        helpers = {
+            "helper_starts": keeper.starts if keeper else 0,
+            "helper_ends": keeper.ends if keeper else 0,
+        }
+        return asdict(self._counters) | helpers
 
     def describe(self) -> str:
         return f"mooncake at {self._connection.master}"
 
     # -- inside ---------------------------------------------------------------------------------
 
-    async def _read(
-        self, place: _Place, job: JobMetadata, indices: Sequence[int]
-    ) -> dict[int, TierError]:
-        """Read blocks into their slots; return those that are not there, or do not verify."""
-
-        def get() -> list[TierError | None]:
-            outcomes = place.client.get(*place.memory_of(job, indices))
-            for at, i in enumerate(indices):
-                if outcomes[at] is None:
-                    key, slot = job.keys[i], job.block_ids[i]
-                    header = place.heads[slot, : place.envelopes.header_bytes(key)]
-                    outcomes[at] = place.envelopes.verify(key, header, place.rows[slot])
-            return outcomes
-
-        outcomes = await self._call(place, Direction.LOAD, get)
-        return {
-            i: BlockMissingError(f"block {job.keys[i].hex()} is not there")
-            if isinstance(error, BlockMissingError)
-            else error
-            for i, error in _failed(indices, outcomes).items()
+    async def _run_job(
+        self,
+        job: JobMetadata,
+        run_part: Callable[[_Part], Awaitable[Outcomes]],
+        parts_of: Callable[[Helper], Parts],
+    ) -> BlockFailures:
+        """Run a job in portions; a fault of the store's or of the helper's fails all of it."""
+        helper, place = self._opened()
+        failures: Outcomes = {
+            i: TierError(f"block {key.hex()}: its key is too long for this tier")
+            for i, key in enumerate(job.keys)
+            if Envelopes.header_bytes(key) > HEAD_BYTES
         }
+        faults: list[TierError] = []
 
-    async def _remove(
-        self, place: _Place, job: JobMetadata, failures: Mapping[int, TierError]
-    ) -> None:
-        """Remove what is bad: else the first writer would keep it for ever."""
-        bad = [i for i, error in failures.items() if isinstance(error, CorruptBlockError)]
-        self._counters.corrupt += len(bad)
-        names = [place.name(job.keys[i]) for i in bad]
-        if names:
-            remove = place.client.remove
-            self._counters.removed += await self._call(place, Direction.NONE, lambda: remove(names))
+        async def run(portion: Portion) -> None:
+            try:
+                async with parts_of(helper).take() as first:
+                    if not faults:
+                        part = _Part(helper, place, job, portion, first)
+                        failures.update(await run_part(part))
+            except TierError as error:
+                drop_tracebacks(error)  # whose frames hold the rows
+                faults.append(error)
 
-    async def _call(self, place: _Place, direction: Direction, call: Callable[[], T]) -> T:
+        indices = [i for i in range(len(job.keys)) if i not in failures]
+        step = helper.cells.geometry.blocks
+        portions = [indices[at : at + step] for at in range(0, len(indices), step)]
+        if len(portions) == 1:
+            await run(portions[0])
+        else:
+            await run_together(map(run, portions), f"mooncake:{job.job_id}")
+        if faults:
+            raise faults.pop(0)  # taken out: it holds this frame, which must not hold it
+        return failures
+
+    async def _store_part(self, part: _Part) -> Outcomes:
+        await part.place.io.run(Direction.STORE, part.put_in)
+        return await self._move(part, "put")
+
+    async def _load_part(self, part: _Part) -> Outcomes:
+        failures = await self._read(part)
+        if not (corrupt := _corrupt(failures)):
+            return failures
+        self._counters.read_again += len(corrupt)  # perhaps they were bad only on their way here
+        again = await self._read(replace(part, indices=corrupt))
+        failures = {i: e for i, e in failures.items() if i not in corrupt} | again
+        corrupt = _corrupt(again)
+        self._counters.corrupt += len(corrupt)
+        if corrupt:  # else the first writer would keep them for ever
+            names = part.place.names(part.job.keys[i] for i in corrupt)
+            answers = await self._counted(part.helper.ask("remove", names))
+            self._counters.removed += answers.count(0)
+        return failures
+
+    async def _read(self, part: _Part) -> Outcomes:
+        """Read blocks into their slots; return those that are not there, or do not verify."""
+        failures = await self._move(part, "get")
+        return await part.place.io.run(Direction.LOAD, lambda: part.take_out(failures))
+
+    async def _move(self, part: _Part, call: str) -> Outcomes:
+        """Put or get a part's values; return why some failed.
+
+        Raises:
+            TierUnavailableError: All of them failed, as nobody is there.
+        """
+        statuses = await self._counted(part.move(call))
+        failures = {
+            i: _error_of(status, key)
+            for i, key, status in zip(part.indices, part.keys, statuses, strict=True)
+            if status < 0
+        }
+        faults = [e for e in failures.values() if isinstance(e, TierUnavailableError)]
+        if len(faults) == len(part.indices):
+            self._counters.failed += 1
+            raise faults[0]
+        return failures
+
+    async def _counted(self, call: Awaitable[list[int]]) -> list[int]:
         self._counters.requests += 1
         try:
-            outcome = await place.env.io.run(direction, call)
+            return await call
         except TierError:
             self._counters.failed += 1
             raise
-        if isinstance(outcome, list) and outcome and all(map(_is_unavailable, outcome)):
-            self._counters.failed += 1
-            raise TierUnavailableError(str(outcome[0]))  # nobody is there: no block is to blame
-        return outcome
 
-    @staticmethod
-    def _too_long(job: JobMetadata, portion: range) -> dict[int, TierError]:
-        return {
-            i: TierError(f"block {job.keys[i].hex()}: its key is too long for this tier")
-            for i in portion
-            if Envelopes.header_bytes(job.keys[i]) > _HEAD_BYTES
-        }
-
-    @staticmethod
-    def _portions(place: _Place, job: JobMetadata) -> Sequence[range]:
-        step = max(1, min(_PORTION_BLOCKS, _PORTION_BYTES // place.rows.shape[1]))
-        count = len(job.keys)
-        return [range(first, min(first + step, count)) for first in range(0, count, step)]
-
-    def _opened(self) -> _Place:
-        if self._place is None:
+    def _opened(self) -> tuple[Helper, _Place]:
+        if self._place is None or self._keeper is None:
             raise TierClosedError(f"{self.describe()} is not open")
-        return self._place
+        return self._keeper.helper(), self._place
 
 
-def _is_unavailable(outcome: object) -> bool:
-    return isinstance(outcome, TierUnavailableError)
+def _corrupt(failures: Outcomes) -> list[int]:
+    return [i for i, error in failures.items() if isinstance(error, CorruptBlockError)]
 
 
-def _failed(indices: Sequence[int], outcomes: Sequence[TierError | None]) -> dict[int, TierError]:
-    return {i: error for i, error in zip(indices, outcomes, strict=True) if error is not None}
+def _error_of(status: int, key: OffloadKey) -> TierError:
+    if status == _NOT_FOUND:
+        return BlockMissingError(f"block {key.hex()} is not there")
+    if status == _NO_HANDLE:
+        return TierFullError("the store has no room")
+    return TierUnavailableError(f"mooncake: the store's answer is {status}")

@@ -1,6 +1,8 @@
 import os
+from contextlib import closing
 
 import pytest
+from remote.mooncake.fakes import FakeStore
 from servers.mooncake import MooncakeMaster
 
 
@@ -14,7 +16,7 @@ def running_master(tmp_path_factory):
 @pytest.fixture
 def master(running_master):
     """A master whose store is empty."""
-    running_master.host._library.remove_all(True)
+    running_master.host.store.remove_all(True)
     return running_master
 
 
@@ -23,3 +25,10 @@ def own_master(tmp_path):
     """A master that a test may kill."""
     with MooncakeMaster(tmp_path) as master:
         yield master
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A store that needs no library and no master."""
+    with closing(FakeStore(tmp_path)) as store:
+        yield store

@@ -1,4 +1,4 @@
-"""The `mooncake` tier meets the whole contract, on a real master."""
+"""The `mooncake` tier meets the whole contract: on a real master, and over a made-up library."""
 
 import numpy as np
 import pytest
@@ -18,11 +18,24 @@ class TestMooncakeTier(TierConformance):
 
     def damage(self, tier, key):
         """Put another value where the block was."""
-        store = self.master.host._library
-        name = tier._place.name(key)
+        store = self.master.host.store
+        (name,) = tier._place.names([key])
         value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
         if not len(value):
             return False
         value[-1] ^= 1
         assert store.remove(name, True) == 0
         return store.put(name, value.tobytes()) == 0
+
+
+class TestMooncakeTierOverAMadeUpLibrary(TierConformance):
+    @pytest.fixture(autouse=True)
+    def _fake(self, fake):
+        self.fake = fake
+
+    @pytest.fixture
+    def tier(self, fake):
+        return fake.tier
+
+    def damage(self, tier, key):
+        return self.fake.damage(tier, key)

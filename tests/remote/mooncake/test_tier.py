@@ -1,13 +1,29 @@
 """What is particular of the `mooncake` tier, on a real master."""
 
+import os
+import signal
+import socket
+import struct
+from pathlib import Path
+
 import numpy as np
 import pytest
+from remote.mooncake.fakes import children, helper_of, is_joined, restart
 from servers.mooncake import MooncakeMaster
+from servers.process import wait_until
 
 from kvoffload_async import ConfigError, SecondaryTierFactory
-from kvoffload_async.errors import TierClosedError, TierError, TierFullError, TierUnavailableError
+from kvoffload_async.errors import (
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierTimeoutError,
+    TierUnavailableError,
+)
+from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.mooncake.settings import HelperSettings
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 pytest.importorskip("mooncake.store", reason="needs the extra mooncake", exc_type=ImportError)
@@ -20,8 +36,23 @@ def opened(master, **options):
     return TierHarness(MooncakeTier(master.connection(), **options), 64, SLOT_BYTES)
 
 
+def listening_ports(pid):
+    """Return the ports that a process accepts TCP connections on."""
+    links = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in net_rows(pid, name)]
+    return [
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in links
+    ]
+
+
+def net_rows(pid, name):
+    return Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+
+
 def damage(tier, key, master):
-    store, name = master.host._library, tier._place.name(key)
+    store, name = master.host.store, tier._place.names([key])[0]
     value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
     value[-1] ^= 1
     assert store.remove(name, True) == store.put(name, value.tobytes()) == 0
@@ -84,10 +115,48 @@ def test_a_dead_master_fails_jobs_as_a_whole(own_master):
 
 
 def test_a_master_that_is_not_there_is_unavailable(own_master):
-    connection = own_master.connection()
+    tier = MooncakeTier(own_master.connection())
     own_master.kill()
     with pytest.raises(TierUnavailableError, match="cannot be joined"):
-        connection.open()
+        TierHarness(tier)
+
+
+def test_bytes_that_abort_the_library_cost_the_tier_alone(master):
+    with opened(master) as harness:
+        assert harness.store(K[:2]) == {}
+        helper = helper_of(harness.tier)
+        for port in listening_ports(helper.pid):
+            with socket.create_connection(("127.0.0.1", port)) as link:
+                link.sendall(struct.pack("<Q", 4) + b"1234")
+        wait_until(lambda: helper.why_ended)
+        restart(harness)
+        assert helper.status == -signal.SIGABRT
+        assert harness.load(K[:2]) == {}
+
+
+def test_a_master_that_freezes_costs_calls_their_deadline_and_is_joined_again(own_master):
+    settings = HelperSettings(call_timeout_s=2.0)
+    with opened(own_master, settings=settings) as harness:
+        assert harness.store(K[:2]) == {}
+        os.kill(own_master._process.pid, signal.SIGSTOP)
+        for ask in (harness.contains, harness.load):
+            with pytest.raises(TierUnavailableError, match=r"no answer within 2 s|no helper"):
+                ask(K[:2])
+        os.kill(own_master._process.pid, signal.SIGCONT)
+        if not harness.run(is_joined(harness.tier)):
+            restart(harness)
+        assert harness.load(K[:2]) == {}
+
+
+def test_an_opening_ends_at_its_deadline_while_the_master_is_frozen(own_master):
+    os.kill(own_master._process.pid, signal.SIGSTOP)
+    buffer, before = PrimaryBuffer(4, SLOT_BYTES), children()
+    given = {"type": "mooncake", "model": "m", "open_timeout_s": 1.0, **own_master.options}
+    with pytest.raises(TierTimeoutError, match="did not open within 1 s"):
+        SecondaryTierFactory.create_secondary_tier(given, buffer.view, None)
+    wait_until(lambda: children() == before)
+    os.kill(own_master._process.pid, signal.SIGCONT)
+    assert buffer.release()
 
 
 def test_a_closed_tier_says_so(master):
@@ -110,6 +179,9 @@ def test_a_closed_tier_says_so(master):
         ("protocol", "udp"),
         ("rdma_devices", 1),
         ("replicas", 0),
+        ("buffer_bytes", 0),
+        ("buffer_bytes", 511),
+        ("call_timeout_s", 0),
         ("integrity_key_file", "relative"),
     ],
 )
