@@ -227,7 +227,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.world.reset()
         elif tier < len(self.world.tiers):
             if what.startswith("lose"):
-                self.world.lose(tier, key, told=what == "lose")
+                self.world.lose(tier, key, announced=what == "lose")
             elif what == "probe":
                 self.world.tiers[tier].is_probing ^= True
             else:

@@ -85,9 +85,9 @@ class NativeTier(ScriptedTier):
         super().fill(keys)
         self.state.handle(BlocksAppeared(tuple(keys)))
 
-    def lose(self, key, *, told):
+    def lose(self, key, *, announced):
         """Drop a block; find that out now, or when it is read."""
-        if self.contents.pop(key, None) is not None and told:
+        if self.contents.pop(key, None) is not None and announced:
             self.state.handle(BlocksEvicted((key,)))
 
     def ask(self, probe):
@@ -132,7 +132,7 @@ class ForeignTier(ScriptedTier):
             return RETRY
         return HIT if key in self.contents else MISS
 
-    def lose(self, key, *, told):
+    def lose(self, key, *, announced):
         """Drop a block; nobody has to be told."""
         self.contents.pop(key, None)
 

@@ -251,9 +251,9 @@ class World:
         self.tiers[tier].fill(keys)
         self.history.record(*(ContentWritten(key, content(key)) for key in keys))
 
-    def lose(self, tier, key, *, told=True):
+    def lose(self, tier, key, *, announced=True):
         """A tier drops a block, and says so, or does not know."""
-        self.tiers[tier].lose(key, told=told)
+        self.tiers[tier].lose(key, announced=announced)
         self.kept.discard(key)
 
     # -- reset ----------------------------------------------------------------------------------
