@@ -22,8 +22,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 LENGTH: Final = struct.Struct("<I")
@@ -128,47 +127,66 @@ def receive(link: socket.socket) -> dict[str, Any] | None:
     return json.loads(body) if body else None
 
 
+class Attendance:
+    """Makes the calls that come in, on several threads."""
+
+    def __init__(self, link: socket.socket, library: Library) -> None:
+        self._link = link
+        self._library = library
+        self._calls = {
+            "exist": library.exist,
+            "put": library.put,
+            "get": library.get,
+            "remove": library.remove,
+        }
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+
+    def attend(self) -> None:
+        """Make one call after the other, and end the process behind the last one.
+
+        Whoever reads a call makes it, and the next one reads: no call changes threads.
+        """
+        with contextlib.suppress(OSError):  # nobody is there any more
+            while (request := self._next()) is not None:
+                if request["call"] == "close":
+                    self._library.close()
+                    break
+                self._perform(request)
+        os._exit(0)
+
+    def _next(self) -> dict[str, Any] | None:
+        with self._reading:
+            return receive(self._link)
+
+    def _perform(self, request: Mapping[str, Any]) -> None:
+        call = self._calls[request["call"]]
+        outcome: dict[str, Any]
+        try:
+            outcome = {"statuses": call(request["names"], request["at"], request["sizes"])}
+        except Exception as error:  # noqa: BLE001 - the library's own, of any kind
+            outcome = {"error": f"{type(error).__name__}: {error}"}
+        with self._writing:
+            self._link.sendall(frame({"id": request["id"], **outcome}))
+
+
 def serve(link: socket.socket) -> None:
     """Join a store and make calls of its library, until told to leave or left alone."""
-    mutex = threading.Lock()
-
-    def answer(number: int, **what: object) -> None:
-        with mutex:
-            link.sendall(frame({"id": number, **what}))
-
-    def perform(number: int, call: Callable[..., list[int]], request: Mapping[str, Any]) -> None:
-        try:
-            statuses = call(request["names"], request["at"], request["sizes"])
-        except Exception as error:  # noqa: BLE001 - the library's own, of any kind
-            answer(number, error=f"{type(error).__name__}: {error}")
-        else:
-            answer(number, statuses=statuses)
-
     how = receive(link)
     if how is None:
         return
     try:
-        library = Library(how)
+        attendance = Attendance(link, Library(how))
     except JoinError as error:
-        answer(JOIN, error=str(error), is_config=error.is_config)
+        link.sendall(frame({"id": JOIN, "error": str(error), "is_config": error.is_config}))
         return
-    calls = {
-        "exist": library.exist,
-        "put": library.put,
-        "get": library.get,
-        "remove": library.remove,
-    }
-    threads = ThreadPoolExecutor(how["calls"])  # as many as its parent makes at once
-    answer(JOIN, statuses=[])
-    while (request := receive(link)) is not None:
-        if request["call"] == "close":
-            library.close()
-            return
-        threads.submit(perform, request["id"], calls[request["call"]], request)
+    link.sendall(frame({"id": JOIN, "statuses": []}))
+    for _ in range(how["calls"]):  # as many as its parent makes at once, so that this one reads
+        threading.Thread(target=attendance.attend, daemon=True).start()
+    attendance.attend()
 
 
 def main() -> None:
-    """Serve the parent until the end, which no thread and no destructor can keep from coming."""
+    """Serve the parent to the end, which no thread and no destructor keeps from coming."""
     parent, descriptor = map(int, sys.argv[1:3])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

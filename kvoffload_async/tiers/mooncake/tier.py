@@ -27,9 +27,9 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.files.integrity import IntegrityKey
 from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES, Parts
-from kvoffload_async.tiers.mooncake.keeper import HelperKeeper
 from kvoffload_async.tiers.mooncake.process import MOST_NAMES, Helper
 from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
+from kvoffload_async.tiers.mooncake.supervisor import HelperSupervisor
 from kvoffload_async.tiers.remote.envelope import Bytes, Envelopes, namespace_of
 from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
@@ -106,14 +106,14 @@ class _Part:
         sizes = [head + row_bytes for head in heads]
         return await self.helper.move(call, self.place.names(self.keys), at, sizes)
 
-    def put_in(self) -> None:
+    def copy_in(self) -> None:
         """Copy the blocks into their cells, with headers made of their rows."""
         for cell, i in enumerate(self.indices, self.first):
             row = self.place.rows[self.job.block_ids[i]]
             header = self.place.envelopes.header(self.job.keys[i], row)
             self.helper.cells.write(cell, header, row)
 
-    def take_out(self, failures: Outcomes) -> Outcomes:
+    def copy_out(self, failures: Outcomes) -> Outcomes:
         """Copy the blocks that have not failed into their rows; return why others have failed."""
         outcomes = dict(failures)
         for cell, i in enumerate(self.indices, self.first):
@@ -147,7 +147,7 @@ class MooncakeTier(AsyncTier):
         self._settings = settings or HelperSettings()
         self._integrity_key = integrity_key
         self._counters = MooncakeCounters()
-        self._keeper: HelperKeeper | None = None
+        self._supervisor: HelperSupervisor | None = None
         self._place: _Place | None = None
 
     async def open(self, env: TierEnvironment) -> None:
@@ -158,8 +158,8 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        self._keeper = HelperKeeper(self._connection, self._settings, row_bytes, env.io)
-        await self._keeper.open()
+        self._supervisor = HelperSupervisor(self._connection, self._settings, row_bytes, env.io)
+        await self._supervisor.open()
         self._place = _Place(env, self._integrity_key)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -185,14 +185,14 @@ class MooncakeTier(AsyncTier):
     async def close(self) -> None:
         """Leave the store: what others do not have of the helper's memory is lost to them."""
         self._place = None
-        if self._keeper is not None:
-            await self._keeper.close()
+        if self._supervisor is not None:
+            await self._supervisor.close()
 
     def gauges(self) -> Mapping[str, float]:
-        keeper = self._keeper
+        supervisor = self._supervisor
         helpers = {
-            "helper_starts": keeper.starts if keeper else 0,
-            "helper_ends": keeper.ends if keeper else 0,
+            "helper_starts": supervisor.starts if supervisor else 0,
+            "helper_ends": supervisor.ends if supervisor else 0,
         }
         return asdict(self._counters) | helpers
 
@@ -238,7 +238,7 @@ class MooncakeTier(AsyncTier):
         return failures
 
     async def _store_part(self, part: _Part) -> Outcomes:
-        await part.place.io.run(Direction.STORE, part.put_in)
+        await part.place.io.run(Direction.STORE, part.copy_in)
         return await self._move(part, "put")
 
     async def _load_part(self, part: _Part) -> Outcomes:
@@ -259,7 +259,7 @@ class MooncakeTier(AsyncTier):
     async def _read(self, part: _Part) -> Outcomes:
         """Read blocks into their slots; return those that are not there, or do not verify."""
         failures = await self._move(part, "get")
-        return await part.place.io.run(Direction.LOAD, lambda: part.take_out(failures))
+        return await part.place.io.run(Direction.LOAD, lambda: part.copy_out(failures))
 
     async def _move(self, part: _Part, call: str) -> Outcomes:
         """Put or get a part's values; return why some failed.
@@ -288,9 +288,9 @@ class MooncakeTier(AsyncTier):
             raise
 
     def _opened(self) -> tuple[Helper, _Place]:
-        if self._place is None or self._keeper is None:
+        if self._place is None or self._supervisor is None:
             raise TierClosedError(f"{self.describe()} is not open")
-        return self._keeper.helper(), self._place
+        return self._supervisor.helper(), self._place
 
 
 def _corrupt(failures: Outcomes) -> list[int]:

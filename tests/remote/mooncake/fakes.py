@@ -72,21 +72,21 @@ class FakeStore:
 
 
 def helper_of(tier):
-    return tier._keeper._helper
+    return tier._supervisor._helper
 
 
 def restart(harness):
     """Have a call find that there is no helper, and wait until the next one is there."""
-    keeper = harness.tier._keeper
+    supervisor = harness.tier._supervisor
     with pytest.raises(TierUnavailableError, match="no helper process"):
         harness.contains(K[:1])
 
-    assert harness.run(is_joined(harness.tier)) or keeper._pause_s
+    assert harness.run(is_joined(harness.tier)) or supervisor._pause_s
 
 
 async def is_joined(tier):
     """Tell whether there is a helper that has joined, once none is being started."""
-    starting = tier._keeper._starting
+    starting = tier._supervisor._starting
     if starting is not None:
         await asyncio.wait({starting})
     helper = helper_of(tier)

@@ -330,16 +330,16 @@ def test_helpers_that_cannot_join_are_started_at_growing_intervals(fake):
         os.kill(helper_of(harness.tier).pid, signal.SIGKILL)
         wait_until(lambda: helper_of(harness.tier).why_ended)
         restart(harness)
-        keeper = harness.tier._keeper
-        first_s = keeper._pause_s
-        keeper._next_start_s = 0.0  # as if it had passed
+        supervisor = harness.tier._supervisor
+        first_s = supervisor._pause_s
+        supervisor._next_start_s = 0.0  # as if it had passed
         restart(harness)
-        assert keeper._pause_s == 2 * first_s > 0
+        assert supervisor._pause_s == 2 * first_s > 0
         for _ in range(3):
             with pytest.raises(TierUnavailableError, match="cannot be joined"):
                 harness.contains(K[:1])
-        assert keeper.starts == 3
-        assert keeper._starting is None
+        assert supervisor.starts == 3
+        assert supervisor._starting is None
 
 
 def test_a_tier_is_closed_while_the_next_helper_hangs_in_its_start(fake):

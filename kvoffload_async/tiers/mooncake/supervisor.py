@@ -17,7 +17,7 @@ _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 
 
-class HelperKeeper:
+class HelperSupervisor:
     """Has one helper at a time. Thread: loop.
 
     Attributes:
