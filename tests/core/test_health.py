@@ -315,6 +315,7 @@ def test_a_reset_gives_the_try_back_though_an_older_probe_is_outstanding():
     world.step(5.0)
     assert world.ask("b") == [PENDING]
     assert world.state is HALF_OPEN
+    assert not world.tier.health.stuck_breakers([]), "the promotion has a slot"
     world.planner.reset_cache()
     assert world.state is OPEN, "the promotion that was the try is never submitted"
     world.planner.reset_flushed()

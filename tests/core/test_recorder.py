@@ -278,11 +278,14 @@ def test_a_request_has_its_own_trace_context_unless_another_is_found():
 
 
 def test_what_concerns_all_is_noted_of_those_that_have_not_finished():
-    recorder = RequestRecorder(2)
-    done, _live = begun(recorder, "done", "live")
+    recorder = RequestRecorder(3)
+    done, _live, copying = begun(recorder, "done", "live", "copying")
     ended(recorder, done)
+    recorder.job_started(copying, 1, "fs", "store", (1, 8))
+    recorder.finish(copying)
     recorder.note_all_live("reset")
     assert recorder.explain("done").events == ()
+    assert [type(event) for event in recorder.explain("copying").events] == [JobStarted]
     assert recorder.explain("live").events == (Note(0.0, "reset"),)
 
 
