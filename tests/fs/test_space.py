@@ -51,6 +51,7 @@ class Watching(FaultyFileOps):
         return super()._before(name, path, flags)
 
 
+@pytest.mark.usefixtures("folders_on_disk")
 @pytest.mark.parametrize("options", [{}, {"reuse_inodes": False}, {"policy": "arc"}])
 def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place, options):
     ops = Watching(place)
