@@ -22,6 +22,7 @@ from kvoffload_async.abc.events import (
 )
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
+    CorruptBlockError,
     RepeatedKeyError,
     TierBusyError,
     TierClosedError,
@@ -322,6 +323,10 @@ class TierActor:
         outdated = announcements.end(run.watch, looks=bool(failures) or not is_load)
         if is_load:
             outdated = outdated.intersection(keys[index] for index in failures)
+            # The tier has dropped what is corrupt: a store under way has not stored it after all.
+            corrupt = [i for i, why in failures.items() if isinstance(why, CorruptBlockError)]
+            if corrupt:
+                announcements.note([keys[index] for index in corrupt])
         elif error is None:
             stored = keys if not failures else [k for i, k in enumerate(keys) if i not in failures]
             announcements.note_stored(stored)

@@ -209,10 +209,6 @@ class Facade(RuleBasedStateMachine):
             if not parked.job.is_promotion:
                 tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
                 return
-            # A block that a store under way has put there, and a load has dropped since, is still
-            # reported as stored: the next load finds out, and nothing does before.
-            landed = {store.keys[index] for store in tier.parked for index in store.landed}
-            failed = {index for index in failed if parked.keys[index] not in landed}
             for index in failed:
                 self.world.drop(tier, parked, index)
             tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})

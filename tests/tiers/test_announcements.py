@@ -9,6 +9,7 @@ from kvoffload_async.abc.events import (
     BlocksEvicted,
     JobSettled,
 )
+from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers._announcements import Announcements
 from kvoffload_async.types import OffloadKey
@@ -85,6 +86,21 @@ def test_a_tier_is_asked_what_it_has_of_what_was_evicted_while_it_was_stored(wor
         del world.tier.blocks[key_of(1)]
     world.settle()
     assert world.events[2:] == [news]
+
+
+def test_a_tier_is_asked_for_what_a_load_found_corrupt_while_it_was_stored(worlds):
+    world = worlds()
+    world.start(0, [1, 2])
+    store = world.tier.parked[0]
+    world.tier.land(store, 0)
+    world.start(1, [1], is_promotion=True)
+    del world.tier.blocks[key_of(1)]
+    world.settle(1, {0: CorruptBlockError("flipped")})
+    world.settle()
+    assert world.events[-1] == JobSettled(0, outdated=frozenset([key_of(1)]))
+    assert [parked.kind for parked in world.tier.parked] == [CONTAINS]
+    world.settle()
+    assert world.events[-1] == BlocksEvicted((key_of(1),))
 
 
 def test_what_is_said_while_a_tier_is_asked_is_later_than_its_answer(worlds):
