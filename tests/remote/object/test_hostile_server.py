@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.cli.app import app
-from kvoffload_async.errors import ConfigError, CorruptBlockError
+from kvoffload_async.errors import ConfigError, CorruptBlockError, TierUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection, text_of
+from kvoffload_async.tiers.object.redirects import permitted_hosts
 from kvoffload_async.tiers.remote.client import RefusedError
 
 ACCESS_KEY = "s3cret/key+of=tests"
@@ -23,6 +24,7 @@ SIGNATURE = "s1gnature/with+signs="
 OFFERED_BYTES = 256 << 20
 MOST_SENT_BYTES = 32 << 20
 """What a socket takes that nobody reads is less."""
+EMPTY_AZURE_LIST = b"<EnumerationResults><Blobs></Blobs><NextMarker/></EnumerationResults>"
 EMPTY_LIST = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
 
 
@@ -43,7 +45,10 @@ def azure_at(server):
 
 
 @pytest.fixture(autouse=True)
-def session_token(monkeypatch):
+def environment(monkeypatch):
+    for name in ("all_proxy", "http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("AWS_SESSION_TOKEN", SESSION_TOKEN)
 
 
@@ -52,10 +57,7 @@ def session_token(monkeypatch):
 
 @pytest.mark.parametrize("connection_to", [s3_at, azure_at])
 @pytest.mark.parametrize("call", [obstore.head, obstore.get])
-def test_a_redirect_to_another_host_is_refused_and_that_host_hears_nothing(
-    connection_to, call, monkeypatch
-):
-    monkeypatch.delenv("no_proxy", raising=False)
+def test_a_redirect_to_another_host_is_refused_and_that_host_hears_nothing(connection_to, call):
     with ScriptedServer(lambda request: request.reply(200, b"!")) as other:
         location = f"http://localhost:{other.port}/"
         with ScriptedServer(lambda request: request.reply(302, Location=location)) as server:
@@ -79,6 +81,48 @@ def test_a_redirect_within_the_host_is_followed():
 
     with ScriptedServer(answer) as server:
         assert bytes(obstore.get(s3_at(server).open(), "name").bytes()) == b"!"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "variables", "hosts"),
+    [
+        ("s3://b", {"endpoint": "https://s3.host:9000"}, {}, {"s3.host", "169.254.0.0/16"}),
+        ("s3://b", {"endpoint": "http://[::1]:9000"}, {}, {"::1"}),
+        (
+            "s3://b",
+            {"region": "eu-x"},
+            {"AWS_ENDPOINT": "http://h"},
+            {"h", "sts.eu-x.amazonaws.com"},
+        ),
+        (
+            "s3://b",
+            {"endpoint": "http://h"},
+            {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://issuer:1/a", "AZURE_X": "http://other"},
+            {"h", "issuer"},
+        ),
+        (
+            "az://a/c",
+            {"azure_storage_endpoint": "http://h"},
+            {},
+            {"h", "login.microsoftonline.com"},
+        ),
+        ("gs://b", {"base_url": "http://h"}, {}, {"h", "oauth2.googleapis.com"}),
+    ],
+)
+def test_the_endpoint_and_those_who_issue_credentials_are_reached(
+    monkeypatch, url, options, variables, hosts
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    permitted = set(permitted_hosts(url, options))
+    assert hosts <= permitted
+    assert "other" not in permitted
+
+
+@pytest.mark.parametrize("endpoint", [None, "", "host:9000", "http://[", "ftp://host"])
+def test_without_an_endpoint_that_has_a_host_nothing_is_forbidden(endpoint):
+    options = {} if endpoint is None else {"endpoint": endpoint}
+    assert permitted_hosts("s3://b", {"region": "x"} | options) == []
 
 
 @pytest.mark.parametrize("is_bypassed", [False, True])
@@ -124,6 +168,32 @@ def test_a_server_that_repeats_the_request_has_no_secret_said(connection_to, cap
         with pytest.raises(Exception, match="500 Internal Server Error: EchoedRequest") as raised:
             SecondaryTierFactory.create_secondary_tier(config, view, None)
     check(f"{raised.value!r} {raised.value} {raised.value.__cause__!r} {caplog.text}")
+
+
+@pytest.mark.parametrize("connection_to", [s3_at, azure_at])
+def test_jobs_on_such_a_server_have_no_secret_in_their_errors(connection_to, caplog):
+    caplog.set_level(logging.DEBUG)
+
+    def answer(request):
+        if "list" in request.path:
+            request.reply(200, EMPTY_LIST if connection_to is s3_at else EMPTY_AZURE_LIST)
+        elif ".json" in request.path:
+            request.reply(200)
+        else:
+            echo(request)
+
+    with (
+        ScriptedServer(answer) as server,
+        # This tier knows no secrets that it could hide.
+        TierHarness(tier_on(connection_to(server), max_retries=0, **QUICK)) as harness,
+    ):
+        failures = [*harness.store(K[:2]).values(), *harness.load(K[:2]).values()]
+        with pytest.raises(TierUnavailableError) as raised:
+            harness.contains(K[:2])
+        figures = harness.tier.gauges()
+    assert len(failures) == 4
+    assert all("500 Internal Server Error" in str(error) for error in failures)
+    check(f"{failures!r} {raised.value!r} {figures} {caplog.text}")
 
 
 def test_the_command_on_such_a_server_says_no_secret(monkeypatch):
@@ -209,7 +279,7 @@ def test_the_command_reads_no_object_further_than_it_was_listed(monkeypatch):
 def test_an_error_however_long_is_a_line():
     error = obstore.exceptions.GenericError(
         f"Generic S3 error: Error performing GET http://host/{'x' * 500} in 1ms - Server returned "
-        f"non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>{'x' * (64 << 20)}"
+        f"non-2xx status code: 503 Service Unavailable: <Code>SlowDown</Code>{'x' * (8 << 20)}"
     )
     assert text_of(error).endswith("status code: 503 Service Unavailable: SlowDown")
     assert len(text_of(error)) < 600
