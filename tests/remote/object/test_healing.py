@@ -108,6 +108,26 @@ def test_google_cloud_storage_is_told_the_generation_that_is_overwritten():
         assert server.requests[2][2]["x-goog-if-generation-match"] == "7"
 
 
+@pytest.mark.parametrize("status", [404, 409, 412])
+def test_a_bad_object_that_has_changed_meanwhile_is_neither_emptied_nor_deleted(status):
+    def answer(request):
+        request.reply(status if request.command == "PUT" else 200, b"bad")
+
+    with ScriptedServer(answer) as server:
+        options = {"endpoint": f"http://127.0.0.1:{server.port}", "skip_signature": True}
+        store = ObjectConnection("s3://bucket", options, allow_http=True).open()
+        client = ObjectClient(store, "0" * 32, {})
+
+        async def remove():
+            (found,) = await client.get(K[:1], 1 << 20)
+            return await client.remove_if(K[0], found, "")
+
+        assert asyncio.run(remove()) is False
+        methods = [method for method, *_ in server.requests]
+        assert methods == ["GET", "HEAD", "PUT"]
+        assert server.requests[2][2]["if-match"] == '"1"'
+
+
 def test_of_two_hosts_that_overwrite_an_emptied_object_the_first_one_wins(
     connection, hosts, monkeypatch
 ):
