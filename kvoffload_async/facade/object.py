@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Final, Unpack
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, KVIdentity, TierPlace
@@ -36,6 +37,7 @@ _TEXTS: Final = (
     "sas_key",
 )
 _SWITCHES: Final = ("skip_signature", "virtual_hosted_style_request")
+_VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
 _SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "service_account")
 
 
@@ -154,12 +156,7 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ObjectSetting
     named_layout(identity)
     url = _parse_object_url(options["url"])
     store_options = _store_options(options)
-    secrets = [
-        value
-        for key, value in store_options.items()
-        if isinstance(value, str) and any(word in key.lower() for word in _SECRET_WORDS)
-    ]
-    remote = remote_settings(options, secrets)
+    remote = remote_settings(options, _secrets(store_options))
     connection = ObjectConnection(
         url,
         store_options,
@@ -172,6 +169,18 @@ def _settings(options: Mapping[str, Any], identity: KVIdentity) -> ObjectSetting
     return ObjectSettings(
         connection=connection, pack_bytes=_pack_bytes(options["pack_bytes"]), remote=remote
     )
+
+
+def _secrets(store_options: Mapping[str, Any]) -> list[str]:
+    """Return the secrets that are given, also in the environment, where the library looks too."""
+    given = {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
+    secrets = [
+        value
+        for key, value in (given | dict(store_options)).items()
+        if isinstance(value, str) and any(word in key.lower() for word in _SECRET_WORDS)
+    ]
+    # A URL has the signature alone, written anew.
+    return secrets + [sig for text in secrets for sig in parse_qs(text.lstrip("?")).get("sig", ())]
 
 
 def _pack_bytes(value: object) -> int:

@@ -1,4 +1,4 @@
-"""What the log says of a tier without room: that may be every store for a long time."""
+"""What the log says of a tier that has no room, or may not: that may be for a long time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INTERVAL_S: Final = 60.0
 
 
 class Refusals:
-    """Counts the jobs that a tier had no room for. Thread: loop."""
+    """Counts what a tier has refused for one reason. Thread: loop."""
 
     def __init__(self) -> None:
         self._said_s: float | None = None

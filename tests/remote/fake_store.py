@@ -31,6 +31,7 @@ class FakeClient(RemoteClient):
         values: Key -> bytes.
         calls: Name of a call -> how often it was made.
         failures: Errors that the next calls raise, in order; None: that call works.
+        renewal_s: How long the renewal of each block takes.
         is_stalled: No call ends.
         portion: Values a call.
     """
@@ -47,6 +48,7 @@ class FakeClient(RemoteClient):
         self.failures = []
         self.full = set()
         self.renewed = []
+        self.renewal_s = 0.0
         self.is_stalled = False
         self.is_closed = False
         self.emptied = None
@@ -92,6 +94,7 @@ class FakeClient(RemoteClient):
 
     async def renew(self, keys):
         await self._begin("renew", keys)
+        await asyncio.sleep(self.renewal_s * len(keys))
         self.renewed += keys
 
     def mapped(self, error):

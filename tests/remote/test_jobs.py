@@ -47,6 +47,29 @@ def test_a_block_that_was_found_absent_is_sent_without_another_question():
         assert world.client.calls["exist"] == questions
 
 
+def test_every_removal_of_corrupt_blocks_at_once_is_counted():
+    with World(FakeClient(portion=1)) as world:
+        world.client.values |= dict.fromkeys(K[:8], b"bad")
+        assert len(world.load(K[:8])) == 8
+        assert world.gauge("corrupt") == world.gauge("removed") == 8
+
+
+def test_corrupt_blocks_that_cannot_be_removed_are_warned_of_once_and_counted(caplog):
+    async def refused(*_):
+        raise LibraryError(RefusedError)
+
+    with World() as world:
+        world.client.values |= dict.fromkeys(K[:8], b"bad")
+        world.client.remove_if = refused
+        assert len(world.load(K[:8])) == 8
+        assert len(world.load(K[:8])) == 8
+        assert world.gauge("unremoved") == 16
+        assert caplog.text.count(" stays: ") == 1
+        world.runner.advance(60.0)
+        world.load(K[:1])
+        assert "(15 more since the last time this was said)" in caplog.text
+
+
 def test_a_corrupt_block_fails_alone_and_is_removed():
     with World() as world:
         world.store(K[:3])

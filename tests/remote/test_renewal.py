@@ -1,9 +1,12 @@
 """Blocks in use do not expire, and their renewals are few and bounded."""
 
+import pytest
 from remote.fake_store import FakeClient, LibraryError, World
 
+from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.remote import renewal as renewal_module
+from kvoffload_async.tiers.remote.client import RefusedError
 
 K = [key_of(number) for number in range(40)]
 TTL_S = 160.0
@@ -63,9 +66,45 @@ def test_renewals_that_fail_are_counted_and_tried_at_the_next_use(caplog):
         assert world.client.renewed == K[:2]
 
 
+@pytest.mark.parametrize("request_s", [0.03, 0.05])
+def test_a_thousand_objects_behind_a_slow_network_are_all_renewed_and_counted_on_the_way(request_s):
+    keys = [key_of(number) for number in range(1000)]
+    with World(FakeClient(answers_many=False), ttl_s=TTL_S, call_timeout_s=5.0) as world:
+        world.client.renewal_s = 3 * request_s
+        touch(world, keys)
+        world.runner.advance(TTL_S / 16 + 5.0)
+        on_the_way = world.gauge("renewed")
+        assert 100 < on_the_way < 1000
+        world.runner.advance(20.0)
+        assert world.gauge("renewed") == 1000
+        assert sorted(world.client.renewed) == sorted(keys)
+        assert world.gauge("dropped_renewals") == world.gauge("timeouts") == 0
+
+
+def test_an_object_that_cannot_be_renewed_costs_no_other():
+    with World(FakeClient(answers_many=False), ttl_s=TTL_S, max_retries=0) as world:
+        world.client.failures = [None, LibraryError(), None, LibraryError()]
+        touch(world, K)
+        world.runner.advance(TTL_S / 16)
+        assert world.gauge("renewed") == len(world.client.renewed) == len(K) - 2
+        assert world.gauge("dropped_renewals") == 2
+
+
+@pytest.mark.parametrize("kind", [TierUnavailableError, RefusedError])
+def test_a_server_that_renews_nothing_is_not_asked_for_all_and_warned_of_once(kind, caplog):
+    with World(FakeClient(answers_many=False), ttl_s=TTL_S, max_retries=0) as world:
+        for _ in range(3):
+            world.client.failures = [LibraryError(kind)] * 1000
+            touch(world, K)
+            world.runner.advance(TTL_S / 16)
+        assert world.client.calls["renew"] < 3 * 16
+        assert world.gauge("dropped_renewals") == 3 * len(K)
+        assert caplog.text.count("were not renewed") == 1
+
+
 def test_what_waits_is_bounded_and_batches_are(monkeypatch):
     monkeypatch.setattr(renewal_module, "_MOST_WAITING", 10)
-    monkeypatch.setattr(renewal_module, "BATCH_BLOCKS", 4)
+    monkeypatch.setattr(renewal_module, "_BLOCKS_A_CALL", 4)
     monkeypatch.setattr(renewal_module, "_MOST_REMEMBERED", 5)
     with World(ttl_s=TTL_S) as world:
         touch(world, K[:12])

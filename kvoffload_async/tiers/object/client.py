@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,18 +24,28 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.object.chains import Chains
 from kvoffload_async.tiers.object.names import description_name_of, name_of, renewal_name_of
 from kvoffload_async.tiers.object.packs import Packs, head_bytes
+from kvoffload_async.tiers.object.redirects import NOWHERE, REDIRECTED, permitted_hosts
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
 from kvoffload_async.tiers.remote.envelope import Bytes
-from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
+    from obstore import GetResult, ObjectMeta, UpdateVersion
     from obstore.store import ClientConfig
 
+logger = logging.getLogger(__name__)
+
 _MAX_TEXT_CHARS: Final = 400
+_MAX_JUDGED_CHARS: Final = 1 << 14
+"""Of an error: a server decides how long what it says is."""
+_ANSWER: Final = re.compile(r"status code: \d{3}[\w ]*|error response")
+_CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _NAMES: Final = re.compile(r"https?://\S+|<(?:Resource|Key|BucketName)>[^<]*")
-_RENEWALS_AT_ONCE: Final = 8
 _REFUSALS: Final = ("403 Forbidden", "401 Unauthorized", "NoSuchBucket", "NoSuchContainer")
+_NOT_DELETED: Final = (
+    "object store: nothing may be deleted. Empty objects in place of corrupt blocks, and copies by "
+    "which ages were renewed, stay until they are overwritten or expire"
+)
 _NOT_TRUSTED: Final = "InvalidCertificate"
 _TIMED_OUT: Final = "source: TimedOut"
 """Only what the library says for debugging has these."""
@@ -48,6 +58,7 @@ _FULL: Final = (
 )
 """In whatever case; some servers refuse what is beyond a quota with 403."""
 _TOO_SLOW: Final = ("timed out", "timeout")
+_EMPTY: Final = memoryview(b"")
 _NO_SUCH_RANGE: Final = ("status code: 416", "InvalidRange", "range was invalid")
 """What is said of the head of an empty object; names, which are digits, may have any number."""
 
@@ -103,11 +114,18 @@ class ObjectConnection:
             "timeout": timeout,
             "connect_timeout": timeout,
         }
+        if hosts := permitted_hosts(self.url, self.options):
+            client_options["proxy_url"] = f"http://{NOWHERE}"
+            client_options["proxy_excludes"] = ",".join(hosts)
         if self.ca_certificates is not None:
             client_options["root_certificate"] = self.ca_certificates
+        options = dict(self.options)
+        if self.url.startswith("s3") and not any("bulk_delete" in name for name in options):
+            # Of a request for one object the library reads no reply, however long it is.
+            options["disable_bulk_delete"] = True
         return from_url(
             self.url,
-            config=dict(self.options),  # type: ignore[call-overload] # of three stores
+            config=options,  # type: ignore[call-overload] # of three stores
             client_options=client_options,
             # Repeats are counted where they are made.
             retry_config={"max_retries": 0},
@@ -142,6 +160,7 @@ class ObjectClient(RemoteClient):
         self._packs = packs
         self._chains = Chains() if chains is None else chains
         self._description = json.dumps(description, sort_keys=True, indent=2).encode()
+        self._has_warned = False
 
     async def connect(self) -> None:
         # Of all requests only this one tells a missing bucket from a missing object.
@@ -150,7 +169,7 @@ class ObjectClient(RemoteClient):
         await self._create(description_name_of(self._namespace), self._description)
 
     async def check(self) -> None:
-        await self._head(description_name_of(self._namespace))
+        await self._look_at(description_name_of(self._namespace))
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys after which an object is called; notes what else these have."""
@@ -175,46 +194,35 @@ class ObjectClient(RemoteClient):
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
         """Remove an object if its version is still this one.
 
-        Where the store can: it is replaced by an empty one on that condition, over which nobody
-        writes, and which then goes. Who dies in between leaves what the next load removes.
+        It is emptied on that condition, then deleted. An empty object counts as none, and the next
+        `put` overwrites it: without the right to delete, blocks heal all the same.
         """
         name = self._name(key)
-        if value.version is None:
+        found = await self._look_at(name)
+        if found is None or value.version is None or found["e_tag"] != value.version:
             return False
-        try:
-            await obstore.put_async(
-                self._store, name, b"", mode={"e_tag": value.version}, use_multipart=False
-            )
-        except (exceptions.PreconditionError, FileNotFoundError):
+        if not await self._overwrite(name, found, b""):
             return False
-        except (exceptions.NotSupportedError, NotImplementedError):
-            found = await self._head(name)
-            if found != value.version:
-                return False
-        await obstore.delete_async(self._store, name)
+        await self._delete(name)
         return True
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         """Have the store copy objects to another name and back: an object's age is its own."""
-        gate = asyncio.Semaphore(_RENEWALS_AT_ONCE)
-
-        async def renew(key: OffloadKey) -> None:
+        for key in keys:
             name, copy = self._name(key), renewal_name_of(self._namespace, key)
-            async with gate:
-                try:
-                    await obstore.copy_async(self._store, name, copy)
-                    await obstore.copy_async(self._store, copy, name)
-                except FileNotFoundError:
-                    return  # it has gone meanwhile
-                await obstore.delete_async(self._store, copy)
-
-        await run_together(map(renew, keys), "object:renew")
+            try:
+                await obstore.copy_async(self._store, name, copy)
+                await obstore.copy_async(self._store, copy, name)
+            except FileNotFoundError:
+                continue  # it has gone, or another host has just renewed it
+            await self._delete(copy)
 
     def mapped(self, error: Exception) -> TierError:
-        said, _, debugging = str(error).partition("Debug source:")
-        words = " ".join(said.split())
-        text = words[:_MAX_TEXT_CHARS]
-        signs = _NAMES.sub("", words)  # which may be any words
+        said, _, debugging = str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")
+        text = text_of(error)
+        signs = _NAMES.sub("", " ".join(said.split()))  # which may be any words
+        if REDIRECTED in debugging:
+            return RefusedError(f"the server redirects to another host: {text}")
         if _NOT_TRUSTED in debugging:
             return RefusedError(f"the server's certificate is not trusted: {text}")
         if any(sign.lower() in signs.lower() for sign in _FULL):
@@ -237,42 +245,98 @@ class ObjectClient(RemoteClient):
         try:
             await obstore.put_async(self._store, name, content, mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:
-            return False  # the first writer has won, with the same bytes
+            found = await self._look_at(name)
+            if found is None or found["size"]:
+                return False  # the first writer has won, with the same bytes
+            return await self._overwrite(name, found, content)
         return True
+
+    async def _overwrite(self, name: str, found: ObjectMeta, content: bytes | memoryview) -> bool:
+        """Replace an object if it is still the one that was looked at."""
+        version: UpdateVersion = {}
+        if found["e_tag"] is not None:
+            version["e_tag"] = found["e_tag"]
+        if found["version"] is not None:  # Google Cloud Storage knows objects by no other
+            version["version"] = found["version"]
+        try:
+            await obstore.put_async(self._store, name, content, mode=version, use_multipart=False)
+        except (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError):
+            return False
+        except (exceptions.NotSupportedError, NotImplementedError):  # a directory
+            await obstore.put_async(self._store, name, content, use_multipart=False)
+        return True
+
+    async def _delete(self, name: str) -> None:
+        """Delete an object that nobody needs any more."""
+        try:
+            await obstore.delete_async(self._store, name)
+        except FileNotFoundError:
+            pass  # another host was first
+        except exceptions.BaseError as error:
+            if not isinstance(self.mapped(error), RefusedError):
+                raise
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(_NOT_DELETED)
 
     async def _is_there(self, key: OffloadKey) -> bool:
         name = self._name(key)
         if self._packs is None:
-            return await self._head(name) is not None
+            found = await self._look_at(name)
+            return found is not None and found["size"] > 0
+        most_bytes = head_bytes(len(key))
         try:
-            found = await obstore.get_async(
-                self._store, name, options={"range": (0, head_bytes(len(key)))}
-            )
-            head = memoryview(await found.bytes_async())
+            answer = await obstore.get_async(self._store, name, options={"range": (0, most_bytes)})
+            head = await read_at_most(self._store, answer, most_bytes)
         except FileNotFoundError:
+            head = _EMPTY
+        except exceptions.BaseError as error:
+            if not any(sign in str(error)[:_MAX_JUDGED_CHARS] for sign in _NO_SUCH_RANGE):
+                raise
+            head = _EMPTY
+        if head is not None and not len(head):
             self._chains.lost_object(key)
             return False
-        except exceptions.BaseError as error:
-            if not any(sign in str(error) for sign in _NO_SUCH_RANGE):
-                raise
-            head = memoryview(b"")
-        table = self._packs.table(key, head)
+        table = None if head is None else self._packs.table(key, head)
         self._chains.saw_object((key,) if table is None else table.keys)
         return True
 
-    async def _head(self, name: str) -> str | None:
-        """Return an object's version, or None if there is none."""
+    async def _look_at(self, name: str) -> ObjectMeta | None:
+        """Return what the store says of an object, or None if there is none."""
         try:
-            return (await obstore.head_async(self._store, name))["e_tag"] or ""
+            return await obstore.head_async(self._store, name)
         except FileNotFoundError:
             return None
 
     async def _get(self, name: str, most_bytes: int) -> Value | None:
         try:
-            found = await obstore.get_async(self._store, name)
+            answer = await obstore.get_async(self._store, name)
         except FileNotFoundError:
             return None
-        version = found.meta["e_tag"]
-        if found.meta["size"] > most_bytes:
-            return Value(memoryview(b""), version)
-        return Value(memoryview(await found.bytes_async()), version)
+        size, version = answer.meta["size"], answer.meta["e_tag"]
+        if not size:
+            return None
+        data = None if size > most_bytes else await read_at_most(self._store, answer, most_bytes)
+        return Value(_EMPTY if data is None else data, version)
+
+
+async def read_at_most(store: ObjectStore, answer: GetResult, most_bytes: int) -> memoryview | None:
+    """Return what is in an answer; None if that is longer, whatever the server has announced."""
+    if isinstance(store, LocalStore):
+        return memoryview(await answer.bytes_async())
+    async for data in answer.stream(min_chunk_size=most_bytes + 1):
+        return None if len(data) > most_bytes else memoryview(data)
+    return _EMPTY
+
+
+def text_of(error: Exception) -> str:
+    """Return what the library says of an error, and which code the server has given.
+
+    What else the server says may be the request, with its secrets in any form, and of any length.
+    """
+    said = " ".join(str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")[0].split())
+    answer = _ANSWER.search(said)
+    if answer is None:
+        return said[:_MAX_TEXT_CHARS]
+    code = _CODE.search(said, answer.end())
+    return f"{said[: answer.start()][:_MAX_TEXT_CHARS]}{answer[0]}{f': {code[1]}' if code else ''}"

@@ -27,7 +27,7 @@ from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.verdicts import Verdict, Verification
-from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.client import ObjectConnection, read_at_most, text_of
 from kvoffload_async.tiers.object.judgement import Judged, judge_object
 from kvoffload_async.tiers.object.names import NAMESPACE, RENEWALS, key_of_name
 from kvoffload_async.types import OffloadKey
@@ -236,7 +236,7 @@ class ObjectMaintenance(StoreMaintenance):
                         meta["path"],
                         meta["size"],
                         max(0.0, (now - meta["last_modified"]).total_seconds()),
-                        key_of_name(meta["path"], self._namespace),
+                        key_of_name(meta["path"], self._namespace) if meta["size"] else None,
                     )
                     for meta in page
                 ]
@@ -276,8 +276,8 @@ class ObjectMaintenance(StoreMaintenance):
         rest: list[FoundObject] = []
         for item in page:
             if item.key is None:
-                is_copy = f"/{RENEWALS}/" in item.name
-                if item.age_s >= options.older_than_s and (is_copy or options.unknown_files):
+                is_leftover = f"/{RENEWALS}/" in item.name or not item.size_bytes
+                if item.age_s >= options.older_than_s and (is_leftover or options.unknown_files):
                     removed.unknown_files += 1
                     yield await self._remove(item, "no block", options, removed)
             elif options.max_age_s is not None and item.age_s >= options.max_age_s:
@@ -322,11 +322,13 @@ class ObjectMaintenance(StoreMaintenance):
             async with gate:
                 try:
                     found = await obstore.get_async(self._store, item.name)
-                    value = memoryview(await found.bytes_async())
+                    value = await read_at_most(self._store, found, item.size_bytes)
                 except FileNotFoundError:
                     return [(Verdict.GONE, "")]
                 except (exceptions.BaseError, OSError) as error:
                     return [(Verdict.UNREADABLE, _text_of(error))]
+                if value is None:
+                    return [(Verdict.UNREADABLE, "it is longer than it was listed")]
                 return await asyncio.to_thread(
                     judge_object, value, item.key, self._namespace, self._key
                 )
@@ -346,8 +348,7 @@ def _prefix_of(name: str) -> int:
 
 
 def _text_of(error: Exception) -> str:
-    text = str(error).partition("Debug source:")[0]
-    return without_user_info(" ".join(text.split()))
+    return without_user_info(text_of(error))
 
 
 def _unreadable(where: str, error: Exception) -> InputError:

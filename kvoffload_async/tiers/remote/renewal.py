@@ -1,4 +1,4 @@
-"""Renews the age of blocks in use, in batches: else what is used most would expire first."""
+"""Renews the age of blocks in use, some in each call: else what is used most would expire first."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import OffloadKey
 
-BATCH_BLOCKS: Final = 1024
+_BLOCKS_A_CALL: Final = 1024
+_CALLS_AT_ONCE: Final = 8
+"""Where each call is for one block."""
 _MOST_WAITING: Final = 1 << 16
 _MOST_REMEMBERED: Final = 1 << 18
 _LONGEST_PAUSE_S: Final = 10.0
@@ -22,20 +25,28 @@ class Renewal:
 
     Attributes:
         renewed: Blocks that were renewed.
-        dropped: Uses that were forgotten, since too many waited or their batch failed.
+        dropped: Uses that were forgotten: too many waited, their call failed, or the server did.
     """
 
     def __init__(
-        self, ttl_s: float, renew: Callable[[Sequence[OffloadKey]], Awaitable[bool]]
+        self,
+        ttl_s: float,
+        renew: Callable[[Sequence[OffloadKey]], Awaitable[bool]],
+        *,
+        renews_many: bool,
     ) -> None:
         """Renew nothing yet.
 
         Args:
             ttl_s: Seconds that a block lives without being renewed.
-            renew: Renews some blocks, and returns whether that worked; raises nothing.
+            renew: Renews some blocks by one call, and returns whether that worked; raises nothing.
+            renews_many: Whether one call is for many blocks; otherwise each is for one.
         """
         self._ttl_s = ttl_s
         self._renew = renew
+        self._blocks_a_call = _BLOCKS_A_CALL if renews_many else 1
+        self._calls_at_once = 1 if renews_many else _CALLS_AT_ONCE
+        self._failed_in_a_row = 0
         self._pause_s = min(ttl_s / 16, _LONGEST_PAUSE_S)
         self._fresh_until: dict[OffloadKey, float] = {}
         self._waiting: dict[OffloadKey, None] = {}
@@ -87,15 +98,25 @@ class Renewal:
         self._task.add_done_callback(self._ended)
 
     async def _run(self) -> None:
+        self._failed_in_a_row = 0
+        await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
+
+    async def _work(self) -> None:
+        """Renew what waits, one call after the other; give up where the server fails them all."""
         while self._waiting:
-            batch = tuple(islice(self._waiting, BATCH_BLOCKS))
-            for key in batch:
+            keys = tuple(islice(self._waiting, self._blocks_a_call))
+            for key in keys:
                 del self._waiting[key]
-            if await self._renew(batch):
-                self.renewed += len(batch)
-                self.written(batch)
-            else:
-                self.dropped += len(batch)
+            if await self._renew(keys):
+                self._failed_in_a_row = 0
+                self.renewed += len(keys)
+                self.written(keys)
+                continue
+            self._failed_in_a_row += 1
+            self.dropped += len(keys)
+            if self._failed_in_a_row >= self._calls_at_once:
+                self.dropped += len(self._waiting)
+                self._waiting.clear()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None

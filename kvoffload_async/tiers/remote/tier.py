@@ -28,6 +28,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
+from kvoffload_async.tiers._refusals import Refusals
 from kvoffload_async.tiers.remote.calls import CallCounters, Calls
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
 from kvoffload_async.tiers.remote.envelope import Bytes, Envelopes, namespace_of
@@ -99,6 +100,7 @@ class RemoteTier(AsyncTier):
         self._renewal: Renewal | None = None
         self._loads = Limits(settings.connections, settings.bytes_in_flight)
         self._stores = Limits(settings.connections, settings.bytes_in_flight)
+        self._unremoved, self._unrenewed = Refusals(), Refusals()
 
     async def open(self, env: TierEnvironment) -> None:
         """Connect.
@@ -130,7 +132,11 @@ class RemoteTier(AsyncTier):
         except RefusedError as error:
             raise ConfigError(f"url: {self._place}: {error}; correct url or credentials") from None
         if settings.ttl_s is not None and self._client.renews_age:
-            self._renewal = Renewal(settings.ttl_s, partial(self._renew, self._client))
+            self._renewal = Renewal(
+                settings.ttl_s,
+                partial(self._renew, self._client),
+                renews_many=self._client.answers_many,
+            )
         self._env = env
         self._rows = np.asarray(env.kv_view)
 
@@ -341,10 +347,11 @@ class RemoteTier(AsyncTier):
         """Remove a bad block, if it still is this one: else it would be there for ever."""
         try:
             call = partial(client.remove_if, key, value, sha1)
-            self._counters.removed += await self._calls.run(call, deadline_s)
+            was_there = await self._calls.run(call, deadline_s)
+            self._counters.removed += was_there  # by now others may have been counted
         except TierError as error:
             self._counters.unremoved += 1
-            logger.warning("%s: corrupt block %s stays: %s", self._place, key.hex(), str(error))
+            self._warn(self._unremoved, f"corrupt block {key.hex()} stays: {error}")
 
     def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
         """Return how many bytes move at most for some blocks of a job."""
@@ -370,9 +377,15 @@ class RemoteTier(AsyncTier):
         try:
             await self._calls.run(partial(client.renew, keys), deadline_s)
         except TierError as error:
-            logger.warning("%s: %d blocks were not renewed: %s", self._place, len(keys), str(error))
+            self._warn(self._unrenewed, f"{len(keys)} blocks were not renewed: {error}")
             return False
         return True
+
+    def _warn(self, refusals: Refusals, text: str) -> None:
+        """Warn of what a server fails to do, once a minute."""
+        more = refusals.note(asyncio.get_running_loop().time())
+        if more is not None:
+            logger.warning("%s: %s%s", self._place, text, more)
 
     def _emptied(self) -> None:
         """Learn that the server has lost its contents: it was restarted, or flushed."""

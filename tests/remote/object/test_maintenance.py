@@ -183,6 +183,18 @@ def test_gc_removes_copies_that_a_renewal_has_left(store):
     assert copy not in store.names()
 
 
+def test_an_empty_object_is_no_block_and_goes_after_an_hour(store):
+    emptied = name_of(store.namespace, K[0])
+    store.add(emptied, b"")
+    status, figures, _ = store.run("verify")
+    assert (status, figures["verification"]["corrupt"]) == (0, [])
+    store.run("gc")
+    assert emptied in store.names()
+    store.age(emptied, 9000.0)
+    assert store.run("gc")[1]["unknown_files"] == 1
+    assert emptied not in store.names()
+
+
 @pytest.mark.parametrize("option", ["--max-age=5", "--keep=5"])
 def test_bounds_are_for_object_stores_alone(tmp_path, option):
     (tmp_path / "m_0123456789ab_r0").mkdir()

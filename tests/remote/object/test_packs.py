@@ -148,7 +148,7 @@ def test_every_bad_block_of_a_pack_is_counted_and_the_pack_once(host, connection
     assert (figures["read_again"], figures["corrupt"], figures["removed"]) == (2, 2, 1)
 
 
-@pytest.mark.parametrize("content", [b"", b"KVOP", b"KVOB", b"x" * 10_000])
+@pytest.mark.parametrize("content", [b"KVOP", b"KVOB", b"x" * 10_000])
 def test_an_object_that_is_nothing_is_removed_when_it_is_loaded(host, connection, content):
     one = host()
     stored(one, K[:8])

@@ -50,7 +50,9 @@ def test_one_whose_disk_is_full_serves_what_it_has(own_server):
         # It does not say what is wrong, so that stores look like faults; loads go on.
         failures = harness.store(K[8:12])
         assert kinds(failures) == {TierUnavailableError}
-        assert all("<Code>InternalError</Code>" in str(error) for error in failures.values())
+        assert all(
+            "500 Internal Server Error: InternalError" in str(error) for error in failures.values()
+        )
         assert recovers(harness, K[:4])
         assert harness.contains(K[:12]) == set(K[:4])
         assert harness.tier.gauges()["bytes_in_flight"] == 0
