@@ -20,10 +20,11 @@ from kvoffload_async.errors import ClosedError, ConfigError, StateError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.loop import SameLoopRunner, until_done
+from kvoffload_async.runtime.loop import SameLoopRunner
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.timeline import RequestTimeline
+from kvoffload_async.waiting import until_done
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvoffload_async.runtime.loop import until_done
+from kvoffload_async.waiting import until_done
 
 T = TypeVar("T")
 

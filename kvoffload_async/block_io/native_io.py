@@ -26,6 +26,7 @@ from kvoffload_async.block_io.engine import Engine, Memory
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.errors import BusyError, TierClosedError
 from kvoffload_async.types import OffloadKey
+from kvoffload_async.waiting import LastingFuture
 
 __all__ = ["Engine", "Memory", "NativeBlockIo", "open_engine"]
 
@@ -191,34 +192,17 @@ class NativeBlockIo(BlockIo):
 
     async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - each call's own
         """Return a batch's outcome; cancelled, take back what nobody has begun, and wait on."""
-        future = self._loop.create_future()
+        future: LastingFuture[Any] = LastingFuture(partial(engine.withdraw, ticket))
         self._pending[ticket] = future, take
         if self._tending is None:
             self._tending = self._loop.call_later(_HUNG_AFTER_S, self._tend, engine)
-        cancelled: asyncio.CancelledError | None = None
-        while cancelled is None or ticket in self._pending:
-            try:
-                outcome = await future
-                break
-            except asyncio.CancelledError as error:
-                cancelled = error
-                if ticket in self._pending:  # what is under way still touches memory: wait on
-                    future = self._loop.create_future()
-                    self._pending[ticket] = future, take
-                    engine.withdraw(ticket)
-        if cancelled is not None:
-            try:
-                raise cancelled
-            finally:
-                del cancelled  # it holds this frame, and what its callers hold
-        return outcome
+        return await future
 
     def _deliver(self, engine: Engine) -> None:
         for ticket, outcome in engine.take():
             future, take = self._pending.pop(ticket)
             take(outcome)
-            if not future.done():  # else cancelled just now: whoever awaits it finds it ended
-                future.set_result(outcome)
+            future.set_result(outcome)
 
     def _tend(self, engine: Engine) -> None:
         """Replace threads that hang, as long as anything is in flight."""

@@ -13,11 +13,13 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io.contract import Run
 from kvoffload_async.errors import JobCancelledError, drop_tracebacks
+from kvoffload_async.waiting import LastingFuture
 
 _QUANTUM_BYTES: Final = 8 << 20
 """What a thread moves before it reports what has ended."""
@@ -71,19 +73,12 @@ class Batch(Protocol):
 class _Transfer:
     """A batch in the queue."""
 
-    __slots__ = ("batch", "future", "has_ended", "num_unfinished")
+    __slots__ = ("batch", "future", "num_unfinished")
+    future: asyncio.Future[None]
 
-    def __init__(self, batch: Batch, num_parts: int, future: asyncio.Future[None]) -> None:
+    def __init__(self, batch: Batch, num_parts: int) -> None:
         self.batch = batch
         self.num_unfinished = num_parts
-        self.future = future
-        self.has_ended = False
-
-    def end(self) -> None:
-        """Wake up whoever awaits it. Thread: loop."""
-        self.has_ended = True
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 _Waiting = tuple[_Transfer, Part]
@@ -137,24 +132,15 @@ class TransferQueue:
             TierError: The batch has failed as a whole.
         """
         parts = batch.parts(0 if self._waiting or self._num_serving else self._threads)
-        transfer = _Transfer(batch, len(parts), self._loop.create_future())
+        transfer = _Transfer(batch, len(parts))
+        transfer.future = LastingFuture(partial(self._withdraw, transfer))
         self._waiting.extend([(transfer, part) for part in parts])
         self._call()
-        cancelled: asyncio.CancelledError | None = None
-        while not transfer.has_ended:
-            try:
-                await transfer.future
-            except asyncio.CancelledError as error:
-                cancelled = error
-                if not transfer.has_ended:  # what is under way still touches memory: wait on
-                    transfer.future = self._loop.create_future()
-                    self._withdraw(transfer)
-        if cancelled is not None:
+        try:
+            await transfer.future
+        except asyncio.CancelledError:
             drop_tracebacks(batch.error)  # nobody is told of it, and its frames hold the batch
-            try:
-                raise cancelled
-            finally:
-                del cancelled  # it holds this frame, and what its callers hold
+            raise
         if batch.error is not None:
             raise batch.error
 
@@ -272,10 +258,10 @@ class TransferQueue:
         for transfer, _ in parts:
             transfer.num_unfinished -= 1
             if not transfer.num_unfinished:
-                transfer.end()
+                transfer.future.set_result(None)
 
 
 def _end_all(ended: Sequence[_Transfer]) -> None:
     """End transfers. Thread: loop."""
     for transfer in ended:
-        transfer.end()
+        transfer.future.set_result(None)

@@ -27,6 +27,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
+from kvoffload_async.waiting import LastingFuture
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,6 @@ class _Call:
     """How many more threads may join."""
     threads: int = 0
     """How many are in it, where others may join."""
-    has_ended: bool = False
     result: Any = None
     error: BaseException | None = None
 
@@ -133,27 +133,13 @@ class IoPool:
         """
         work = self._submit(direction, call, helpers)
         self._awaited[work] = None
-        cancelled: asyncio.CancelledError | None = None
         try:
-            while not work.has_ended:
-                try:
-                    await work.future
-                except asyncio.CancelledError as error:
-                    cancelled = error
-                    if not work.has_ended:  # the call still touches memory: wait on
-                        work.future = work.future.get_loop().create_future()
-                except Exception:  # noqa: BLE001 - the call's own error, raised below
-                    break
-            if cancelled is not None:
-                if not work.future.cancelled():
-                    work.future.exception()  # retrieved: nobody will ask any more
-                raise cancelled
-            return work.future.result()  # type: ignore[no-any-return]  # the call's own type
+            return await work.future  # type: ignore[no-any-return]  # the call's own type
         finally:
             self._awaited.pop(work, None)
             # What is raised holds this frame, which must not hold it: with it, until the collector
             # comes, would live the frames of the call, and what they were copying.
-            del work, call, cancelled
+            del work, call
 
     def close(self, timeout_s: float) -> int:
         """Fail the queued calls, let the running ones end, join the threads.
@@ -193,17 +179,15 @@ class IoPool:
 
     def _abandon(self) -> None:
         for work in self._awaited:
-            if not work.has_ended:
-                work.has_ended = True
+            if not work.future.done():
                 error = TierTimeoutError("the system did not answer, and the call was abandoned")
-                if not work.future.done():
-                    work.future.set_exception(error)
+                work.future.set_exception(error)
 
     def _submit(self, direction: Direction, call: Callable[[], Any], helpers: int) -> _Call:
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
-        work = _Call(call, loop.create_future(), helpers > 0, helpers)
+        work = _Call(call, LastingFuture(), helpers > 0, helpers)
         with self._mutex:
             if self._stopping:
                 raise TierClosedError("the I/O pool is closed")
@@ -278,9 +262,8 @@ class IoPool:
         self._wake_pending = False
         while self._done:
             work = self._done.popleft()
-            work.has_ended = True
             if work.future.done():
-                continue  # cancelled just now: whoever awaits it finds that it has ended
+                continue  # it was abandoned
             if work.error is not None:
                 work.future.set_exception(work.error)
             else:

@@ -263,23 +263,6 @@ class LoopThread(ThreadsafeRunner):
         self._loop.run_forever()
 
 
-async def until_done(future: asyncio.Future[T]) -> T:
-    """Await a future to its end; a cancellation is delivered then."""
-    cancelled: asyncio.CancelledError | None = None
-    try:
-        while not future.done():
-            try:
-                await asyncio.wait({future})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            future.exception()  # retrieved: nobody will ask any more
-            raise cancelled
-        return future.result()
-    finally:
-        del future, cancelled  # what is raised holds this frame, which must not hold it
-
-
 def _running_loop() -> asyncio.AbstractEventLoop | None:
     """Return the loop that runs on this thread, or None."""
     try:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import AsyncTier, TierEnvironment
 from kvoffload_async.errors import TierError, TierUnavailableError
-from kvoffload_async.runtime.loop import until_done
 from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.waiting import until_done
 
 
 class Fault(enum.Enum):

@@ -24,8 +24,8 @@ from kvoffload_async.abc.tier import (
     TierEnvironment,
 )
 from kvoffload_async.errors import BlockMissingError, StateError, TierClosedError, TierError
-from kvoffload_async.runtime.loop import until_done
 from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.waiting import until_done
 
 T = TypeVar("T")
 

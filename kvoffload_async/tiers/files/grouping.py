@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
+from kvoffload_async.waiting import LastingFuture
 
 T = TypeVar("T")
 
@@ -61,14 +62,13 @@ class GroupedCall(Generic[T]):
 
     def begin(self, item: T) -> asyncio.Future[BaseException | None]:
         """Have the next call take an item; the future ends with what that raises."""
-        return self._enqueue(item).future
+        return self._enqueue(_Waiter(item, self._loop.create_future()))
 
-    def _enqueue(self, item: T) -> _Waiter[T]:
-        waiter: _Waiter[T] = _Waiter(item, self._loop.create_future())
+    def _enqueue(self, waiter: _Waiter[T]) -> asyncio.Future[BaseException | None]:
         self._waiting.append(waiter)
         if self._current is None:
             self._start()
-        return waiter
+        return waiter.future
 
     async def add(self, item: T) -> BaseException | None:
         """Return what the call raises that takes the item.
@@ -76,24 +76,16 @@ class GroupedCall(Generic[T]):
         Cancelled, it returns when the call has ended, or at once if that has not begun: then it
         leaves the item out.
         """
-        waiter = self._enqueue(item)
-        future = waiter.future
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait({future})
-            except asyncio.CancelledError as error:
-                cancelled = error
-                waiter.is_waiting = False
-                if waiter in self._waiting:
-                    self._waiting.remove(waiter)
-                    break
-        if cancelled is not None:
-            try:
-                raise cancelled
-            finally:
-                del cancelled  # it holds this frame, and what its callers hold
-        return future.result()
+        waiter: _Waiter[T] = _Waiter(item, LastingFuture(lambda: self._leave(waiter)))
+        return await self._enqueue(waiter)
+
+    def _leave(self, waiter: _Waiter[T]) -> bool:
+        """Take an item back; False if a call has it."""
+        waiter.is_waiting = False
+        if waiter not in self._waiting:
+            return False
+        self._waiting.remove(waiter)
+        return True
 
     async def close(self) -> None:
         """Wait until no call is made any more."""
@@ -231,23 +223,11 @@ class SharedThread:
         """
         if self._loop.is_closed():  # whoever was left on it is being collected
             raise TierClosedError("the loop has gone")
-        boxed = _Boxed(call, self._loop.create_future())
+        boxed = _Boxed(call, LastingFuture(lambda: self._leave(boxed)))
         self._waiting.append(boxed)
         if self._current is None:
             self._start()
-        cancelled: asyncio.CancelledError | None = None
-        while not boxed.future.done():
-            try:
-                await asyncio.wait({boxed.future})
-            except asyncio.CancelledError as error:
-                cancelled = error
-                if self._leave(boxed):
-                    break
-        if cancelled is not None:
-            try:
-                raise cancelled
-            finally:
-                del cancelled  # it holds this frame, and what its callers hold
+        await boxed.future
         return boxed.result()
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from kvoffload_async.abc.maintenance import MaintenanceControl
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.waiting import all_done
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -84,15 +85,8 @@ class MaintenanceIo:
 
 async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Wait until tasks have ended, however often it is cancelled; then be cancelled."""
-    cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
-        while pending := [task for task in tasks if not task.done()]:
-            try:
-                await asyncio.wait(pending)
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if cancelled is not None:
-        raise cancelled
+        await all_done(*tasks)
 
 
 def figures_of(report: DataclassInstance) -> dict[str, Any]:
