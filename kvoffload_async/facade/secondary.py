@@ -12,7 +12,7 @@ from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPla
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.readings import read_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import StateError, drop_tracebacks
+from kvoffload_async.errors import StateError, drop_tracebacks, text_of
 from kvoffload_async.facade.representation import counted
 from kvoffload_async.facade.storage import config_of, identity_of
 from kvoffload_async.facade.tier_index import create_index, create_state
@@ -332,7 +332,7 @@ class SecondaryTierManager:
             if not self._gauges_failed:
                 self._gauges_failed = True
                 drop_tracebacks(error)  # before it is logged, as logs may be kept
-                logger.warning("tier %s: gauges() failed: %r", self.tier_type, error)
+                logger.warning("tier %s: gauges() failed: %s", self.tier_type, text_of(error))
         return read_tier(
             self.tier_state if state is None else state,
             self.tier_state,

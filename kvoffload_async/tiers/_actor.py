@@ -31,6 +31,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     UnknownSlotError,
     drop_tracebacks,
+    text_of,
 )
 from kvoffload_async.tiers._announcements import Watch
 from kvoffload_async.tiers._ending import (
@@ -40,7 +41,6 @@ from kvoffload_async.tiers._ending import (
     error_of,
     judged,
     log_trace,
-    text_of,
 )
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers._job_log import JobLog
@@ -256,7 +256,7 @@ class TierActor:
         if isinstance(error, Exception):
             log_trace(error)
             drop_tracebacks(error)  # before it is logged, as logs may be kept
-            logger.warning("%s: closing failed: %s", self.name, error)
+            logger.warning("%s: closing failed: %s", self.name, text_of(error))
             return error
         return None
 
