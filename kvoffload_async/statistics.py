@@ -360,7 +360,7 @@ class EngineStatistics(OffloadingStatistics):
     Attributes:
         copies: Copies under way, loads and stores. Gauge.
         waiting_loads: Calls of `load` that wait for a permit. Gauge.
-        waiting_stores: Calls of `store` that do. Gauge.
+        waiting_stores: Calls of `store` that do, or that wait for room. Gauge.
         missed_events: Events that readers of `events()` were too slow for, once for each reader.
         failed_copies: Copies that failed, or could not begin.
         load_copy_seconds: How long copies to the device took that have ended.

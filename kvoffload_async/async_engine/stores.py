@@ -66,52 +66,54 @@ class Stores:
         per_key = len(device_blocks) // max(1, len(keys))
         first = {key: index * per_key for index, key in enumerate(keys)}
         while left:
-            async with self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
-                granted = await self._reserve(request, left, deadline_s, is_rest=stored > 0)
-                if granted is None:
-                    break
-                if new := granted.keys_to_store:
-                    blocks = [b for key in new for b in device_blocks[first[key] :][:per_key]]
-                    await self._transfers.run(
-                        Direction.STORE,
-                        blocks,
-                        granted.store_spec.block_ids.tolist(),
-                        ctx=request.ctx,
-                        permit=permit,
-                        ended=partial(self._ended, granted, request, request.occupy(blocks)),
-                        deadline_s=deadline_s,
-                    )
-                stored += len(new)
+            await self._ready(deadline_s)
+            if self._has_all(left):  # nothing is to be copied: no permit is waited for
+                granted = self._prepare(request, left)
+            else:
+                async with self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as held:
+                    await self._ready(deadline_s)
+                    granted = self._prepare(request, left)
+                    if granted is not None and (new := granted.keys_to_store):
+                        blocks = [b for key in new for b in device_blocks[first[key] :][:per_key]]
+                        await self._transfers.run(
+                            Direction.STORE,
+                            blocks,
+                            granted.store_spec.block_ids.tolist(),
+                            ctx=request.ctx,
+                            permit=held,
+                            ended=partial(self._ended, granted, request, request.occupy(blocks)),
+                            deadline_s=deadline_s,
+                        )
+            if granted is not None:
+                stored += len(granted.keys_to_store)
                 request.left_out = left = granted.keys_left_out
+            elif stored and not _others_use_some(self._primary, request):
+                break  # there will be no room for the rest
+            elif not await self._wait_for_room(request, deadline_s):
+                if stored:
+                    break
+                raise BusyError(_no_room(self._primary, len(left)))
         return stored
 
-    async def _reserve(
-        self,
-        request: EngineRequest,
-        keys: Sequence[OffloadKey],
-        deadline_s: float,
-        *,
-        is_rest: bool,
-    ) -> PrepareStoreOutput | None:
-        """Wait for room; None if there will be none for the rest of what is stored by now.
+    def _has_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Tell whether each key that can be stored is in the primary, or on its way there."""
+        current = self._manager.generation.current(keys)
+        return all(self._primary.state_of(key) is not BlockState.ABSENT for key in current)
 
-        What is granted belongs to the caller, who must not await before using it.
-        """
-        loop = asyncio.get_running_loop()
-        with request.call() as waiter:
-            while True:
-                await self._ready(deadline_s)
-                granted = self._manager.prepare_store(keys, request.ctx)
-                self._steps.schedule()
-                if granted is not None:
-                    return granted
-                is_late = loop.time() >= deadline_s
-                if is_rest and (is_late or not _others_use_some(self._primary, request)):
-                    return None
-                if is_late:
-                    raise BusyError(_no_room(self._primary, len(keys)))
-                waiter.expect_room()
-                await waiter.wait(deadline_s)
+    def _prepare(
+        self, request: EngineRequest, keys: Sequence[OffloadKey]
+    ) -> PrepareStoreOutput | None:
+        """Reserve room; what is granted belongs to the caller, who must use it before it awaits."""
+        granted = self._manager.prepare_store(keys, request.ctx)
+        self._steps.schedule()
+        return granted
+
+    async def _wait_for_room(self, request: EngineRequest, deadline_s: float) -> bool:
+        """Wait, without a permit, until there may be room; return False at the deadline."""
+        with self._transfers.waiting(Direction.STORE), request.call() as waiter:
+            waiter.expect_room()
+            await waiter.wait(deadline_s)
+        return asyncio.get_running_loop().time() < deadline_s
 
     def _ended(
         self,

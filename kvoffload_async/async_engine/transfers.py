@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -68,6 +68,10 @@ class Transfers:
             self._recorder.advance(self._clock())
             self._recorder.note(ctx, "waits", reason=f"other {limiter.name} to end")
         return limiter.permit(deadline_s)
+
+    def waiting(self, direction: Direction) -> AbstractContextManager[None]:
+        """Count a call that waits for something else than a permit; see `Limiter.counted`."""
+        return self._limiters[direction].counted()
 
     async def run(
         self,
