@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
-from kvoffload_async.core.readings import read_tier
+from kvoffload_async.core.readings import Figures, read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierTimeoutError, TierUnavailableError, drop_tracebacks, text_of
 from kvoffload_async.facade.foreign import share_knowledge
@@ -186,18 +186,15 @@ class ReopeningTierManager(SecondaryTierManager):
         if self._opened_tier is not None:
             self._opened_tier.announce_anew()
 
-    def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
+    def stats(self, taken: Figures | None = None) -> TierStatistics:
         if self._opened_tier is not None:
-            return SecondaryTierManager.stats(self._opened_tier, state, owed_blocks)
-        state = state or TierState(
-            self.tier_type, ExactIndex(), 0, EventLog(self.medium, enabled=False)
-        )
+            return SecondaryTierManager.stats(self._opened_tier, taken)
+        idle = TierState(self.tier_type, ExactIndex(), 0, EventLog(self.medium, enabled=False))
         return read_tier(
-            state,
-            state,
+            take_tier(idle) if taken is None else taken,
+            idle,
             name=self._name or self.tier_type,
             row_bytes=self._row_bytes,
-            owed_blocks=owed_blocks,
         )
 
     @property

@@ -10,8 +10,7 @@ from typing import Any, Final
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.readings import read_tier
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.readings import Figures, read_tier, take_tier
 from kvoffload_async.errors import StateError, drop_tracebacks, text_of
 from kvoffload_async.facade.representation import counted
 from kvoffload_async.facade.storage import config_of, identity_of
@@ -317,13 +316,12 @@ class SecondaryTierManager:
         """Announce blocks again when they are stored again: consumers have forgotten everything."""
         self._events.announce_anew()
 
-    def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
+    def stats(self, taken: Figures | None = None) -> TierStatistics:
         """Return what the tier has done so far, and how it is now; also when it is closed.
 
         Args:
-            state: What the planner knows of the tier, where that is another object than
-                `tier_state`.
-            owed_blocks: What the planner has for the tier, and no room in it.
+            taken: What the planner knows of the tier, from `take_tier`; then the call is any
+                thread's. None: there is no planner.
         """
         try:
             gauges = dict(self.tier.gauges())
@@ -334,12 +332,11 @@ class SecondaryTierManager:
                 drop_tracebacks(error)  # before it is logged, as logs may be kept
                 logger.warning("tier %s: gauges() failed: %s", self.tier_type, text_of(error))
         return read_tier(
-            self.tier_state if state is None else state,
+            take_tier(self.tier_state) if taken is None else taken,
             self.tier_state,
             name=self.ownership or self.tier_type,
             row_bytes=self._row_bytes,
             waiting_jobs=self._link.actor.waiting_jobs,
-            owed_blocks=owed_blocks,
             gauges=gauges,
         )
 

@@ -8,6 +8,7 @@ from typing import Final
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.readings import Figures
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.facade.breaker_log import BreakerLog
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
@@ -104,19 +105,9 @@ class TierGroup:
         planner.collect()
         return unfinished, errors
 
-    def stats(self, planner: Planner) -> tuple[TierStatistics, ...]:
-        """Return how each tier is."""
-        return tuple(
-            self._stats_of(index, backlog.count)
-            for index, backlog in enumerate(planner.cascades.backlogs)
-        )
-
-    def _stats_of(self, index: int, owed_blocks: int) -> TierStatistics:
-        manager, state = self._managers[index], self.states[index]
-        if isinstance(manager, ReopeningTierManager):
-            return manager.stats(state, owed_blocks)
-        # Its own may be a third party's.
-        return SecondaryTierManager.stats(manager, state, owed_blocks)
+    def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
+        """Return how each tier is, of what the planner knows of them. Thread: any."""
+        return tuple(map(_stats_of, self._managers, taken))
 
     def _join(self, index: int, breaker: BreakerSettings) -> TierState:
         """Return the state of a tier that the planner is to drive."""
@@ -135,3 +126,9 @@ class TierGroup:
         state.medium, state.locality = manager.medium, manager.locality
         self.guards.append(TierGuard(manager, state, self._clock))
         return state
+
+
+def _stats_of(manager: SecondaryTierManager, taken: Figures) -> TierStatistics:
+    if isinstance(manager, ReopeningTierManager):
+        return manager.stats(taken)
+    return SecondaryTierManager.stats(manager, taken)  # its own may be a third party's
