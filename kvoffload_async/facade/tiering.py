@@ -15,7 +15,7 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import read_planner
 from kvoffload_async.core.recorder import RequestRecorder
 from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.errors import ClosedError, OffloadError, StateError
+from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
 from kvoffload_async.facade.explaining import Explaining, create_planner
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.loss_warnings import LossWarnings
@@ -381,7 +381,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         else:
             self._primary.shutdown()
         if errors:
-            names = ", ".join(map(str, errors))
+            names = ", ".join(map(text_of, errors))
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- inside ---------------------------------------------------------------------------------
@@ -396,5 +396,5 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._polled_this_step = True
         began_s = self._clock()
         self.planner.begin_step(began_s)
-        self._tiers.collect(self.planner)
+        self._tiers.poll(self.planner)
         self._steps.spent(began_s)

@@ -127,9 +127,9 @@ class Probes:
         if generation not in self._unanswered:
             return  # cancelled at the deadline, which has answered
         present, error = self._judged(task)
-        if error is not None:
+        if error is not None and not self._closing:
             logger.warning("%s: probe %s failed: %s", self._name, generation, text_of(error))
-            drop_tracebacks(error)
+        drop_tracebacks(error)
         self._answer(generation, present, error)
 
     def _judged(
