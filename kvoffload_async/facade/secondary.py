@@ -19,6 +19,7 @@ from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.statistics import TierStatistics
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -239,7 +240,13 @@ class SecondaryTierManager:
         self.tier_state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
+        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory.
+
+        Raises:
+            StateError: The key is too long or too short to be one.
+        """
+        if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            require_keys([key])
         answer = self.tier_state.lookup(key, req_context)
         if answer is LookupResult.RETRY and self._link.inbox:  # its verdict may be in there
             self._link.pump(_KEYS_A_STEP)
@@ -247,7 +254,8 @@ class SecondaryTierManager:
         return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Note a use of blocks, head to tail."""
+        """Note a use of blocks, head to tail; errors as in `lookup`."""
+        require_keys(keys)
         self.tier_state.touch(keys)
 
     # -- jobs -----------------------------------------------------------------------------------
@@ -261,8 +269,9 @@ class SecondaryTierManager:
         `UnknownSlotError`.
 
         Raises:
-            StateError: Lengths differ.
+            StateError: Lengths differ, or a key is too long or too short; nothing was accepted.
         """
+        require_keys(job_metadata.keys)
         self.tier_state.submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
@@ -270,6 +279,7 @@ class SecondaryTierManager:
 
         Ownership and errors as in `submit_store`.
         """
+        require_keys(job_metadata.keys)
         self.tier_state.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
