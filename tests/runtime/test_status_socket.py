@@ -361,7 +361,7 @@ def test_a_thread_that_fails_takes_its_path_away_and_what_comes_there_stays(path
     other.close()
 
 
-def test_a_file_is_told_from_another_one_that_has_its_inode(path, monkeypatch):
+def test_a_file_is_told_from_another_one_that_has_its_inode(path):
     made = StatusSocket(str(path))
     os.utime(path, (0, 0))
     made.close()
@@ -398,7 +398,7 @@ def test_a_forked_child_does_not_keep_the_socket_alive_or_remove_it(path, closes
     client.sendall(b"status\n")
     assert received(client) == b"status\n"
     client.close()
-    made._inode = (0, 0)  # as if this process had died: nothing is removed
+    made._identity = None  # as if this process had died: nothing is removed
     made.close()
     StatusSocket(str(path)).close()
     for fd in (release, held, done, report):
