@@ -102,6 +102,60 @@ async def test_stores_that_wait_for_room_are_bounded_and_served_in_their_order()
 
 
 @on_loop
+async def test_room_wakes_those_who_can_take_it_and_no_others():
+    async with opened(slots=2, bounds=EngineBounds(waiting_calls=100)) as world:
+        await world.put("ab")
+        async with (
+            world.engine.request("r", hashes("ab")) as reader,
+            world.engine.request("w", [bytes([number]) * 8 for number in range(100)]) as writer,
+        ):
+            assert await world.engine.lookup(reader) == 2
+            stores = [storing(world, writer, [0], number) for number in range(100)]
+            await turns()
+            waiters = world.engine._steps.waiters
+            before = waiters.wake_ups
+            loading = asyncio.create_task(world.engine.load(reader, [8, 9]))
+            await turns()
+            world.transport.settle()
+            await loading
+            await turns()
+            assert len(world.parked) == 2
+            assert waiters.wake_ups - before <= 5, "98 were not woken in vain"
+            assert not any(store.done() for store in stores)
+            for store in stores:
+                store.cancel()
+            await asyncio.wait(stores)
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_store_that_goes_away_when_it_is_its_turn_passes_the_room_on():
+    async with opened(slots=1) as world:
+        await world.put("a")
+        async with (
+            world.engine.request("r", hashes("a")) as reader,
+            world.engine.request("w", hashes("xyz")) as writer,
+        ):
+            assert await world.engine.lookup(reader) == 1
+            stores = [storing(world, writer, [block], block) for block in range(3)]
+            await turns()
+            waiters = world.engine._steps.waiters
+            loading = asyncio.create_task(world.engine.load(reader, [8]))
+            await turns()
+            world.transport.settle()
+            while len(waiters.for_room) == 3:
+                await turns(1)
+            stores[0].cancel()
+            await turns()
+            assert [copy.parts[0].blocks.tolist() for copy in world.parked] == [[1]]
+            assert await world.during(stores[1]) == 1
+            assert await loading == 1
+            stores[2].cancel()
+            await asyncio.wait(stores)
+        await world.check_rest()
+
+
+@on_loop
 async def test_closing_ends_stores_that_wait_for_room_beside_copies_that_hang():
     async with opened(slots=2, bounds=EngineBounds(concurrent_stores=1)) as world:
         async with (
