@@ -102,6 +102,21 @@ class TransportError(OffloadError):
     """A copy between device and host failed."""
 
 
+def text_of(error: BaseException) -> str:
+    """Return what an error says, with its class where that is a third party's.
+
+    Never raises: str() of a third party's error may.
+    """
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - third-party code
+        return name
+    if not text:
+        return name
+    return text if isinstance(error, OffloadError) else f"{name}: {text}"
+
+
 def drop_tracebacks(error: BaseException | None) -> None:
     """Let go of the frames of an error, of its causes and contexts, and of the errors in a group.
 

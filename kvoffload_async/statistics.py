@@ -5,11 +5,16 @@ blocks, and waits for nobody, so that it may be done every step. *Counters* only
 the object lives; *gauges* say how it is now. Blocks count one each, whatever their size; bytes are
 those of the primary's rows.
 
-Of what is counted the following always hold. For a primary: `lookups == hits + pending_hits +
-misses`. For a planner: `lookups == hits + pending_hits + retries + sum(misses.values())`, and
-`jobs_submitted` is `job_results` and the tiers' `jobs_in_flight`. For a tier: `lookups == hits +
-misses + undecided`, `submitted_jobs == finished_jobs + jobs_in_flight`, `failed_jobs` is the sum of
-`failed_jobs_by_error`, and `dropped_blocks` that of `dropped`.
+Any thread may read an engine or a `TieringOffloadingManager`. On the owner's it reads how it is
+now; on another one it reads the counters and gauges that were published at the end of the owner's
+last step. What a tier says of itself (`gauges`, histograms, `corrupt_blocks` and the like) is read
+at the time of the call. A primary or a tier without such a manager is read by its owner's thread.
+
+Of what is counted the following always hold, on whatever thread. For a primary: `lookups == hits +
+pending_hits + misses`. For a planner: `lookups == hits + pending_hits + retries +
+sum(misses.values())`, and `jobs_submitted` is `job_results` and the tiers' `jobs_in_flight`. For a
+tier: `lookups == hits + misses + undecided`, `submitted_jobs == finished_jobs + jobs_in_flight`,
+`failed_jobs` is the sum of `failed_jobs_by_error`, and `dropped_blocks` that of `dropped`.
 
 A counter that the engine gets is a field here of the same name; nothing else needs to know it.
 """
@@ -360,7 +365,7 @@ class EngineStatistics(OffloadingStatistics):
     Attributes:
         copies: Copies under way, loads and stores. Gauge.
         waiting_loads: Calls of `load` that wait for a permit. Gauge.
-        waiting_stores: Calls of `store` that do. Gauge.
+        waiting_stores: Calls of `store` that do, or that wait for room. Gauge.
         missed_events: Events that readers of `events()` were too slow for, once for each reader.
         failed_copies: Copies that failed, or could not begin.
         load_copy_seconds: How long copies to the device took that have ended.

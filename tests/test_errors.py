@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from kvoffload_async.errors import TierError, drop_tracebacks
+from kvoffload_async.errors import TierError, drop_tracebacks, text_of
 
 
 class Payload:
@@ -85,3 +85,23 @@ def test_an_error_without_tracebacks_keeps_nothing_of_its_frames(make):
 
 def test_no_error_is_fine():
     drop_tracebacks(None)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (TierError("down"), "down"),
+        (TierError(), "TierError"),
+        (OSError("down"), "OSError: down"),
+        (OSError(), "OSError"),
+        (Unspeakable(), "Unspeakable"),
+        (type("Odd", (Unspeakable, TierError), {})(), "Odd"),
+    ],
+)
+def test_an_error_says_what_it_can_and_is_never_another_one(error, text):
+    assert text_of(error) == text

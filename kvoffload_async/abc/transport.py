@@ -67,7 +67,11 @@ class Transfer(ABC):
 
     @abstractmethod
     async def outcome(self) -> TransferOutcome:
-        """Await the end; a cancelled wait does not end the copies. Thread: loop."""
+        """Await the end; a cancelled wait does not end the copies. Thread: loop.
+
+        No byte may move any more when it returns or raises: whatever is not a `TransferOutcome`
+        counts as the end of a transfer that has failed.
+        """
 
     @abstractmethod
     def synchronize(self, timeout_s: float) -> bool:

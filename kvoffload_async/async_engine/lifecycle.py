@@ -36,7 +36,7 @@ _NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks 
 class EngineLifecycle:
     """An engine's parts, from the configuration until all of them are closed.
 
-    Thread: the loop's, for all of it.
+    Thread: the loop's, for all of it but `stats`.
     """
 
     def __init__(
@@ -130,7 +130,10 @@ class EngineLifecycle:
         return self._manager
 
     def stats(self) -> EngineStatistics:
-        """Return what was done so far, and how it is now; also when the engine is closed."""
+        """Return what was done so far, and how it is now; also when the engine is closed.
+
+        Thread: any; see `TieringOffloadingManager.stats`.
+        """
         manager = self._require_started()
         return self._transfers.stats(manager.stats(), self._steps.missed_events)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from kvoffload_async.errors import BusyError, ConfigError
@@ -17,7 +17,8 @@ class EngineBounds:
     Attributes:
         concurrent_loads: Loads to the device under way; more wait for a permit.
         concurrent_stores: Stores from the device under way, with a limiter of their own.
-        waiting_calls: Calls that wait for each limiter; one more raises BusyError.
+        waiting_calls: Loads that wait for a permit, and as many stores that wait for a permit or
+            for room; one more raises BusyError.
         unread_events: Events kept for a slow reader; then the oldest are dropped.
     """
 
@@ -56,7 +57,7 @@ class Limiter:
         self._permits = asyncio.Semaphore(permits)
         self._room = waiting
         self.waiting = 0
-        """Callers that wait for a permit."""
+        """Callers that wait, for a permit or, without one, for room."""
 
     @property
     def is_busy(self) -> bool:
@@ -68,10 +69,10 @@ class Limiter:
         """Hold a permit; BusyError if the queue is full, TimeoutError at the deadline."""
         if not self._permits.locked():
             await self._permits.acquire()  # at once
-        elif self.waiting < self._room:
-            await self._wait(deadline_s)
         else:
-            raise BusyError(f"too many {self.name} are waiting")
+            with self.counted():
+                async with asyncio.timeout_at(deadline_s):
+                    await self._permits.acquire()
         permit = Permit(self._permits.release)
         try:
             yield permit
@@ -84,10 +85,13 @@ class Limiter:
         for _ in range(self.waiting):
             self._permits.release()
 
-    async def _wait(self, deadline_s: float) -> None:
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a caller that waits, for a permit or without one; BusyError if too many do."""
+        if self.waiting >= self._room:
+            raise BusyError(f"too many {self.name} are waiting")
         self.waiting += 1
         try:
-            async with asyncio.timeout_at(deadline_s):
-                await self._permits.acquire()
+            yield
         finally:
             self.waiting -= 1

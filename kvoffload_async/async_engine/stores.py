@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction
@@ -57,61 +57,83 @@ class Stores:
             How many blocks were copied.
 
         Raises:
-            BusyError: There was no room for any until the deadline, or too many wait for a permit.
+            BusyError: There was no room for any until the deadline, or too many wait.
             TimeoutError: The deadline passed; a copy that has begun goes on.
             TransportError: A copy failed; those before it stay stored.
         """
         request.left_out = left = keys
         stored = 0
         per_key = len(device_blocks) // max(1, len(keys))
-        first = {key: index * per_key for index, key in enumerate(keys)}
-        while left:
-            async with self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
-                granted = await self._reserve(request, left, deadline_s, is_rest=stored > 0)
-                if granted is None:
-                    break
-                if new := granted.keys_to_store:
-                    blocks = [b for key in new for b in device_blocks[first[key] :][:per_key]]
-                    await self._transfers.run(
-                        Direction.STORE,
-                        blocks,
-                        granted.store_spec.block_ids.tolist(),
-                        ctx=request.ctx,
-                        permit=permit,
-                        ended=partial(self._ended, granted, request, request.occupy(blocks)),
-                        deadline_s=deadline_s,
-                    )
-                stored += len(new)
-                request.left_out = left = granted.keys_left_out
+        blocks = {key: device_blocks[i * per_key :][:per_key] for i, key in enumerate(keys)}
+        try:
+            while left:
+                granted = await self._store_head(request, left, blocks, deadline_s)
+                if granted is not None:
+                    stored += len(granted.keys_to_store)
+                    request.left_out = left = granted.keys_left_out
+                elif stored and not _others_use_some(self._primary, request):
+                    break  # there will be no room for the rest
+                elif not await self._wait_for_room(request, deadline_s):
+                    if stored:
+                        break
+                    raise BusyError(_no_room(self._primary, len(left)))
+        finally:
+            self._pass_room_on()
         return stored
 
-    async def _reserve(
+    async def _store_head(
         self,
         request: EngineRequest,
         keys: Sequence[OffloadKey],
+        blocks_of: Mapping[OffloadKey, Sequence[int]],
         deadline_s: float,
-        *,
-        is_rest: bool,
     ) -> PrepareStoreOutput | None:
-        """Wait for room; None if there will be none for the rest of what is stored by now.
+        """Store what there is room for now, and return that; None: there is no room."""
+        await self._ready(deadline_s)
+        if self._has_all(keys):  # nothing is to be copied: no permit is waited for
+            return self._prepare(request, keys)
+        async with self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
+            await self._ready(deadline_s)
+            granted = self._prepare(request, keys)
+            if granted is not None and granted.keys_to_store:
+                blocks = [block for key in granted.keys_to_store for block in blocks_of[key]]
+                await self._transfers.run(
+                    Direction.STORE,
+                    blocks,
+                    granted.store_spec.block_ids.tolist(),
+                    ctx=request.ctx,
+                    permit=permit,
+                    ended=partial(self._ended, granted, request, request.occupy(blocks)),
+                    deadline_s=deadline_s,
+                )
+            return granted
 
-        What is granted belongs to the caller, who must not await before using it.
-        """
-        loop = asyncio.get_running_loop()
-        with request.call() as waiter:
-            while True:
-                await self._ready(deadline_s)
-                granted = self._manager.prepare_store(keys, request.ctx)
-                self._steps.schedule()
-                if granted is not None:
-                    return granted
-                is_late = loop.time() >= deadline_s
-                if is_rest and (is_late or not _others_use_some(self._primary, request)):
-                    return None
-                if is_late:
-                    raise BusyError(_no_room(self._primary, len(keys)))
-                waiter.expect_room()
-                await waiter.wait(deadline_s)
+    def _has_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Tell whether each key that can be stored is in the primary, or on its way there."""
+        current = self._manager.generation.current(keys)
+        return all(self._primary.state_of(key) is not BlockState.ABSENT for key in current)
+
+    def _prepare(
+        self, request: EngineRequest, keys: Sequence[OffloadKey]
+    ) -> PrepareStoreOutput | None:
+        """Reserve room; what is granted belongs to the caller, who must use it before it awaits."""
+        granted = self._manager.prepare_store(keys, request.ctx)
+        self._steps.schedule()
+        self._pass_room_on()
+        return granted
+
+    def _pass_room_on(self) -> None:
+        """Give the next store that waits for room its turn, if there is room left."""
+        counts = self._primary.counts
+        if counts["free"] + counts["idle"]:
+            self._steps.waiters.room_left()
+
+    async def _wait_for_room(self, request: EngineRequest, deadline_s: float) -> bool:
+        """Wait, without a permit, until there may be room; return False at the deadline."""
+        with self._transfers.waiting(Direction.STORE), request.call() as waiter:
+            waiter.expect_room()
+            await waiter.wait(deadline_s)
+        return asyncio.get_running_loop().time() < deadline_s
 
     def _ended(
         self,

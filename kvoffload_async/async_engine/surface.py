@@ -28,7 +28,7 @@ class OffloadEngine(EngineLifecycle):
     bytes have stopped moving. Until then the request's `occupied_blocks` names the device blocks
     that must not be given to anybody else.
 
-    Thread: the loop's, for all of it.
+    Thread: the loop's, for all of it but `stats`.
     """
 
     # -- requests -------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -14,10 +14,11 @@ from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome
 from kvoffload_async.async_engine.limiter import EngineBounds, Limiter, Permit
 from kvoffload_async.core.histogram import Histogram
 from kvoffload_async.core.recorder import RequestRecorder
-from kvoffload_async.errors import ClosedError, TransportError
+from kvoffload_async.errors import ClosedError, TransportError, text_of
 from kvoffload_async.runtime.loop import clock_of
 from kvoffload_async.statistics import EngineStatistics, OffloadingStatistics
 from kvoffload_async.timeline import DEVICE, TransferDirection
+from kvoffload_async.transport.settling import failed, outcome_of
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, ReqContext, as_block_ids
 
 _WAYS: Final[dict[Direction, TransferDirection]] = {
@@ -25,7 +26,7 @@ _WAYS: Final[dict[Direction, TransferDirection]] = {
     Direction.STORE: "store",
 }
 
-Ended = Callable[[Exception | None], None]
+Ended = Callable[[BaseException | None], None]
 """Called once, with why the copy failed, if it has, when its bytes have stopped moving."""
 
 
@@ -68,6 +69,10 @@ class Transfers:
             self._recorder.note(ctx, "waits", reason=f"other {limiter.name} to end")
         return limiter.permit(deadline_s)
 
+    def waiting(self, direction: Direction) -> AbstractContextManager[None]:
+        """Count a call that waits for something else than a permit; see `Limiter.counted`."""
+        return self._limiters[direction].counted()
+
     async def run(
         self,
         direction: Direction,
@@ -95,7 +100,7 @@ class Transfers:
             TransportError: It failed, or could not begin.
         """
 
-        def landed(error: Exception | None) -> None:
+        def landed(error: BaseException | None) -> None:
             self._durations[direction].observe(self._clock() - began_s)
             self._failed_copies += error is not None
             release()
@@ -109,16 +114,18 @@ class Transfers:
             copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
             transfer = self._transport.submit(copies, self._transport.record_compute())
             landing = self._running.start(transfer, landed)
-        except Exception as error:
+        except BaseException as error:
             self._failed_copies += 1
             record_end(error)
             ended(False)
-            raise TransportError(f"the copy could not begin: {error}") from error
+            if isinstance(error, KeyboardInterrupt):  # the user's
+                raise
+            raise TransportError(f"the copy could not begin: {text_of(error)}") from error
         release = permit.keep()
         async with asyncio.timeout_at(deadline_s):
             outcome = await asyncio.shield(landing)
         if outcome.error is not None:
-            raise TransportError(str(outcome.error)) from outcome.error
+            raise TransportError(text_of(outcome.error)) from outcome.error
 
     async def quiesce(self, timeout_s: float) -> bool:
         """Wait until the copies under way have ended, but for later ones; False at the deadline."""
@@ -152,7 +159,7 @@ class Transfers:
         recorder.advance(began_s)
         recorder.job_started(ctx, copy_id, DEVICE, _WAYS[direction], (num_blocks, num_bytes))
 
-        def record_end(error: Exception | None) -> None:
+        def record_end(error: BaseException | None) -> None:
             now_s = self._clock()
             recorder.advance(now_s)
             recorder.job_ended(
@@ -234,7 +241,7 @@ class RunningTransfers:
             running.task.cancel()
 
     def _follow(self, running: _Running) -> None:
-        running.task = self._loop.create_task(running.transfer.outcome(), name="kvoffload:copy")
+        running.task = self._loop.create_task(outcome_of(running.transfer), name="kvoffload:copy")
         running.task.add_done_callback(partial(self._followed, running))
 
     def _followed(self, running: _Running, task: asyncio.Task[TransferOutcome]) -> None:
@@ -246,18 +253,14 @@ class RunningTransfers:
             return
         if task.cancelled():  # followed again, it would only say so again
             error = TransportError("the transport has cancelled the copy by itself")
-        outcome = task.result() if error is None else TransferOutcome(0, error=_as_error(error))
+        outcome = task.result() if error is None else failed(error)
         del self._running[running]
         running.has_ended = True
         try:
-            running.ended(None if outcome.error is None else _as_error(outcome.error))
+            running.ended(outcome.error)
         finally:
             running.landed.set_result(outcome)
 
 
-def _record_nothing(_error: Exception | None) -> None:
+def _record_nothing(_error: BaseException | None) -> None:
     """For copies that nobody records."""
-
-
-def _as_error(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RuntimeError(repr(error))

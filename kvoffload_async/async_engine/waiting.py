@@ -23,11 +23,14 @@ class Waiters:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.by_key: dict[OffloadKey, dict[Waiter, None]] = {}
-        self.for_room: dict[Waiter, None] = {}
+        self.for_room: dict[Waiter, int] = {}
+        """Who waits for room, and in which round it has found none."""
         self.for_progress: dict[Waiter, None] = {}
         self.everybody: dict[Waiter, None] = {}  # ordered: who came first is woken first
         self.has_given_up = False
         self.wake_ups = 0
+        self._round = 0
+        """How often there has been room."""
 
     def decided(self, keys: Iterable[OffloadKey]) -> None:
         """Wake who waits for one of these: its write has ended, or a probe has answered."""
@@ -39,13 +42,28 @@ class Waiters:
                 waiter.wake()
 
     def progressed(self, *, has_room: bool) -> None:
-        """Wake who watches the engine and, if there may be room now, who waits for that."""
+        """Wake who watches the engine and, if there may be room now, the first who waits for it."""
         woken, self.for_progress = self.for_progress, {}
-        if has_room:
-            woken |= self.for_room
-            self.for_room = {}
         for waiter in woken:
             waiter.wake()
+        if has_room:
+            self._round += 1
+            self.room_left()
+
+    def room_left(self) -> None:
+        """Wake the next who waits for room, unless it has found none since there may be some.
+
+        So each has its turn, first come first served, and those behind who has taken all of it
+        are not woken in vain.
+        """
+        waiter = next(iter(self.for_room), None)
+        if waiter is not None and self.for_room[waiter] != self._round:
+            del self.for_room[waiter]
+            waiter.wake()
+
+    def wait_for_room(self, waiter: Waiter) -> None:
+        """Put somebody who has found no room now behind all others who wait for some."""
+        self.for_room[waiter] = self._round
 
     def wake_all(self) -> None:
         """Let everybody look again."""
@@ -97,8 +115,8 @@ class Waiter:
         self._waiters.by_key.setdefault(key, {})[self] = None
 
     def expect_room(self) -> None:
-        """Be woken when something has happened and there may be room in the primary."""
-        self._waiters.for_room[self] = None
+        """Be woken in turn when something has happened and there may be room in the primary."""
+        self._waiters.wait_for_room(self)
 
     def expect_progress(self) -> None:
         """Be woken when anything has happened."""

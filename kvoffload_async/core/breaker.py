@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import enum
 import math
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from kvoffload_async.errors import text_of
 
 
 class BreakerState(enum.Enum):
@@ -123,8 +124,7 @@ class Breaker:
                     return
                 self.opened_at_s = now_s
                 self.openings += 1
-                # Not str(): an error of a third party's may raise there.
-                self.reason = "".join(traceback.format_exception_only(error)).strip()
+                self.reason = "" if error is None else text_of(error)
         self.state = _NEXT[before, event]
 
 

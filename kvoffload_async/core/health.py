@@ -41,6 +41,7 @@ class TierHealth:
         self.stores = Breaker(settings)
         self.now_s: float | None = None
         self._probes_begun_s: dict[int, float] = {}
+        self._is_closing = False
         self._try_is_reserved = False
         """Whether the try of `loads` is a promotion that has a slot and is not submitted yet."""
 
@@ -61,7 +62,7 @@ class TierHealth:
     def job_ended(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
         """Note how a job has ended."""
         breaker = self.loads if job.is_promotion else self.stores
-        event = BreakerEvent.WORKED if result.success else _event_of(result.error)
+        event = BreakerEvent.WORKED if result.success else self._event_of(result.error)
         breaker.note(event, now_s, begun_s=job.submit_time, error=result.error)
 
     def lookup_failed(self, error: BaseException) -> None:
@@ -70,8 +71,9 @@ class TierHealth:
 
     def reports_failed(self, error: BaseException) -> None:
         """Note that the tier could not say what has become of its jobs, whichever they were."""
+        event = BreakerEvent.UNDECIDED if self._is_closing else BreakerEvent.FAULTED
         for breaker in (self.loads, self.stores):
-            breaker.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
+            breaker.note(event, self.now_s or 0.0, error=error)
 
     def permits_probe(self) -> bool:
         """Tell whether a probe may be started now."""
@@ -92,7 +94,7 @@ class TierHealth:
         if begun_s is None:
             return
         if answer.error is not None:
-            event = _event_of(answer.error)
+            event = self._event_of(answer.error)
         elif self.loads.state is BreakerState.HALF_OPEN:
             event = BreakerEvent.WORKED
         else:
@@ -104,6 +106,10 @@ class TierHealth:
         if self._try_is_reserved:
             self._try_is_reserved = False
             self.loads.note(BreakerEvent.UNDECIDED, self.now_s or 0.0)
+
+    def close(self) -> None:
+        """Note that the tier is being closed: what fails from now on tells nothing of it."""
+        self._is_closing = True
 
     def stuck_breakers(self, jobs: Collection[JobMetadata]) -> list[str]:
         """Return the directions whose breaker is half-open with no try under way.
@@ -121,9 +127,9 @@ class TierHealth:
         tries = (("loads", self.loads, loads), ("stores", self.stores, stores))
         return [name for name, breaker, begun_s in tries if breaker.is_stuck(begun_s)]
 
-
-def _event_of(error: Exception | None) -> BreakerEvent:
-    """Return what a failure tells of its tier."""
-    if isinstance(error, _FAULT_OF_ONE_BLOCK):
-        return BreakerEvent.WORKED
-    return BreakerEvent.UNDECIDED if isinstance(error, _NO_FAULT) else BreakerEvent.FAULTED
+    def _event_of(self, error: Exception | None) -> BreakerEvent:
+        """Return what a failure tells of the tier."""
+        if isinstance(error, _FAULT_OF_ONE_BLOCK):
+            return BreakerEvent.WORKED
+        is_fault = not self._is_closing and not isinstance(error, _NO_FAULT)
+        return BreakerEvent.FAULTED if is_fault else BreakerEvent.UNDECIDED

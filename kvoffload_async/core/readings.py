@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvoffload_async.core.breaker import BreakerState
 from kvoffload_async.core.counters import (
@@ -30,72 +30,94 @@ from kvoffload_async.statistics import (
     TierStatistics,
 )
 
+Figures = tuple[Any, ...]
+"""What was taken of one object; immutable, but for dicts of its own that nobody changes."""
 
-def read_primary(primary: Primary, row_bytes: int = 0) -> PrimaryStatistics:
-    """Return how the primary is; `row_bytes` is 0 where there is no memory behind it."""
-    return PrimaryStatistics(
-        **_of_primary(primary.counters),
-        slots=SlotStatistics(**primary.counts),
-        row_bytes=row_bytes,
-        load_pins=primary.loading.num_pins,
-        events_dropped=primary.event_log.dropped,
+
+class Snapshot(NamedTuple):
+    """The figures of a planner, its primary and its tiers at one moment; not changed afterwards."""
+
+    primary: Figures
+    planner: Figures
+    tiers: tuple[Figures, ...]
+
+
+def take_snapshot(planner: Planner) -> Snapshot:
+    """Copy what `read_primary`, `read_planner` and `read_tier` show. Thread: owner."""
+    backlogs = planner.cascades.backlogs
+    return Snapshot(
+        take_primary(planner.primary),
+        _PLANNER.take(planner, len(planner.requests)),
+        tuple([take_tier(t, b.count) for t, b in zip(planner.tiers, backlogs, strict=True)]),
     )
 
 
+def take_primary(primary: Primary) -> Figures:
+    """Copy what `read_primary` shows. Thread: owner."""
+    return _PRIMARY.take(primary)
+
+
+def take_tier(state: TierState, owed_blocks: int = 0) -> Figures:
+    """Copy what `read_tier` shows of a state. Thread: owner.
+
+    Args:
+        state: What the planner knows of the tier; its manager, where there is no planner.
+        owed_blocks: Blocks that wait in the primary for room in the tier.
+    """
+    return _TIER.take(state, owed_blocks)
+
+
+def read_primary(taken: Figures, row_bytes: int = 0) -> PrimaryStatistics:
+    """Return how the primary was; `row_bytes` is 0 where there is no memory behind it."""
+    figures = _PRIMARY.named(taken)
+    slots = SlotStatistics(**figures.pop("slots"))
+    return PrimaryStatistics(**figures, slots=slots, row_bytes=row_bytes)
+
+
 def read_tier(
-    state: TierState,
+    taken: Figures,
     own: TierState,
     *,
     name: str,
     row_bytes: int,
     waiting_jobs: int = 0,
-    owed_blocks: int = 0,
     gauges: Mapping[str, float] | None = None,
 ) -> TierStatistics:
-    """Return how a tier is.
+    """Return how a tier was.
 
     Args:
-        state: What the planner knows of it.
-        own: What its manager does: the same, unless the tier is a foreign one.
+        taken: From `take_tier`.
+        own: What its manager does; read now, as no sum of the statistics is about it.
         name: What it is called.
         row_bytes: Bytes of a row.
         waiting_jobs: Jobs that were handed over, and that the tier has not begun.
-        owed_blocks: Blocks that wait in the primary for room in the tier.
         gauges: What the tier says of itself.
     """
-    counters, health, jobs = state.counters, state.health, state.jobs
-    figures = gauges or {}
+    counted, said = _TIER.named(taken), gauges or {}
+    loads, stores = counted.pop("loads"), counted.pop("stores")
+    openings = {"load": counted.pop("load_openings"), "store": counted.pop("store_openings")}
+    counted["queued_jobs"] += waiting_jobs
     return TierStatistics(
-        **_of_tier(counters),
-        **_of_observed(own.observed),
+        **counted,
+        **_OBSERVED.named(_OBSERVED.take(own.observed)),
         name=name,
-        failed_bytes=counters.failed_blocks * row_bytes,
-        dropped_bytes=counters.dropped_blocks * row_bytes,
-        jobs_in_flight=jobs.unreported_count,
-        loads_in_flight=counters.submitted_loads - counters.finished_loads,
-        queued_jobs=jobs.queued_count + waiting_jobs,
-        overdue_jobs=jobs.disowned_count,
-        cascading_blocks=state.cascading_blocks,
-        promoting_blocks=state.promotion_slots,
-        owed_blocks=owed_blocks,
-        breakers={"load": _WORDS[health.loads.state], "store": _WORDS[health.stores.state]},
-        breaker_openings={"load": health.loads.openings, "store": health.stores.openings},
+        failed_bytes=counted["failed_blocks"] * row_bytes,
+        dropped_bytes=counted["dropped_blocks"] * row_bytes,
+        loads_in_flight=counted["submitted_loads"] - counted["finished_loads"],
+        breakers={"load": _WORDS[loads], "store": _WORDS[stores]},
+        breaker_openings=openings,
         probes_outstanding=own.index.probes_outstanding,
         events_dropped=own.event_log.dropped,
-        used_bytes=figures.get("used_bytes"),
-        capacity_bytes=figures.get("capacity_bytes"),
-        gauges=dict(figures),
+        used_bytes=said.get("used_bytes"),
+        capacity_bytes=said.get("capacity_bytes"),
+        gauges=dict(said),
         payback=_read_payback(own.selective),
     )
 
 
-def read_planner(planner: Planner) -> PlannerStatistics:
-    """Return what the planner has done."""
-    return PlannerStatistics(
-        **_of_planner(planner.counters),
-        requests=len(planner.requests),
-        retained_blocks=planner.retention.retained_slots,
-    )
+def read_planner(taken: Figures) -> PlannerStatistics:
+    """Return what the planner had done."""
+    return PlannerStatistics(**_PLANNER.named(taken))
 
 
 def _read_payback(selective: SelectiveIndex | None) -> PaybackStatistics | None:
@@ -124,25 +146,77 @@ _HOW: Final[dict[type[Any], Callable[[Any], Any]]] = {
 """How what is not a number is read, so that it does not change afterwards."""
 
 
-def _reader(counters: type[Any]) -> Callable[[object], dict[str, Any]]:
-    """Return what reads counters by name, which are those of the statistics' fields."""
-    fresh = counters()
-    kinds = {field.name: type(getattr(fresh, field.name)) for field in fields(counters)}
-    others = tuple((name, _HOW[kind]) for name, kind in kinds.items() if kind in _HOW)
-    names = tuple(kinds)
-    get_all = attrgetter(*names)  # several times as fast as getattr in a loop
+class _FigureSet:
+    """Which figures are taken of an object: they are copied at once, and named when they are read.
 
-    def read(counted: object) -> dict[str, Any]:
-        found = dict(zip(names, get_all(counted), strict=True))
-        for name, how in others:
-            found[name] = how(found[name])
-        return found
+    The copies are the owner's at the end of every step, the rest is whoever's who reads them.
+    """
 
-    return read
+    def __init__(
+        self,
+        counters: type[Any],
+        path: str = "",
+        *,
+        gauges: Mapping[str, str] | None = None,
+        given: Sequence[str] = (),
+    ) -> None:
+        """Take every counter, whose names are those of the statistics' fields.
+
+        Args:
+            counters: Class of the counters.
+            path: Where they are among the object's attributes, with a dot behind it.
+            gauges: Name -> path among the object's attributes of what else is taken.
+            given: Names of what `take` is given.
+        """
+        fresh = counters()
+        kinds = {field.name: type(getattr(fresh, field.name)) for field in fields(counters)}
+        numbers = {name: path + name for name, kind in kinds.items() if kind not in _HOW}
+        numbers |= gauges or {}
+        others = {name: _HOW[kind] for name, kind in kinds.items() if kind in _HOW}
+        self._get_numbers = attrgetter(*numbers.values())  # far faster than getattr in a loop
+        self._others = [(attrgetter(path + name), how) for name, how in others.items()]
+        self._names = (*numbers, *others, *given)
+
+    def take(self, source: object, *given: object) -> Figures:
+        """Copy the figures of an object."""
+        others = [how(get(source)) for get, how in self._others]
+        return (*self._get_numbers(source), *others, *given)
+
+    def named(self, taken: Figures) -> dict[str, Any]:
+        """Return figures that were taken, by name."""
+        return dict(zip(self._names, taken, strict=True))
 
 
-_of_primary: Final = _reader(PrimaryCounters)
-_of_planner: Final = _reader(PlannerCounters)
-_of_tier: Final = _reader(TierCounters)
-_of_observed: Final = _reader(TierObservations)
+_PRIMARY: Final = _FigureSet(
+    PrimaryCounters,
+    "counters.",
+    gauges={
+        "slots": "counts",
+        "load_pins": "loading.num_pins",
+        "events_dropped": "event_log.dropped",
+    },
+)
+_PLANNER: Final = _FigureSet(
+    PlannerCounters,
+    "counters.",
+    gauges={"retained_blocks": "retention.retained_slots"},
+    given=["requests"],
+)
+_TIER: Final = _FigureSet(
+    TierCounters,
+    "counters.",
+    gauges={
+        "jobs_in_flight": "jobs.unreported_count",
+        "queued_jobs": "jobs.queued_count",
+        "overdue_jobs": "jobs.disowned_count",
+        "cascading_blocks": "cascading_blocks",
+        "promoting_blocks": "promotion_slots",
+        "loads": "health.loads.state",
+        "stores": "health.stores.state",
+        "load_openings": "health.loads.openings",
+        "store_openings": "health.stores.openings",
+    },
+    given=["owed_blocks"],
+)
+_OBSERVED: Final = _FigureSet(TierObservations)
 _WORDS: Final = {state: state.name.lower() for state in BreakerState}

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
+from kvoffload_async.errors import text_of
 from kvoffload_async.timeline import (
     JobEnded,
     JobStarted,
@@ -284,7 +285,7 @@ class RequestRecorder:
         if record is None or (tier, job_id) not in record.open_jobs:
             return
         job = record.open_jobs.pop((tier, job_id))
-        said = None if error is None else described_error(error)
+        said = None if error is None else text_of(error)
         how = (landed_blocks, num_bytes, seconds, queue_s, is_overdue)
         record.end_job((JobEnded, self.now_s, job, *how), said)
         self._end_if_done(record)
@@ -414,15 +415,6 @@ def _made(events: Iterable[_Raw], labels: Sequence[tuple[str, str]]) -> Iterator
         if kind is JobStarted:
             begun[event.tier, event.job_id] = event
         yield event
-
-
-def described_error(error: BaseException) -> str:
-    """Return an error as text; one of a third party's may raise when it is asked for it."""
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - third-party code
-        text = ""
-    return text or type(error).__name__
 
 
 def _own_parent(ctx: ReqContext) -> object | None:

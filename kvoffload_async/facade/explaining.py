@@ -92,10 +92,17 @@ class Explaining:
             )
         return self.recorder
 
-    def _hand_timelines_over(self, recorder: RequestRecorder) -> None:
-        if not self._listeners:
+    def _give_timelines_up(self) -> None:
+        """Hand every timeline over, also those that are not complete: nothing will follow."""
+        if self.recorder is not None:
+            self._hand_timelines_over()
+            self.recorder.give_up()
+            self._hand_timelines_over()
+
+    def _hand_timelines_over(self) -> None:
+        if self.recorder is None or not self._listeners:
             return
-        for timeline in recorder.take_complete():
+        for timeline in self.recorder.take_complete():
             for listener in self._listeners:
                 try:
                     listener(timeline)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from kvoffload_async.core.effects import BeginRequest, FinishRequest, StartJob, 
 from kvoffload_async.core.foreign_tier import ForeignTierState
 from kvoffload_async.core.ledger import JobState
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.errors import TierUnavailableError, text_of
 from kvoffload_async.facade.guard import GUARDED, TierGuard, wrong
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.types import (
@@ -134,9 +133,7 @@ class ForeignTier:
             self._fail(job_id, f"{self.state.name} reported nonsense", cause)
 
     def _fail(self, job_id: JobId, what: str, cause: BaseException) -> None:
-        # Not str(): an error of a third party's may raise there.
-        text = "".join(traceback.format_exception_only(cause)).strip()
-        error = TierUnavailableError(f"{what}: {text}")
+        error = TierUnavailableError(f"{what}: {text_of(cause)}")
         error.__cause__ = cause
         self.state.fail(job_id, error)
 

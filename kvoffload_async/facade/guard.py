@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Final, TypeGuard, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.tier_state import TierState
@@ -136,7 +136,7 @@ class TierGuard:
             return CloseReport(error=failure)
         if report is None:  # as vLLM's tiers do
             return CloseReport()
-        return report if isinstance(report, CloseReport) else CloseReport(error=wrong(report))
+        return report if _is_report(report) else CloseReport(error=wrong(report))
 
     def complain(self, method: str, error: BaseException, *, is_fault: bool = False) -> None:
         """Log an error of the manager's; count it if it says nothing of its jobs any more."""
@@ -160,6 +160,19 @@ class TierGuard:
             yield from getattr(self._manager, method)()
         except GUARDED as error:
             self.complain(method, error, is_fault=is_fault)
+
+
+def _is_report(report: object) -> TypeGuard[CloseReport]:
+    """Tell whether all of a report is what it must be."""
+    if not isinstance(report, CloseReport):
+        return False
+    jobs: object = report.unfinished_jobs
+    error: object = report.error
+    return (
+        isinstance(jobs, Collection)
+        and all(isinstance(job_id, int) for job_id in jobs)
+        and isinstance(error, Exception | None)
+    )
 
 
 def wrong(given: object) -> StateError:

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from kvoffload_async.errors import ConfigError, OffloadError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.errors import (
+    ConfigError,
+    OffloadError,
+    TierTimeoutError,
+    TierUnavailableError,
+    text_of,
+)
 
 
 @contextmanager
@@ -25,7 +31,7 @@ def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
         text = str(error) or "did not open in time; give it more as open_timeout_s"
         raise TierTimeoutError(prefix + text) from error
     except OffloadError as error:
-        raise _like(error, f"{prefix}{error}") from error
+        raise _like(error, prefix + text_of(error)) from error
     except (ImportError, AttributeError) as error:
         key = "module_path" if "module_path" in tier_config else "type"
         raise ConfigError(
@@ -33,7 +39,7 @@ def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
             "name a module that can be imported, and type a class in it"
         ) from error
     except Exception as error:
-        raise TierUnavailableError(f"{prefix}{type(error).__name__}: {error}") from error
+        raise TierUnavailableError(prefix + text_of(error)) from error
 
 
 def _like(error: OffloadError, text: str) -> OffloadError:

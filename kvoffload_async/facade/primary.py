@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.readings import read_primary
+from kvoffload_async.core.readings import Figures, read_primary, take_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.representation import primary_text
@@ -145,11 +145,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def stats(self) -> OffloadingStatistics:
         """Return what the primary has done so far, and how it is now; also when it is closed."""
-        return OffloadingStatistics(primary=self.primary_stats())
+        return OffloadingStatistics(primary=self.primary_stats(take_primary(self.core)))
 
-    def primary_stats(self) -> PrimaryStatistics:
-        """Return the primary's part of `stats`."""
-        return read_primary(self.core, self._row_bytes)
+    def primary_stats(self, taken: Figures) -> PrimaryStatistics:
+        """Return the primary's part of `stats`, of figures that were taken. Thread: any."""
+        return read_primary(taken, self._row_bytes)
 
     def reset_cache(self) -> None:
         self.core.reset()

@@ -14,9 +14,9 @@ from typing import Any, Final
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
-from kvoffload_async.core.readings import read_tier
+from kvoffload_async.core.readings import Figures, read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import TierTimeoutError, TierUnavailableError, drop_tracebacks
+from kvoffload_async.errors import TierTimeoutError, TierUnavailableError, drop_tracebacks, text_of
 from kvoffload_async.facade.foreign import share_knowledge
 from kvoffload_async.facade.guard import GUARDED
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -121,7 +121,8 @@ class ReopeningTierManager(SecondaryTierManager):
         self._opened_tier: SecondaryTierManager | None = None
         self._stop = threading.Event()
         self._failed_at_s = time.monotonic()
-        logger.warning("tier %s cannot be opened, and is tried again: %s", tier_type, error)
+        why = text_of(error)
+        logger.warning("tier %s cannot be opened, and is tried again: %s", tier_type, why)
         self._thread = threading.Thread(
             target=self._reopen, name=f"kvoffload-reopen:{tier_type}", daemon=True
         )
@@ -185,18 +186,15 @@ class ReopeningTierManager(SecondaryTierManager):
         if self._opened_tier is not None:
             self._opened_tier.announce_anew()
 
-    def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
+    def stats(self, taken: Figures | None = None) -> TierStatistics:
         if self._opened_tier is not None:
-            return SecondaryTierManager.stats(self._opened_tier, state, owed_blocks)
-        state = state or TierState(
-            self.tier_type, ExactIndex(), 0, EventLog(self.medium, enabled=False)
-        )
+            return SecondaryTierManager.stats(self._opened_tier, taken)
+        idle = TierState(self.tier_type, ExactIndex(), 0, EventLog(self.medium, enabled=False))
         return read_tier(
-            state,
-            state,
+            take_tier(idle) if taken is None else taken,
+            idle,
             name=self._name or self.tier_type,
             row_bytes=self._row_bytes,
-            owed_blocks=owed_blocks,
         )
 
     @property
@@ -260,7 +258,7 @@ class ReopeningTierManager(SecondaryTierManager):
             try:
                 tier.on_new_request(ctx)
             except GUARDED as error:
-                logger.error("tier %s: on_new_request failed: %r", self.tier_type, error)  # noqa: TRY400 - no frames
+                logger.error("tier %s: on_new_request failed: %s", self.tier_type, text_of(error))  # noqa: TRY400 - no frames
                 drop_tracebacks(error)
         seconds = time.monotonic() - self._failed_at_s
         logger.warning("tier %s was opened after %.1f s", self.tier_type, seconds)
@@ -276,7 +274,7 @@ class ReopeningTierManager(SecondaryTierManager):
                 tier = self._create()
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is tried again
                 drop_tracebacks(error)
-                logger.debug("tier %s cannot be opened: %s", self.tier_type, error)
+                logger.debug("tier %s cannot be opened: %s", self.tier_type, text_of(error))
                 continue
             self._opened.append(tier)
             if self._stop.is_set():

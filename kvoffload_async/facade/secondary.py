@@ -10,9 +10,8 @@ from typing import Any, Final
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.readings import read_tier
-from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import StateError, drop_tracebacks
+from kvoffload_async.core.readings import Figures, read_tier, take_tier
+from kvoffload_async.errors import StateError, drop_tracebacks, text_of
 from kvoffload_async.facade.representation import counted
 from kvoffload_async.facade.storage import config_of, identity_of
 from kvoffload_async.facade.tier_index import create_index, create_state
@@ -20,6 +19,7 @@ from kvoffload_async.facade.tier_options import check_tier_options
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.statistics import TierStatistics
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -240,7 +240,13 @@ class SecondaryTierManager:
         self.tier_state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
+        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory.
+
+        Raises:
+            StateError: The key is too long or too short to be one.
+        """
+        if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            require_keys([key])
         answer = self.tier_state.lookup(key, req_context)
         if answer is LookupResult.RETRY and self._link.inbox:  # its verdict may be in there
             self._link.pump(_KEYS_A_STEP)
@@ -248,7 +254,8 @@ class SecondaryTierManager:
         return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Note a use of blocks, head to tail."""
+        """Note a use of blocks, head to tail; errors as in `lookup`."""
+        require_keys(keys)
         self.tier_state.touch(keys)
 
     # -- jobs -----------------------------------------------------------------------------------
@@ -262,8 +269,9 @@ class SecondaryTierManager:
         `UnknownSlotError`.
 
         Raises:
-            StateError: Lengths differ.
+            StateError: Lengths differ, or a key is too long or too short; nothing was accepted.
         """
+        require_keys(job_metadata.keys)
         self.tier_state.submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
@@ -271,6 +279,7 @@ class SecondaryTierManager:
 
         Ownership and errors as in `submit_store`.
         """
+        require_keys(job_metadata.keys)
         self.tier_state.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -317,13 +326,12 @@ class SecondaryTierManager:
         """Announce blocks again when they are stored again: consumers have forgotten everything."""
         self._events.announce_anew()
 
-    def stats(self, state: TierState | None = None, owed_blocks: int = 0) -> TierStatistics:
+    def stats(self, taken: Figures | None = None) -> TierStatistics:
         """Return what the tier has done so far, and how it is now; also when it is closed.
 
         Args:
-            state: What the planner knows of the tier, where that is another object than
-                `tier_state`.
-            owed_blocks: What the planner has for the tier, and no room in it.
+            taken: What the planner knows of the tier, from `take_tier`; then the call is any
+                thread's. None: there is no planner.
         """
         try:
             gauges = dict(self.tier.gauges())
@@ -332,14 +340,13 @@ class SecondaryTierManager:
             if not self._gauges_failed:
                 self._gauges_failed = True
                 drop_tracebacks(error)  # before it is logged, as logs may be kept
-                logger.warning("tier %s: gauges() failed: %r", self.tier_type, error)
+                logger.warning("tier %s: gauges() failed: %s", self.tier_type, text_of(error))
         return read_tier(
-            self.tier_state if state is None else state,
+            take_tier(self.tier_state) if taken is None else taken,
             self.tier_state,
             name=self.ownership or self.tier_type,
             row_bytes=self._row_bytes,
             waiting_jobs=self._link.actor.waiting_jobs,
-            owed_blocks=owed_blocks,
             gauges=gauges,
         )
 

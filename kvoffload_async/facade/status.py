@@ -13,7 +13,7 @@ from typing import Any, Final
 from weakref import WeakMethod
 
 from kvoffload_async.config import parse_socket_path
-from kvoffload_async.errors import OffloadError
+from kvoffload_async.errors import OffloadError, text_of
 from kvoffload_async.runtime.status_socket import StatusSocket
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.timeline import SlowRequest
@@ -96,12 +96,13 @@ class EngineStatus:
         try:
             return self._status_line(read(), read_slowest(), read_counters())
         except OffloadError as error:
-            return _error(str(error))
-        except Exception as error:  # noqa: BLE001 - a third party's tier: the socket must go on
+            return _error(text_of(error))
+        except BaseException as error:  # noqa: BLE001 - a third party's tier: the socket must go on
+            what = f"the statistics cannot be read: {text_of(error)}"
             if not self._failed:
                 self._failed = True
-                logger.warning("status socket: the statistics cannot be read: %r", error)
-            return _error(f"the statistics cannot be read: {error!r}")
+                logger.warning("status socket: %s", what)
+            return _error(what)
 
     def _status_line(
         self,

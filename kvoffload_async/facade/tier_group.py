@@ -8,6 +8,7 @@ from typing import Final
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.health import TierHealth
 from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.readings import Figures
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.facade.breaker_log import BreakerLog
 from kvoffload_async.facade.foreign import ForeignTier, is_foreign
@@ -16,6 +17,7 @@ from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.statistics import TierStatistics
+from kvoffload_async.types import JobId
 
 _POLL_S: Final = 0.05
 """How often tiers are polled that do not say when they have something to report."""
@@ -46,12 +48,16 @@ class TierGroup:
         self.states = [self._join(index, breaker) for index in range(len(managers))]
         self._breaker_log = BreakerLog(self.states)
 
+    def poll(self, planner: Planner) -> None:
+        """Take in what the tiers have to report, and say which of them are left alone now."""
+        self.collect(planner)
+        self._breaker_log.update(self._clock())
+
     def collect(self, planner: Planner) -> None:
         """Take in what the tiers have to report."""
         for source in self._sources:
             source.poll_tier()
         planner.collect()
-        self._breaker_log.update(self._clock())
 
     def hand_over(self, planner: Planner) -> None:
         """Tell foreign tiers now what they are to do; the others wait for the end of the step."""
@@ -91,32 +97,23 @@ class TierGroup:
         """Shut every tier down; return how many copies still run, and what has failed."""
         self.hand_over(planner)
         errors: list[Exception] = []
-        unfinished = 0
-        for guard in self.guards:
+        running: list[set[JobId]] = []
+        for state, guard in zip(self.states, self.guards, strict=True):
+            state.health.close()
             report = guard.shutdown(max(0.0, deadline_s - self._clock()))
-            unfinished += len(report.unfinished_jobs)
+            running.append(set(report.unfinished_jobs))
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
         self.collect(planner)
-        for state in self.states:
+        for state, jobs in zip(self.states, running, strict=True):
             # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
-            unfinished += len(state.abandon_rest())
+            jobs.update(state.abandon_rest())
         planner.collect()
-        return unfinished, errors
+        return sum(map(len, running)), errors
 
-    def stats(self, planner: Planner) -> tuple[TierStatistics, ...]:
-        """Return how each tier is."""
-        return tuple(
-            self._stats_of(index, backlog.count)
-            for index, backlog in enumerate(planner.cascades.backlogs)
-        )
-
-    def _stats_of(self, index: int, owed_blocks: int) -> TierStatistics:
-        manager, state = self._managers[index], self.states[index]
-        if isinstance(manager, ReopeningTierManager):
-            return manager.stats(state, owed_blocks)
-        # Its own may be a third party's.
-        return SecondaryTierManager.stats(manager, state, owed_blocks)
+    def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
+        """Return how each tier is, of what the planner knows of them. Thread: any."""
+        return tuple(map(_stats_of, self._managers, taken))
 
     def _join(self, index: int, breaker: BreakerSettings) -> TierState:
         """Return the state of a tier that the planner is to drive."""
@@ -135,3 +132,9 @@ class TierGroup:
         state.medium, state.locality = manager.medium, manager.locality
         self.guards.append(TierGuard(manager, state, self._clock))
         return state
+
+
+def _stats_of(manager: SecondaryTierManager, taken: Figures) -> TierStatistics:
+    if isinstance(manager, ReopeningTierManager):
+        return manager.stats(taken)
+    return SecondaryTierManager.stats(manager, taken)  # its own may be a third party's

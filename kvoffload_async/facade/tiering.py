@@ -15,7 +15,7 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import read_planner
 from kvoffload_async.core.recorder import RequestRecorder
 from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.errors import ClosedError, OffloadError, StateError
+from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
 from kvoffload_async.facade.explaining import Explaining, create_planner
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.loss_warnings import LossWarnings
@@ -51,7 +51,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     Tiers are polled at most once a step, at the first lookup or store of it; submitted jobs are
     handed over in one wake-up at the end of the step.
 
-    Thread: owner, the scheduler's. No lock, and none needed.
+    Thread: owner, the scheduler's, but for `stats`. No lock, and none needed.
 
     Attributes:
         planner: The decisions behind this surface. For invariants and inspection.
@@ -128,7 +128,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             primary.core, states, limits, self.recorder, clock=clock, names=names
         )
         self._losses = LossWarnings(self.planner, clock())
-        self._steps = OwnerSteps(clock)
+        self._steps = OwnerSteps(clock, self.planner)
         self._polled_this_step = False
         self._closed = False
         guard_forks(self, _closed=True)
@@ -249,10 +249,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             guard.end_step(context)
         if self._bridge is not None:
             self._bridge.flush()
-        self._steps.spent(began_s)
-        self._steps.ended()
-        if self.recorder is not None:
-            self._hand_timelines_over(self.recorder)
+        self._steps.ended(began_s)
+        self._hand_timelines_over()
         if self._check_invariants:
             check_state(self.planner)
 
@@ -273,11 +271,15 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         )
 
     def stats(self) -> OffloadingStatistics:
-        """Return what was done so far, and how it is now; also when it is closed."""
+        """Return what was done so far, and how it is now; also when it is closed.
+
+        Thread: any. On any but the owner's it tells how it was at the end of the last step.
+        """
+        published = self._steps.published()
         return OffloadingStatistics(
-            primary=self._primary.primary_stats(),
-            tiers=self._tiers.stats(self.planner),
-            planner=read_planner(self.planner),
+            primary=self._primary.primary_stats(published.primary),
+            tiers=self._tiers.stats(published.tiers),
+            planner=read_planner(published.planner),
             runtime=self._steps.read(self._bridge),
         )
 
@@ -372,16 +374,14 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.planner.close()
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)
-        if self.recorder is not None:
-            self._hand_timelines_over(self.recorder)
-            self.recorder.give_up()
-            self._hand_timelines_over(self.recorder)
+        self._give_timelines_up()
+        self._steps.publish()
         if unfinished:
             logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
         else:
             self._primary.shutdown()
         if errors:
-            names = ", ".join(map(str, errors))
+            names = ", ".join(map(text_of, errors))
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- inside ---------------------------------------------------------------------------------
@@ -396,5 +396,5 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._polled_this_step = True
         began_s = self._clock()
         self.planner.begin_step(began_s)
-        self._tiers.collect(self.planner)
+        self._tiers.poll(self.planner)
         self._steps.spent(began_s)

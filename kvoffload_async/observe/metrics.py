@@ -316,7 +316,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "kvoffload_waiting_calls",
         _G,
-        "Calls that wait for a permit to copy.",
+        "Calls that wait for a permit to copy, or for room.",
         ("direction",),
         partial(readings.of_engine, readings.waiting),
     ),

@@ -26,6 +26,7 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierTimeoutError,
     TierUnavailableError,
+    text_of,
 )
 from kvoffload_async.waiting import LastingFuture
 
@@ -278,6 +279,6 @@ def _as_failure(error: BaseException) -> BaseException:
     """Return what a call raised, in a form that a future takes and that does not end the loop."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    failure = TierUnavailableError(f"an I/O call raised {error!r}")
+    failure = TierUnavailableError(f"an I/O call raised {text_of(error)}")
     failure.__cause__ = error
     return failure

@@ -40,6 +40,7 @@ _STOP_S: Final = 2.0
 _LOCK_TRIES: Final = 100
 _LOCK_PAUSE_S: Final = 0.01
 
+_Identity = tuple[int, int, int]
 Answer = Callable[[bytes], bytes]
 """Given a request without its line end, returns the answer without one; must not raise."""
 
@@ -103,7 +104,7 @@ class StatusSocket:
         self._thread: threading.Thread | None = None
         self._closed = False
         with _usable(path):
-            self._listener, self._inode = _listen(path)
+            self._listener, self._identity = _listen(path)
         self._waker, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ)
@@ -155,6 +156,7 @@ class StatusSocket:
                 # Clients that keep it busy wait for each other, nobody else does.
                 self._stop.wait(_ROUND_S)
         finally:
+            self._remove()  # nobody answers there any more
             self._close_descriptors()
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
@@ -227,9 +229,13 @@ class StatusSocket:
         connection.peer.close()
 
     def _remove(self) -> None:
-        """Remove the path, unless somebody has put something else there."""
+        """Remove the path, unless somebody has put something else there; idempotent.
+
+        Before the listener is closed, as no other file can have its inode's number until then.
+        """
+        own, self._identity = self._identity, None
         try:
-            if _inode(path := Path(self.path)) == self._inode:
+            if own is not None and _identity(path := Path(self.path)) == own:
                 path.unlink()
         except FileNotFoundError:
             pass
@@ -264,7 +270,7 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def _listen(path: str) -> tuple[socket.socket, tuple[int, int]]:
+def _listen(path: str) -> tuple[socket.socket, _Identity | None]:
     """Return a listening socket, and what tells its file apart."""
     with _locked_directory(Path(path).parent):
         _remove_stale(Path(path))
@@ -272,12 +278,12 @@ def _listen(path: str) -> tuple[socket.socket, tuple[int, int]]:
         try:
             os.fchmod(listener.fileno(), 0o600)  # Linux makes the file with the socket's own mode
             listener.bind(path)
-            inode = _inode(Path(path))
+            identity = _identity(Path(path))
             listener.listen(MAX_QUEUED)
         except BaseException:
             listener.close()
             raise
-        return listener, inode
+        return listener, identity
 
 
 @contextlib.contextmanager
@@ -333,9 +339,10 @@ def _pid_of(connected: socket.socket) -> int:
     return pid
 
 
-def _inode(path: Path) -> tuple[int, int]:
+def _identity(path: Path) -> _Identity:
+    """Return what tells a file from others that were there before or come later."""
     found = path.lstat()
-    return found.st_dev, found.st_ino
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 @contextlib.contextmanager

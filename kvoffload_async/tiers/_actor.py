@@ -23,6 +23,7 @@ from kvoffload_async.abc.events import (
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
     CorruptBlockError,
+    JobCancelledError,
     RepeatedKeyError,
     TierBusyError,
     TierClosedError,
@@ -31,6 +32,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     UnknownSlotError,
     drop_tracebacks,
+    text_of,
 )
 from kvoffload_async.tiers._announcements import Watch
 from kvoffload_async.tiers._ending import (
@@ -40,7 +42,6 @@ from kvoffload_async.tiers._ending import (
     error_of,
     judged,
     log_trace,
-    text_of,
 )
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers._job_log import JobLog
@@ -127,6 +128,8 @@ class TierActor:
         self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         self._log = JobLog(name)
         self._closing = False
+        self._has_cancelled = False
+        """Whether the jobs that ran on at the deadline of `close` have been cancelled."""
         self._clock = clock
         # Asked for once: the interpreter makes a system call for every answer.
         self._loop: asyncio.AbstractEventLoop
@@ -228,6 +231,7 @@ class TierActor:
             await asyncio.wait(tasks, timeout=timeout_s)
         late = self._tasks()
         if late:
+            self._has_cancelled = True
             for task in late:
                 task.cancel()
             await asyncio.wait(late, timeout=_CANCEL_GRACE_S)
@@ -256,7 +260,7 @@ class TierActor:
         if isinstance(error, Exception):
             log_trace(error)
             drop_tracebacks(error)  # before it is logged, as logs may be kept
-            logger.warning("%s: closing failed: %s", self.name, error)
+            logger.warning("%s: closing failed: %s", self.name, text_of(error))
             return error
         return None
 
@@ -300,7 +304,10 @@ class TierActor:
         run.side.running_blocks -= len(run.job.keys)
         run.task = None  # a failed task holds its frames, and they hold the run
         if not run.is_settled:
-            self._settle(run, {}, error_of(task))
+            error = error_of(task)
+            if self._has_cancelled and isinstance(error, JobCancelledError):
+                error = TierClosedError(f"{self.name} was shut down before the job had ended")
+            self._settle(run, {}, error)
         if run.side.waiting:
             self._start_ready(run.side)
 

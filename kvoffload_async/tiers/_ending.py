@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
-from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailableError
+from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailableError, text_of
 
 ENDS_LOOP = (SystemExit, KeyboardInterrupt)
 """What asyncio does not keep in the task that raises it."""
@@ -29,7 +29,7 @@ async def contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwarg
 
 def as_contained(error: BaseException) -> TierUnavailableError:
     """Return what stands in for an exit that a tier has asked for."""
-    return TierUnavailableError(f"a tier raised {error!r}")
+    return TierUnavailableError(f"a tier raised {text_of(error)}")
 
 
 def log_trace(error: BaseException) -> None:
@@ -39,11 +39,6 @@ def log_trace(error: BaseException) -> None:
     """
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", "".join(traceback.format_exception(error)))
-
-
-def text_of(error: BaseException) -> str:
-    """Return what an error says; str() of a third party's may raise."""
-    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def error_of(task: asyncio.Task[Any]) -> TierError:

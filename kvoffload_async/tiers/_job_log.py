@@ -18,6 +18,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     UnknownSlotError,
     drop_tracebacks,
+    text_of,
 )
 from kvoffload_async.tiers._ending import log_trace
 from kvoffload_async.tiers._refusals import Refusals
@@ -96,7 +97,7 @@ class JobLog:
             self._name,
             described(job),
             seconds,
-            first,
+            text_of(first),
             more or "",
             _remedy(first) if is_error else "",
         )

@@ -14,8 +14,9 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
+    text_of,
 )
-from kvoffload_async.tiers._ending import contained, error_of, text_of
+from kvoffload_async.tiers._ending import contained, error_of
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -126,9 +127,9 @@ class Probes:
         if generation not in self._unanswered:
             return  # cancelled at the deadline, which has answered
         present, error = self._judged(task)
-        if error is not None:
-            logger.warning("%s: probe %s failed: %s", self._name, generation, error)
-            drop_tracebacks(error)
+        if error is not None and not self._closing:
+            logger.warning("%s: probe %s failed: %s", self._name, generation, text_of(error))
+        drop_tracebacks(error)
         self._answer(generation, present, error)
 
     def _judged(

@@ -9,7 +9,7 @@ import threading
 import traceback
 
 from kvoffload_async.abc.transport import Transfer, TransferOutcome
-from kvoffload_async.errors import TransportError, drop_tracebacks
+from kvoffload_async.errors import TransportError, drop_tracebacks, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,31 @@ class SettlingTransfer(Transfer):
         self.end(failed(cause))
 
 
-def failed(cause: Exception) -> TransferOutcome:
+async def outcome_of(transfer: Transfer) -> TransferOutcome:
+    """Await the end of any transport's transfer; one that breaks its contract has failed.
+
+    Raises CancelledError if the wait is cancelled, and KeyboardInterrupt, which is the user's.
+    """
+    try:
+        outcome: object = await transfer.outcome()
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 - third-party code
+        return failed(error)
+    if isinstance(outcome, TransferOutcome) and isinstance(outcome.error, Exception | None):
+        return outcome
+    what = type(outcome).__name__
+    return failed(TransportError(f"the transport broke its contract: a copy ended with a {what}"))
+
+
+def failed(cause: BaseException) -> TransferOutcome:
     """Return the outcome of a transfer that `cause` has ended; without frames, which hold slots."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("a transfer failed:\n%s", "".join(traceback.format_exception(cause)))
     drop_tracebacks(cause)
     if isinstance(cause, TransportError):
         return TransferOutcome(0, error=cause)
-    error = TransportError(f"{type(cause).__name__}: {cause}")
+    error = TransportError(text_of(cause))
     error.__cause__ = cause
     return TransferOutcome(0, error=error)
 

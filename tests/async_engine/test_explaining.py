@@ -62,7 +62,7 @@ def test_a_copy_that_cannot_begin_is_recorded_with_its_error():
     (timeline,) = asyncio.run(serve())
     begin, end = [e for e in timeline.events if isinstance(e, JobStarted | JobEnded)]
     assert end.job == begin
-    assert (end.error, end.landed_blocks) == ("no stream", 0)
+    assert (end.error, end.landed_blocks) == ("OSError: no stream", 0)
 
 
 def test_an_engine_that_was_not_opened_explains_nothing():

@@ -5,7 +5,43 @@ import asyncio
 import pytest
 from async_engine.worlds import FAR_S, PROBED, hashes, jump, on_loop, opened, turns
 
+from kvoffload_async.abc.transport import TransferOutcome
 from kvoffload_async.errors import TransportError
+
+
+class OddError(BaseException):
+    """An error that nobody expects."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Ends:
+    """A transfer that ends with what it is given: a result, or an error to be raised."""
+
+    def __init__(self, end):
+        self.end = end
+
+    async def outcome(self):
+        if isinstance(self.end, BaseException):
+            raise self.end
+        return self.end
+
+
+class EndsAtOnce(Ends):
+    """One whose `outcome` is no coroutine."""
+
+    def outcome(self):
+        if isinstance(self.end, BaseException):
+            raise self.end
+        return self.end
+
+
+NO_OUTCOMES = (
+    *(None, 7, "done", TransferOutcome(0, error="bad"), TransferOutcome(0, error=OddError())),
+    *(KeyError("odd"), OddError(), SystemExit(1), StopIteration()),
+)
+NO_TRANSFERS = (None, *(kind(end) for kind in (Ends, EndsAtOnce) for end in NO_OUTCOMES))
 
 
 @on_loop
@@ -37,7 +73,59 @@ async def test_a_transfer_that_cannot_be_followed_has_failed_and_leaves_nothing_
             async with world.engine.request("r", hashes("ab")) as request:
                 for _ in range(6):
                     assert await world.engine.lookup(request) == 2
-                    with pytest.raises(TransportError, match="could not begin"):
+                    with pytest.raises(TransportError, match="no attribute 'outcome'"):
                         await world.engine.load(request, [0, 1])
                     assert not request.occupied_blocks
+        await world.check_rest()
+
+
+@pytest.mark.parametrize("number", range(len(NO_TRANSFERS)))
+@on_loop
+async def test_a_copy_that_ends_with_no_outcome_has_failed_and_gives_everything_back(number):
+    async with opened(slots=4) as world:
+        await world.put("ab")
+        world.transport.odd = transfer = NO_TRANSFERS[number]
+        if transfer is None:
+            world.transport.submit = lambda *_: None
+        async with world.engine.request("r", hashes("abc")) as request:
+            for call in range(6):  # more than there are permits
+                assert await world.engine.lookup(request) == 2
+                with pytest.raises(TransportError):
+                    await world.engine.load(request, [0, 1])
+                with pytest.raises(TransportError):
+                    await world.engine.store(request, [2], 2)
+                assert not request.occupied_blocks
+                assert world.engine.stats().failed_copies == 2 * (call + 1)
+            assert world.counts == {"free": 2, "idle": 2}
+        await world.check_rest()
+
+
+@pytest.mark.parametrize("error", [OddError(), SystemExit(1), asyncio.CancelledError()])
+@on_loop
+async def test_a_copy_whose_submission_raises_anything_has_failed_and_gives_everything_back(error):
+    async with opened(slots=4) as world:
+        await world.put("ab")
+        world.transport.refusal = error
+        async with world.engine.request("r", hashes("abc")) as request:
+            for _ in range(6):
+                assert await world.engine.lookup(request) == 2
+                with pytest.raises(TransportError, match="could not begin"):
+                    await world.engine.load(request, [0, 1])
+                with pytest.raises(TransportError, match="could not begin"):
+                    await world.engine.store(request, [2], 2)
+                assert not request.occupied_blocks
+            assert world.counts == {"free": 2, "idle": 2}
+        await world.check_rest()
+
+
+@on_loop
+async def test_an_interrupt_under_a_submission_is_the_users_and_gives_everything_back():
+    async with opened(slots=4) as world:
+        async with world.engine.request("r", hashes("a")) as request:
+            call = world.engine.store(request, [0])
+            world.transport.refusal = KeyboardInterrupt()
+            with pytest.raises(KeyboardInterrupt):
+                call.send(None)
+            assert not request.occupied_blocks
+            assert world.counts == {"free": 4}
         await world.check_rest()

@@ -1,15 +1,25 @@
 """The worker: when copies begin, and what it reports of their ends."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from connector.workers import Broken, Computing, ended, job, meta
 from transport.worlds import DEADLINE_S, LOAD, MOMENT_S, STORE
 
+from kvoffload_async.abc.transport import TransferOutcome
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.protocol import ConnectorOutput
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
 
 # -- single jobs --------------------------------------------------------------------------------
+
+
+class OddError(BaseException):
+    """An error that nobody expects."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
 
 
 def test_a_store_and_a_load_are_reported_once_each(world):
@@ -100,6 +110,46 @@ def test_even_a_transport_that_raises_gives_results():
     worker.submit_load(2, job((1,), (1,)))
     assert worker.wait({1, 2}, DEADLINE_S)
     assert ended(worker.get_finished()) == {1: False, 2: False}
+    assert worker.shutdown(DEADLINE_S)
+
+
+@pytest.mark.parametrize("is_coroutine", [True, False])
+@pytest.mark.parametrize(
+    "end", [None, 7, TransferOutcome(0, error="bad"), SystemExit(1), OddError()]
+)
+def test_a_copy_that_ends_with_no_outcome_has_failed(end, is_coroutine):
+    def now(_transfer):
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    async def later(transfer):
+        return now(transfer)
+
+    class Odd(Broken.Lost):
+        outcome = later if is_coroutine else now
+
+    transport = Broken()
+    transport.submit = lambda *_: Odd()
+    worker = OffloadingConnectorWorker(transport)
+    worker.submit_store(1, job((1,), (1,)))
+    assert worker.wait({1}, DEADLINE_S)
+    assert ended(worker.get_finished()) == {1: False}
+    assert worker.shutdown(DEADLINE_S)
+
+
+@pytest.mark.parametrize("error", [OddError(), SystemExit(1), KeyboardInterrupt()])
+def test_a_submission_that_raises_anything_is_a_failed_copy_and_an_interrupt_is_the_users(error):
+    def submit(_copies, _after):
+        raise error
+
+    transport = Broken()
+    transport.submit = submit
+    worker = OffloadingConnectorWorker(transport)
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext():
+        worker.submit_store(1, job((1,), (1,)))
+    assert ended(worker.get_finished()) == {1: False}
     assert worker.shutdown(DEADLINE_S)
 
 

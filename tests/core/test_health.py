@@ -1,5 +1,7 @@
 """A failing tier is left alone, in the direction in which it fails; then it is tried once."""
 
+from dataclasses import replace
+
 import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, job, k, ks
 from core.world import World, stored_below
@@ -31,6 +33,27 @@ from kvoffload_async.types import JobResult, Medium, ReqContext
 ONE_FAULT = BreakerSettings(1, retry_after_s=5.0)
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
 DOWN = TierUnavailableError("down")
+
+
+def test_what_fails_while_the_tier_is_closed_tells_nothing_of_it():
+    health = TierHealth(ONE_FAULT)
+    ended = job(0, "a")
+    health.close()
+    health.job_ended(ended, JobResult(0, success=False, error=DOWN), 1.0)
+    health.reports_failed(DOWN)
+    assert (health.loads.state, health.stores.state) == (CLOSED, CLOSED)
+
+
+def test_a_try_that_the_closing_ends_leaves_the_breaker_open():
+    health = health_after(DOWN, promotion=False)
+    tried = replace(job(1, "b", promotion=False), submit_time=9.0)
+    health.store_submitted(tried)
+    assert health.stores.state is HALF_OPEN
+    health.close()
+    health.job_ended(tried, JobResult(1, success=False, error=DOWN), 10.0)
+    assert health.stores.state is OPEN
+    assert health.stores.openings == 1
+    assert not health.stuck_breakers([])
 
 
 def health_after(error, *, promotion):

@@ -8,7 +8,7 @@ from kvoffload_async.abc.events import JobSettled, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
 from kvoffload_async.core.payback import FRESH_S, Payback
-from kvoffload_async.core.readings import read_tier
+from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.selective_index import SelectiveIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
@@ -183,7 +183,7 @@ def end_load(tier, job_id, names, seconds, *, failures=None, error=None):
 
 
 def reading(tier):
-    return read_tier(tier, tier, name="far", row_bytes=10).payback
+    return read_tier(take_tier(tier), tier, name="far", row_bytes=10).payback
 
 
 def test_a_tier_tells_of_its_probes_and_loads():

@@ -5,7 +5,7 @@ from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import NO_LIMITS, World, stored_below
 
 from kvoffload_async.abc.events import JobSettled
-from kvoffload_async.core.readings import read_planner, read_primary
+from kvoffload_async.core.readings import read_planner, read_primary, read_tier, take_snapshot
 from kvoffload_async.errors import IllegalTransitionError, StateError
 from kvoffload_async.types import ReqContext
 
@@ -114,7 +114,12 @@ def test_what_the_planner_and_the_primary_have_done_can_be_read():
     ctx = world.begin()
     world.store(ctx, "a")
     world.lookup(ctx, "a")
-    planner, primary = read_planner(world.planner), read_primary(world.primary, 8)
+    taken = take_snapshot(world.planner)
+    planner, primary = read_planner(taken.planner), read_primary(taken.primary, 8)
+    own = world.planner.tiers
+    tiers = [read_tier(t, o, name="t", row_bytes=8) for t, o in zip(taken.tiers, own, strict=True)]
+    in_flight = sum(tier.jobs_in_flight for tier in tiers)
+    assert in_flight == planner.jobs_submitted - planner.job_results
     assert (planner.requests, planner.retained_blocks, planner.hits) == (1, 0, 1)
     assert (primary.row_bytes, primary.load_pins, primary.hits) == (8, 0, 1)
     assert (primary.slots.free, primary.slots.pinned) == (1, 1)

@@ -16,6 +16,7 @@ from kvoffload_async.core.recorder import (
     RECENT,
     RequestRecorder,
 )
+from kvoffload_async.errors import OffloadError
 from kvoffload_async.timeline import JobEnded, JobStarted, LookupEvent, Note
 from kvoffload_async.types import ReqContext, make_offload_key
 
@@ -190,7 +191,11 @@ def test_a_record_takes_30_kib_whatever_its_request_and_errors_are(character):
     timeline = recorder.explain(huge)
     assert timeline.dropped_events
     assert timeline.req_id == huge[:MAX_ID_CHARS]
-    assert all(e.error.startswith(character) for e in timeline.events if isinstance(e, JobEnded))
+    assert all(
+        e.error.startswith(f"OSError: {character}")
+        for e in timeline.events
+        if isinstance(e, JobEnded)
+    )
 
 
 def test_a_copy_that_outlives_its_result_is_noted_after_the_end_of_its_request():
@@ -213,7 +218,8 @@ class Unspeakable(Exception):
     ("error", "said"),
     [
         (None, None),
-        (OSError("disk"), "disk"),
+        (OSError("disk"), "OSError: disk"),
+        (OffloadError("disk"), "disk"),
         (OSError(), "OSError"),
         (Unspeakable(), "Unspeakable"),
     ],

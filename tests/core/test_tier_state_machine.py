@@ -19,7 +19,7 @@ from kvoffload_async.core.effects import StartJob, StartProbe
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.ledger import JobState
-from kvoffload_async.core.readings import read_tier
+from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.types import Medium, ReqContext
@@ -178,7 +178,7 @@ class TierStateMachine(RuleBasedStateMachine):
             assert self.tier.index.is_waiting == bool(queued | in_flight or self.probes)
         running = self.tier.jobs.ids_in(JobState.FLYING, JobState.DISOWNED)
         assert sorted(running) == sorted(self.flying | self.late)
-        read = read_tier(self.tier, self.tier, name="t", row_bytes=1)
+        read = read_tier(take_tier(self.tier), self.tier, name="t", row_bytes=1)
         assert read.submitted_jobs == self.accepted
         assert read.jobs_in_flight == self.accepted - self.results.total()
         assert read.load_seconds.total.count + read.store_seconds.total.count == self.settled

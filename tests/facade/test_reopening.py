@@ -136,7 +136,8 @@ def test_the_engine_works_without_it_and_uses_it_once_it_is_open(mount, caplog, 
         state = opened(manager)
         assert state.is_available
         store(manager, ctx, 3)
-        while manager.planner.cascades.owes_anything:  # it is tried again after a moment
+        # It is tried again after a moment.
+        while manager.planner.cascades.owes_anything or manager.has_pending_work():
             manager.wait_for_progress(0.05)
             quiet(manager)
         assert state.counters.stored_blocks == 2, "and so is what was stored before"

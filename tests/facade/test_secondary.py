@@ -20,8 +20,17 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.tables.keymap import MAX_KEY_BYTES
 from kvoffload_async.testing import ScriptedTier
-from kvoffload_async.types import Locality, Medium, OffloadPolicy, ReqContext, ScheduleEndContext
+from kvoffload_async.testing.harness import make_job
+from kvoffload_async.types import (
+    Locality,
+    Medium,
+    OffloadPolicy,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 
 R = ReqContext("r")
 
@@ -37,6 +46,27 @@ def test_nothing_is_finished_before_it_has_ended(alone):
     world.settle()
     assert world.results()[1].success
     assert world.results() == {}, "each result once"
+
+
+@pytest.mark.parametrize("key", [b"", b"abc", make_offload_key(b"x" * 93)])
+def test_a_key_that_no_tier_can_keep_is_refused_before_anything_has_changed(alone, key):
+    world = alone()
+    before = world.manager.stats()
+    for is_promotion in (False, True):
+        job = make_job(1, [k(1), key], [0, 1], is_promotion=is_promotion)
+        submit = world.manager.submit_load if is_promotion else world.manager.submit_store
+        with pytest.raises(StateError, match="too long" if len(key) > MAX_KEY_BYTES else "no key"):
+            submit(job)
+    for call in (
+        lambda: world.manager.lookup(key, R),
+        lambda: world.manager.touch([k(1), key], R),
+    ):
+        with pytest.raises(StateError):
+            call()
+    world.run()
+    assert not world.tier.parked
+    assert not world.tier.touched
+    assert world.manager.stats() == before
 
 
 def test_polling_alone_hands_jobs_over_where_no_manager_composes(alone):

@@ -115,6 +115,47 @@ def test_statistics_that_cannot_be_read_are_an_error_and_one_line_in_the_log(pat
     assert caplog.text.count("cannot be read") == 1
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GeneratorExit(), Unspeakable()])
+def test_it_answers_on_whatever_statistics_raise(path, error):
+    class Broken:
+        failures = 2
+
+        def stats(self):
+            if self.failures:
+                self.failures -= 1
+                raise error
+            return spec.get_manager().stats()
+
+    broken = Broken()
+    config = {**CONFIG, "status_socket": str(path)}
+    with TieringOffloadingSpec(config, read_stats=broken.stats) as spec:
+        spec.get_manager()
+        for _ in range(2):
+            with pytest.raises(NoAnswerError, match=f"cannot be read: {type(error).__name__}"):
+                report_of(path)
+        assert report_of(path).statistics == spec.get_manager().stats()
+
+
+def test_gauges_that_raise_an_interrupt_end_no_status_thread(path, tiers):
+    class Interrupting(ScriptedTier):
+        def gauges(self):
+            raise KeyboardInterrupt
+
+    config = tiers("interrupting", Interrupting)
+    with TieringOffloadingSpec({**config, "status_socket": str(path)}) as spec:
+        spec.get_manager()
+        for _ in range(2):
+            with pytest.raises(NoAnswerError, match="cannot be read: KeyboardInterrupt"):
+                report_of(path)
+
+
 def test_every_field_of_the_statistics_arrives(path):
     with TieringOffloadingSpec({**WITH_TIER, "status_socket": str(path)}) as spec:
         stats = spec.get_manager().stats()

@@ -345,9 +345,8 @@ def test_a_breaker_that_opens_and_closes_is_logged_once_with_the_reason(worlds, 
     said = [r.getMessage() for r in caplog.records if r.name.endswith("breaker_log")]
     assert said == [
         (
-            "tier tier0: stores are suspended, and tried again after 5.0 s: "
-            "kvoffload_async.errors.TierUnavailableError: no such device; the engine does without "
-            "them until then: mend what the error names"
+            "tier tier0: stores are suspended, and tried again after 5.0 s: no such device; the "
+            "engine does without them until then: mend what the error names"
         ),
         "tier tier0: stores resumed after 15.0 s",
     ]

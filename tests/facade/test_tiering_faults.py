@@ -3,6 +3,7 @@
 A number at the end of a test's name is the vLLM issue or pull request whose fault it replays.
 """
 
+import asyncio
 import logging
 
 import numpy as np
@@ -21,6 +22,7 @@ from facade.worlds import (
     scripted,
 )
 
+from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -32,7 +34,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.testing import Operation
+from kvoffload_async.testing import Operation, ScriptedTier
 
 NO_BREAKER = BreakerSettings(fault_threshold=1_000)
 
@@ -291,6 +293,87 @@ def test_shutdown_with_a_failing_close_names_the_tier_and_gives_the_memory_back(
     assert world.tiers[1].close_count == 1
     with pytest.raises(ClosedError):
         world.primary.get_primary_kv_view()
+
+
+def test_an_error_of_a_close_that_has_no_text_is_still_one_of_ours(worlds):
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    world = worlds(scripted(close_error=Unspeakable()), EXCLUSIVE)
+    with pytest.raises(OffloadError, match="tiers did not shut down: Unspeakable"):
+        world.manager.shutdown(1.0)
+    assert world.tiers[1].close_count == 1
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        CloseReport(unfinished_jobs=None),
+        CloseReport(unfinished_jobs=(None,)),
+        CloseReport(error="no"),
+    ],
+)
+def test_a_report_of_a_close_that_makes_no_sense_is_a_failed_close(worlds, report):
+    class Odd(SecondaryTierManager):
+        def shutdown(self, timeout=None):
+            super().shutdown(timeout)
+            return report
+
+    world = worlds(EXCLUSIVE, manager_class=Odd)
+    with pytest.raises(OffloadError, match="the tier broke its contract with a CloseReport"):
+        world.manager.shutdown(1.0)
+
+
+@pytest.mark.parametrize("manager_class", [SecondaryTierManager, Refusing])
+def test_each_copy_that_hangs_at_the_shutdown_is_reported_once(worlds, manager_class, caplog):
+    world = worlds(EXCLUSIVE, EXCLUSIVE, manager_class=manager_class)
+    world.begin("r")
+    world.store(1)
+    world.step()
+    world.settle(1)
+    world.manager.shutdown(0.1)
+    assert "copies of 1 jobs still run" in caplog.text
+
+
+@pytest.mark.parametrize("manager_class", [SecondaryTierManager, Refusing])
+def test_what_closing_ends_is_no_fault_of_the_tier(worlds, manager_class, caplog):
+    class Endless(ScriptedTier):
+        async def store(self, job):
+            await asyncio.sleep(3600)
+
+        async def contains(self, keys):
+            await asyncio.sleep(3600)
+
+    breaker = BreakerSettings(fault_threshold=1)
+    world = worlds(
+        Endless(PROBED), manager_class=manager_class, breaker=breaker, io_timeout_s=600.0
+    )
+    world.begin("r")
+    world.store(1)
+    assert world.lookup(2) is RETRY
+    world.step()
+    world.store(3)
+    caplog.clear()
+    world.manager.shutdown(0.1)
+    (tier,) = world.manager.stats().tiers
+    assert tier.failed_jobs_by_error == {"TierClosedError": 2}
+    assert tier.breaker_openings == {"load": 0, "store": 0}
+    said = [r for r in caplog.records if not r.name.endswith(("loss_warnings", "buffer"))]
+    assert not said
+
+
+def test_a_tier_that_fails_while_the_engine_closes_is_not_said_to_be_tried_again(worlds, caplog):
+    breaker = BreakerSettings(fault_threshold=1)
+    world = worlds(EXCLUSIVE, breaker=breaker)
+    world.begin("r")
+    world.store(1)
+    world.step()
+    (parked,) = world.parked()
+    world.runner.loop.call_later(0.01, lambda: world.tiers[0].settle(parked, error=OSError("gone")))
+    world.manager.shutdown(1.0)
+    assert "OSError: gone" in caplog.text
+    assert "tried again" not in caplog.text
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])

@@ -13,6 +13,7 @@ from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.fs.footprint import Footprint
+from kvoffload_async.types import make_offload_key
 
 K = [key_of(number) for number in range(8)]
 MIB = 1 << 20
@@ -121,3 +122,13 @@ def test_the_grain_of_a_filesystem_is_no_less_than_a_sector():
     assert (footprints[0].block_bytes, footprints[0].folder_bytes) == (1536, 512)
     coarse = Footprint.of(SimpleNamespace(st_blksize=4096, st_blocks=24), 1025)
     assert (coarse.block_bytes, coarse.folder_bytes) == (4096, 4096)
+
+
+@pytest.mark.parametrize("options", [{}, {"fsync": True}, {"capacity_bytes": MIB}])
+def test_a_key_too_long_for_a_file_name_fails_alone_and_hinders_no_closing(place, options):
+    long = make_offload_key(b"x" * 150)
+    with TierHarness(place.tier(**options)) as harness:
+        for _ in range(2):
+            assert list(harness.store([K[0], long, K[1]])) == [1]
+        assert list(harness.load([K[0], long, K[1]])) == [1]
+        assert harness.contains([K[0], long, K[1]]) == {K[0], K[1]}

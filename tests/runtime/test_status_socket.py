@@ -342,6 +342,32 @@ def test_closing_leaves_what_others_have_put_there(path):
     assert path.read_text() == "theirs"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_takes_its_path_away_and_what_comes_there_stays(path):
+    def fail(_request):
+        raise KeyboardInterrupt
+
+    made = StatusSocket(str(path))
+    made.serve(fail)
+    client = connected(str(path))
+    client.sendall(b"status\n")
+    made._thread.join(DEADLINE_S)
+    assert received(client) == b""
+    client.close()
+    assert not path.exists(), "nobody listens there any more"
+    other = StatusSocket(str(path))  # which may have got the same inode
+    made.close()
+    assert path.is_socket()
+    other.close()
+
+
+def test_a_file_is_told_from_another_one_that_has_its_inode(path):
+    made = StatusSocket(str(path))
+    os.utime(path, (0, 0))
+    made.close()
+    assert path.is_socket()
+
+
 def test_closing_is_fine_with_a_path_that_is_gone_or_cannot_be_removed(path, caplog, monkeypatch):
     made = StatusSocket(str(path))
     path.unlink()
@@ -372,7 +398,7 @@ def test_a_forked_child_does_not_keep_the_socket_alive_or_remove_it(path, closes
     client.sendall(b"status\n")
     assert received(client) == b"status\n"
     client.close()
-    made._inode = (0, 0)  # as if this process had died: nothing is removed
+    made._identity = None  # as if this process had died: nothing is removed
     made.close()
     StatusSocket(str(path)).close()
     for fd in (release, held, done, report):

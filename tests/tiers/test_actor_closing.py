@@ -8,7 +8,6 @@ from tiers.actors import PROBE_TIMEOUT_S, World
 from kvoffload_async.abc.events import ProbeAnswered as Answered
 from kvoffload_async.errors import (
     ConfigError,
-    JobCancelledError,
     TierClosedError,
     TierTimeoutError,
 )
@@ -131,7 +130,7 @@ def test_close_cancels_what_does_not_end_and_waits_for_it_a_little(worlds):
     world.start(0)
     report = world.close(1.0)
     assert report.is_clean
-    assert isinstance(world.settled()[0].job_error, JobCancelledError)
+    assert isinstance(world.settled()[0].job_error, TierClosedError)
 
 
 def test_what_close_cancels_ends_in_the_order_in_which_it_began(worlds):

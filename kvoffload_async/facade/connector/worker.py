@@ -13,13 +13,14 @@ from functools import partial
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, Transfer, TransferOutcome, Transport
-from kvoffload_async.errors import StateError, drop_tracebacks
+from kvoffload_async.errors import StateError, drop_tracebacks, text_of
 from kvoffload_async.facade.connector.protocol import (
     ConnectorOutput,
     OffloadingConnectorMetadata,
     TransferJobSpec,
 )
 from kvoffload_async.runtime.loop import LoopThread
+from kvoffload_async.transport.settling import outcome_of
 from kvoffload_async.types import JobId, TransferResult
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class OffloadingConnectorWorker:
             transfer = self.transport.submit(
                 BlockCopies(direction, spec.device, spec.host), self.transport.record_compute()
             )
-        except Exception as error:  # noqa: BLE001 - any transport's, and any error
+        except BaseException as error:  # any transport's, and any error
             # As text: a log record that kept the error would keep its frames, and the slots.
             logger.error(  # noqa: TRY400
                 "%s could not be submitted; the blocks are computed, or stored another time:\n%s",
@@ -208,13 +209,15 @@ class OffloadingConnectorWorker:
             )
             drop_tracebacks(error)
             self._report(TransferResult(job_id, success=False))
+            if isinstance(error, KeyboardInterrupt):  # the user's
+                raise
         else:
             name = _described(job_id, spec, direction)
             self._loop.call_soon(self._follow, job_id, transfer, name)
 
     def _follow(self, job_id: JobId, transfer: Transfer, name: str) -> None:
         """Await a transfer's end in a task of its own. Thread: loop."""
-        task = asyncio.get_running_loop().create_task(transfer.outcome(), name=name)
+        task = asyncio.get_running_loop().create_task(outcome_of(transfer), name=name)
         self._tasks[task] = None
         task.add_done_callback(partial(self._note_end, job_id))
 
@@ -262,7 +265,9 @@ def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResul
     if error is not None:
         drop_tracebacks(error)  # before it is logged, as logs may be kept
         logger.error(
-            "%s failed: %s; the blocks are computed, or stored another time", task.get_name(), error
+            "%s failed: %s; the blocks are computed, or stored another time",
+            task.get_name(),
+            text_of(error),
         )
         return TransferResult(job_id, success=False)
     outcome = task.result()

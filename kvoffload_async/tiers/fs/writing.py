@@ -361,6 +361,8 @@ class BlockWriter:
         except FileNotFoundError:
             return
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # so it was never made
+                return
             self.litter.append(temp)
             # As text: who keeps the log must not keep the frames, and the primary's memory.
             logger.warning("a temporary file stays behind for now: %s", str(error))

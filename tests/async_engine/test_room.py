@@ -1,0 +1,173 @@
+"""Stores that wait for room in the primary, and what others can do meanwhile."""
+
+import asyncio
+
+import pytest
+from async_engine.worlds import FAR_S, hashes, jump, on_loop, opened, turns
+
+from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.errors import BusyError, ClosedError, TransportError
+
+
+def storing(world, request, blocks, first=0):
+    return asyncio.create_task(world.engine.store(request, blocks, first, FAR_S))
+
+
+@on_loop
+async def test_a_store_of_what_is_present_needs_nothing_that_stores_without_room_wait_for():
+    async with opened(slots=2) as world:
+        await world.put("ab")
+        async with (
+            world.engine.request("r", hashes("ab")) as reader,
+            world.engine.request("w", hashes("wxyz")) as writer,
+            world.engine.request("again", hashes("ab")) as again,
+        ):
+            assert await world.engine.lookup(reader) == 2
+            stores = [storing(world, writer, [block], block) for block in range(4)]
+            await turns()
+            assert world.engine.stats().waiting_stores == 4
+            assert await world.engine.store(again, [8, 9], 0, FAR_S) == 0
+            assert not again.left_out
+            await jump()
+            for store in stores:
+                with pytest.raises(BusyError, match="no room"):
+                    await store
+            assert world.engine.stats().waiting_stores == 0
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_store_of_what_is_present_or_on_its_way_waits_for_no_copy():
+    async with opened(bounds=EngineBounds(concurrent_stores=1)) as world:
+        await world.put("a")
+        async with (
+            world.engine.request("w", hashes("ab")) as writer,
+            world.engine.request("again", hashes("ab")) as again,
+        ):
+            first = storing(world, writer, [1], 1)
+            await turns()
+            assert len(world.parked) == 1
+            assert await world.engine.store(again, [0, 1], 0, FAR_S) == 0
+            assert await world.during(first) == 1
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_store_that_finds_room_does_not_wait_for_one_that_finds_none():
+    async with opened(slots=2, bounds=EngineBounds(concurrent_stores=1)) as world:
+        await world.put("ab")
+        async with (
+            world.engine.request("r", hashes("a")) as reader,
+            world.engine.request("long", hashes("xyz")) as long,
+            world.engine.request("short", hashes("s")) as short,
+        ):
+            assert await world.engine.lookup(reader) == 1
+            rest = storing(world, long, [0, 1, 2])
+            await turns()
+            world.transport.settle()
+            await turns()
+            assert world.engine.stats().waiting_stores == 1, "its own block is not to make room"
+            assert await world.during(storing(world, short, [3])) == 1
+            await turns()
+            world.transport.settle_all()
+            await turns()
+            await jump()
+            assert await rest == 2, "the short one's block has made room for another"
+        await world.check_rest()
+
+
+@on_loop
+async def test_stores_that_wait_for_room_are_bounded_and_served_in_their_order():
+    async with opened(slots=2, bounds=EngineBounds(waiting_calls=3)) as world:
+        await world.put("ab")
+        async with (
+            world.engine.request("r", hashes("ab")) as reader,
+            world.engine.request("w", hashes("wxyz")) as writer,
+        ):
+            assert await world.engine.lookup(reader) == 2
+            stores = [storing(world, writer, [block], block) for block in range(3)]
+            await turns()
+            with pytest.raises(BusyError, match="too many stores are waiting"):
+                await world.engine.store(writer, [3], 3)
+            loading = asyncio.create_task(world.engine.load(reader, [8, 9]))
+            await turns()
+            world.transport.settle()
+            assert await loading == 2
+            await turns()
+            assert [copy.parts[0].blocks.tolist() for copy in world.parked] == [[0], [1]]
+            assert [await world.during(store) for store in stores[:2]] == [1, 1]
+            stores[2].cancel()
+            await asyncio.wait(stores)
+        await world.check_rest()
+
+
+@on_loop
+async def test_room_wakes_those_who_can_take_it_and_no_others():
+    async with opened(slots=2, bounds=EngineBounds(waiting_calls=100)) as world:
+        await world.put("ab")
+        async with (
+            world.engine.request("r", hashes("ab")) as reader,
+            world.engine.request("w", [bytes([number]) * 8 for number in range(100)]) as writer,
+        ):
+            assert await world.engine.lookup(reader) == 2
+            stores = [storing(world, writer, [0], number) for number in range(100)]
+            await turns()
+            waiters = world.engine._steps.waiters
+            before = waiters.wake_ups
+            loading = asyncio.create_task(world.engine.load(reader, [8, 9]))
+            await turns()
+            world.transport.settle()
+            await loading
+            await turns()
+            assert len(world.parked) == 2
+            assert waiters.wake_ups - before <= 5, "98 were not woken in vain"
+            assert not any(store.done() for store in stores)
+            for store in stores:
+                store.cancel()
+            await asyncio.wait(stores)
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_store_that_goes_away_when_it_is_its_turn_passes_the_room_on():
+    async with opened(slots=1) as world:
+        await world.put("a")
+        async with (
+            world.engine.request("r", hashes("a")) as reader,
+            world.engine.request("w", hashes("xyz")) as writer,
+        ):
+            assert await world.engine.lookup(reader) == 1
+            stores = [storing(world, writer, [block], block) for block in range(3)]
+            await turns()
+            waiters = world.engine._steps.waiters
+            loading = asyncio.create_task(world.engine.load(reader, [8]))
+            await turns()
+            world.transport.settle()
+            while len(waiters.for_room) == 3:
+                await turns(1)
+            stores[0].cancel()
+            await turns()
+            assert [copy.parts[0].blocks.tolist() for copy in world.parked] == [[1]]
+            assert await world.during(stores[1]) == 1
+            assert await loading == 1
+            stores[2].cancel()
+            await asyncio.wait(stores)
+        await world.check_rest()
+
+
+@on_loop
+async def test_closing_ends_stores_that_wait_for_room_beside_copies_that_hang():
+    async with opened(slots=2, bounds=EngineBounds(concurrent_stores=1)) as world:
+        async with (
+            world.engine.request("w", hashes("ab")) as writer,
+            world.engine.request("v", hashes("xyz")) as other,
+        ):
+            hung = storing(world, writer, [0, 1])
+            await turns()
+            stores = [storing(world, other, [block], block) for block in range(3)]
+            await turns()
+            await world.engine.close(0.1)
+            await asyncio.wait([hung, *stores])
+            assert isinstance(hung.exception(), TransportError)
+            assert all(isinstance(store.exception(), ClosedError) for store in stores)
+        world.transport.settle()
