@@ -9,7 +9,7 @@ from typing import Final
 
 from kvoffload_async.errors import TierError
 from kvoffload_async.tiers.remote.calls import Calls
-from kvoffload_async.tiers.remote.client import RemoteClient
+from kvoffload_async.tiers.remote.client import RemoteClient, Server
 from kvoffload_async.tiers.remote.memory import AnswerMemory
 from kvoffload_async.tiers.remote.settings import RemoteCounters
 from kvoffload_async.tiers.remote.together import run_together
@@ -34,7 +34,7 @@ class Questions:
         """Return those of the keys that are there; what was answered lately is not asked again.
 
         Raises:
-            TierError: Not every question was answered.
+            TierError: No server answered every question.
         """
         present: set[OffloadKey] = set()
         unknown: list[OffloadKey] = []
@@ -57,36 +57,49 @@ class Questions:
     async def ask_anew(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
         """Return those of the keys that are there, whatever was answered before.
 
+        Where one of several servers does not answer, nobody knows of its keys: they are not
+        returned, nor remembered as absent, and counted.
+
         Raises:
-            TierError: Not every question was answered.
+            TierError: No server answered every question.
         """
         self._counters.probed_keys += len(keys)
         step = _KEYS_A_CALL if self._client.answers_many else 1
         present: set[OffloadKey] = set()
-        errors: list[TierError] = []
+        num_answered = 0
+        servers = self._client.by_server(keys)
+        errors = await self._calls.check(servers, deadline_s)
         gate = asyncio.Semaphore(_CALLS_AT_ONCE)
 
-        async def ask(portion: Sequence[OffloadKey]) -> None:
+        async def ask(server: Server, portion: Sequence[OffloadKey]) -> None:
+            nonlocal num_answered
             async with gate:
-                if errors:
+                if server in errors:
                     return
+                call = partial(self._client.exist, portion)
                 try:
-                    found = await self._calls.run(partial(self._client.exist, portion), deadline_s)
+                    found = await self._calls.run(call, deadline_s, server=server)
                 except TierError as error:
-                    errors.append(error)
+                    errors.setdefault(server, self._calls.fault_of(server, error))
                     return
+            num_answered += len(portion)
             present.update(found)
             self._memory.appeared(found)
             self._memory.vanished(found.symmetric_difference(portion))
 
-        portions = [keys[first : first + step] for first in range(0, len(keys), step)]
+        portions = [
+            (server, [keys[i] for i in indices[first : first + step]])
+            for server, indices in servers.items()
+            for first in range(0, len(indices), step)
+        ]
         if len(portions) == 1:
-            await ask(portions[0])
+            await ask(*portions[0])
         else:
-            await run_together(map(ask, portions), "remote:question")
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                errors.clear()  # they hold this frame, and what its callers hold
+            await run_together((ask(*portion) for portion in portions), "remote:question")
+        try:
+            if errors and len(errors) == len(servers):
+                raise next(iter(errors.values()))
+        finally:
+            errors.clear()  # they hold this frame, and what its callers hold
+        self._counters.unanswered_keys += len(keys) - num_answered
         return present
