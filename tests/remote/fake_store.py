@@ -81,9 +81,7 @@ class FakeClient(RemoteClient):
         return key[0] % self.servers if self.servers > 1 else None
 
     async def check_server(self, server):
-        if server is None:
-            return await self.check()
-        await self._begin("check", [bytes([server])])
+        await (self.check() if server is None else self._begin("check", [bytes([server])]))
 
     async def exist(self, keys):
         await self._begin("exist", keys)

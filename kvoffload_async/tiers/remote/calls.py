@@ -167,9 +167,7 @@ class Calls:
             return ShardUnavailableError(str(error))
         return error
 
-    async def _once(
-        self, call: Callable[[], Awaitable[T]], deadline_s: float, server: Server
-    ) -> T:
+    async def _once(self, call: Callable[[], Awaitable[T]], deadline_s: float, server: Server) -> T:
         place = self._client.place
         loop = asyncio.get_running_loop()
         seconds = max(0.0, min(self._call_timeout_s, deadline_s - loop.time()))

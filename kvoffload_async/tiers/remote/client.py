@@ -12,7 +12,6 @@ from kvoffload_async.errors import TierError, TierUnavailableError
 from kvoffload_async.tiers.remote.envelope import Bytes
 from kvoffload_async.types import OffloadKey
 
-
 Server = Hashable
 """Which of a store's servers, as its client calls it; None: the only one, or none is known."""
 

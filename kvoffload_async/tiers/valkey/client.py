@@ -143,16 +143,10 @@ class ValkeyClient(RemoteClient):
         meanwhile is the same one.
         """
         lifetime = () if self._ttl_ms is None else ("PX", self._ttl_ms)
-        commands: list[Command] = [
-            (
-                "SET",
-                self._prefix + key,
-                value.data,
-                *lifetime,
-                *(() if key in self._condemned else ("NX",)),
-            )
-            for key, value in zip(keys, values, strict=True)
-        ]
+        commands: list[Command] = []
+        for key, value in zip(keys, values, strict=True):
+            condition = () if key in self._condemned else ("NX",)
+            commands.append(("SET", self._prefix + key, value.data, *lifetime, *condition))
         node = self._node_of_all(keys)
         replies = await self._nodes.run(node, commands)
         outcomes = [self.mapped(r) if isinstance(r, Exception) else None for r in replies]
@@ -166,14 +160,13 @@ class ValkeyClient(RemoteClient):
         """Remove a value that begins, or is, as it was read; its version says how far that went."""
         name = self._prefix + key
         command = ("EVAL", _REMOVE_IF, 1, name, sha1, value.version or _WHOLE)
-        try:
-            (reply,) = replies = await self._nodes.run(self._nodes.node_of(name), [command])
-            _raise_first(replies)
-        except Exception:
-            if len(self._condemned) >= _MOST_CONDEMNED:
-                del self._condemned[next(iter(self._condemned))]
-            self._condemned[key] = asyncio.get_running_loop().time() + _CONDEMNED_S
-            raise
+        if len(self._condemned) >= _MOST_CONDEMNED:
+            del self._condemned[next(iter(self._condemned))]
+        self._condemned[key] = asyncio.get_running_loop().time() + _CONDEMNED_S
+        (reply,) = await self._nodes.run(self._nodes.node_of(name), [command])
+        if isinstance(reply, Exception):
+            raise RefusedError(str(reply))  # no repetition helps: a right is missing
+        self._condemned.pop(key, None)
         return bool(reply)
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:

@@ -6,11 +6,11 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from redis import exceptions
 from redis._parsers import _AsyncHiredisParser
-from redis.asyncio import ConnectionPool, Redis, SSLConnection
+from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -29,18 +29,19 @@ _SPARE_CONNECTIONS: Final = 8
 """For probes, renewals and checks, which need not wait for payload."""
 _SLOTS_REPLY_BYTES: Final = 16 << 20
 """Of a cluster in which no two neighbouring slots have the same node."""
+_MOST_NODES: Final = 1024
 _MOST_ASKED: Final = 3
 """Nodes that are asked who has which slot before that is given up."""
 
 
-class BoundedParser(_AsyncHiredisParser):  # type: ignore[misc] # the library has no types for it
+class BoundedParser(_AsyncHiredisParser):
     """The library's parser, which sees no bytes of a reply that exceeds its bound."""
 
     __slots__ = ("_bounds",)
 
-    def on_connect(self, connection: Any) -> None:
+    def on_connect(self, connection: Connection) -> None:
         """Begin with the first reply of a connection."""
-        super().on_connect(connection)
+        super().on_connect(connection)  # type: ignore[no-untyped-call] # of the library
         self._bounds = ReplyBounds()
 
     async def read_from_socket(self) -> bool:
@@ -50,11 +51,12 @@ class BoundedParser(_AsyncHiredisParser):  # type: ignore[misc] # the library ha
             ReplyError: They are not; the library closes the connection.
             ConnectionError: The server has closed it.
         """
-        data = await self._stream.read(self._read_size)
+        stream, reader = cast("asyncio.StreamReader", self._stream), cast("Any", self._reader)
+        data = await stream.read(self._read_size)
         if not data:
             raise exceptions.ConnectionError("the server closed the connection")
         self._bounds.feed(data)
-        self._reader.feed(data)
+        reader.feed(data)
         return True
 
 
@@ -202,6 +204,8 @@ class Nodes:
     async def _run(self, node: Node, commands: Sequence[Command], most_bytes: int) -> list[Any]:
         client = self._clients.get(node)
         if client is None:
+            if len(self._clients) >= _MOST_NODES:
+                raise ReplyError(f"the cluster names more than {_MOST_NODES} nodes")
             gate = asyncio.Semaphore(self.connection.most_connections)
             client = self._clients[node] = _Client(self.connection.open(node), gate)
         async with client.gate, client.library.pipeline(transaction=False) as pipeline:
@@ -225,7 +229,7 @@ class Nodes:
             again = [part for i in indices for part in (("ASKING",), commands[i])]
             try:
                 answers = await self._run(node, again, most_bytes)
-            except (exceptions.RedisError, OSError) as error:
+            except (exceptions.RedisError, OSError, ReplyError) as error:
                 answers = [error] * len(again)
             for i, answer in zip(indices, answers[1::2], strict=True):
                 replies[i] = answer
@@ -236,13 +240,13 @@ class Nodes:
             await client.library.aclose()
 
 
-def _owners_of(slots: Any, asked: Node) -> list[Node | None]:
+def _owners_of(slots: list[Any], asked: Node) -> list[Node | None]:
     """Return the node of each slot, from a reply to `CLUSTER SLOTS`."""
     owners: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     try:
         for first, last, (host, port, *_), *_ in slots:
-            if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
-                raise ReplyError(f"the cluster has no slots {first} to {last}")
+            if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS or owners[first] or owners[last]:
+                raise ReplyError(f"slots {first} to {last} are none, or have two nodes")
             node = (host.decode() if host else asked[0], int(port))
             owners[first : last + 1] = [node] * (last + 1 - first)
     except (TypeError, ValueError, AttributeError):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
-_DEFAULT_BYTES: Final = 4096
-"""Bytes of any reply: an error message, a status, what is said while a connection is made."""
+_SHORT_BYTES: Final = 4096
+"""Bytes of any line, and of a reply where no more is expected: an error, a status, a number."""
 _ELEMENT_BYTES: Final = 16
 """What an element of an array counts for, beside its own bytes."""
 _MOST_DEPTH: Final = 8
@@ -52,7 +52,7 @@ class ReplyBounds:
         Raises:
             ReplyError: They are not to be parsed; the connection has to be closed.
         """
-        bound = _DEFAULT_BYTES + _most_bytes.get()
+        bound = _SHORT_BYTES + _most_bytes.get()
         position = 0
         while position < len(data):
             if self._payload_bytes:
@@ -67,8 +67,8 @@ class ReplyBounds:
             elif end >= 0:
                 line = self._line + data[position:end]
             else:
-                if len(self._line) + len(data) - position + self._reply_bytes > bound:
-                    raise ReplyError(f"a reply has a line of more than {bound} bytes")
+                if len(self._line) + len(data) - position > _SHORT_BYTES:
+                    raise ReplyError(f"a reply has a line of more than {_SHORT_BYTES} bytes")
                 self._line += data[position:]
                 return
             self._line, position = b"", end + len(_END)

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import redis
 from redis.crc import key_slot
-from remote.valkey.tiers import QUICK, tier_at
+from remote.valkey.tiers import QUICK, documented, tier_at
 from servers.process import free_ports, wait_until
 from servers.valkey import ValkeyServer
 
@@ -97,6 +97,22 @@ def test_a_bad_block_is_removed_from_its_node(cluster):
         other = Value(memoryview(b"x"))
         assert harness.run(tier._client.remove_if(K[0], other, other.sha1())) is False
         assert harness.contains(K[:3]) == {K[0], K[2]}
+
+
+def test_the_rights_that_the_page_names_are_enough_for_a_cluster(cluster):
+    for node in cluster:
+        with node.client() as client:
+            rights = [*documented(), "+ping", "+asking", "+cluster|slots"]
+            client.acl_setuser(
+                "kv", enabled=True, nopass=True, reset=True, keys="kvo:*", commands=rights
+            )
+    url = cluster[0].url().replace("valkey://", "valkey://kv:any@")
+    with TierHarness(tier_at(url, is_cluster=True, ttl_s=60.0, **QUICK), 64) as harness:
+        assert harness.store(K) == {}
+        assert harness.contains(K) == set(K)
+        assert harness.load(K) == {}
+        harness.run(harness.tier._client.renew(K))
+        assert harness.tier.gauges()["failed"] == 0
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
