@@ -79,6 +79,35 @@ def test_a_server_that_did_not_answer_in_time_is_not_asked_for_as_long_as_a_call
         assert world.gauge("timeouts") == timeouts + 1
 
 
+def test_a_probe_returns_what_the_others_have_before_its_deadline():
+    client = FakeClient(servers=SERVERS)
+    with World(client, call_timeout_s=60.0, probe_timeout_s=2.0) as world:
+        world.store(K)
+        client.frozen = {1}
+
+        async def probe():
+            async with asyncio.timeout(2.0):
+                return await world.tier.contains(K)
+
+        for _ in range(3):
+            assert world.run(probe()) == {K[i] for i in OTHERS}
+
+
+def test_a_server_whose_probe_was_given_up_is_left_alone_too(world):
+    world.store(K)
+    world.client.frozen = {1}
+
+    async def give_up():
+        async with asyncio.timeout(1.95):
+            await world.tier.contains([K[LOST[0]]])
+
+    with pytest.raises(TimeoutError):
+        world.run(give_up())
+    before_s = world.runner.loop.time()
+    assert world.run(world.tier.contains(K)) == {K[i] for i in OTHERS}
+    assert world.runner.loop.time() == before_s
+
+
 def test_a_store_whose_servers_are_all_down_is_down(world):
     world.store(K)
     world.client.down = {0, 1, 2}

@@ -178,10 +178,12 @@ class Calls:
             async with asyncio.timeout(seconds):
                 result = await call()
         except asyncio.CancelledError:
-            self._suspects.setdefault(server, 0.0)  # nobody knows whether it would have answered
-            if loop.time() >= deadline_s - _LAG_S:
+            has_timed_out = loop.time() >= deadline_s - _LAG_S
+            if has_timed_out:
                 self.counters.failed += 1
                 self.counters.timeouts += 1
+            # Otherwise nobody knows whether it would have answered.
+            self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
             failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
@@ -197,12 +199,15 @@ class Calls:
         self.counters.timeouts += has_timed_out
         if isinstance(failure, TierUnavailableError):
             self._answered_s.pop(server, None)
-            pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0
-            self._suspects[server] = loop.time() + pause_s
+            self._doubt(server, has_timed_out=has_timed_out)
         try:
             raise failure  # without a cause, whose text might have secrets in it
         finally:
             del failure  # it holds this frame, and what its callers hold
+
+    def _doubt(self, server: Server, *, has_timed_out: bool) -> None:
+        pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0
+        self._suspects[server] = asyncio.get_running_loop().time() + pause_s
 
     def _said(self, error: Exception) -> TierError:
         """Return what an error of the library means, without its secrets."""

@@ -17,6 +17,7 @@ from kvoffload_async.types import OffloadKey
 
 _KEYS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 16
+_SHARE_OF_TIME: Final = 0.8
 
 
 class Questions:
@@ -68,7 +69,10 @@ class Questions:
         present: set[OffloadKey] = set()
         num_answered = 0
         servers = self._client.by_server(keys)
-        errors = await self._calls.check(servers, deadline_s)
+        errors: dict[Server, TierError] = {}
+        if len(servers) > 1:  # who waits for all of them has then the answers of those that answer
+            now_s = asyncio.get_running_loop().time()
+            deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
         gate = asyncio.Semaphore(_CALLS_AT_ONCE)
 
         async def ask(server: Server, portion: Sequence[OffloadKey]) -> None:
@@ -78,6 +82,8 @@ class Questions:
                     return
                 call = partial(self._client.exist, portion)
                 try:
+                    if server is not None:
+                        await self._calls.check([server], deadline_s)
                     found = await self._calls.run(call, deadline_s, server=server)
                 except TierError as error:
                     errors.setdefault(server, self._calls.fault_of(server, error))
