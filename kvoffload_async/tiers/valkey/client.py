@@ -140,7 +140,7 @@ class ValkeyClient(RemoteClient):
         """Store values; only what was found bad and could not be removed is overwritten.
 
         That is safe without a condition: a good block that another host has written there
-        meanwhile is the same one.
+        meanwhile is replaced by another good one.
         """
         lifetime = () if self._ttl_ms is None else ("PX", self._ttl_ms)
         commands: list[Command] = []

@@ -27,7 +27,7 @@ _READ_BYTES: Final = 256 << 10
 """What asyncio takes from a socket at most: with less, each piece costs the loop several turns."""
 _SPARE_CONNECTIONS: Final = 8
 """For probes, renewals and checks, which need not wait for payload."""
-_SLOTS_REPLY_BYTES: Final = 16 << 20
+_SLOTS_REPLY_BYTES: Final = 8 << 20
 """Of a cluster in which no two neighbouring slots have the same node."""
 _MOST_NODES: Final = 1024
 _MOST_ASKED: Final = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,8 @@ _SHORT_BYTES: Final = 4096
 _ELEMENT_BYTES: Final = 16
 """What an element of an array counts for, beside its own bytes."""
 _MOST_DEPTH: Final = 8
+_LINES: Final = re.compile(rb"(?:[+:-][^\r\n]{0,256}\r\n)+")
+"""Short replies one after the other, as to a probe."""
 _LINE_TYPES: Final = b"+-:"
 _END: Final = b"\r\n"
 
@@ -59,6 +62,9 @@ class ReplyBounds:
                 step = min(self._payload_bytes, len(data) - position)
                 self._payload_bytes -= step
                 position += step
+                continue
+            if not self._line and not self._arrays and (lines := _LINES.match(data, position)):
+                position = lines.end()
                 continue
             end = data.find(_END, position)
             # The line end may be divided, too: its first byte is in what was kept then.
