@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from kvoffload_async.errors import TierError
+from kvoffload_async.errors import ShardUnavailableError, TierError
 from kvoffload_async.tiers.remote.calls import Calls
 from kvoffload_async.tiers.remote.client import RemoteClient, Server
 from kvoffload_async.tiers.remote.memory import AnswerMemory
@@ -49,7 +49,10 @@ class Questions:
             self._counters.remembered_keys += len(keys)
             return present
         emptied = self._counters.emptied
-        found = await self.ask_anew(unknown, deadline_s)
+        try:
+            found = await self.ask_anew(unknown, deadline_s)
+        except ShardUnavailableError:  # a miss: who asks again gets no answer, and never decides
+            found = set()
         if self._counters.emptied != emptied:  # what was remembered is not to be believed
             return found | await self.ask_anew(list(present), deadline_s)
         self._counters.remembered_keys += len(keys) - len(unknown)
@@ -102,10 +105,10 @@ class Questions:
             await ask(*portions[0])
         else:
             await run_together((ask(*portion) for portion in portions), "remote:question")
+        self._counters.unanswered_keys += len(keys) - num_answered
         try:
             if errors and len(errors) == len(servers):
                 raise next(iter(errors.values()))
         finally:
             errors.clear()  # they hold this frame, and what its callers hold
-        self._counters.unanswered_keys += len(keys) - num_answered
         return present

@@ -48,7 +48,7 @@ class RemoteCounters:
 
     Attributes:
         probed_keys: Keys that the server was asked about.
-        unanswered_keys: Of these, keys of a server that did not answer, while others did.
+        unanswered_keys: Of these, keys that got no answer.
         remembered_keys: Keys that needed no question.
         read_again: Blocks that did not verify, and so were read once more.
         corrupt: Blocks that did not verify then either.
