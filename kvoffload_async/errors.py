@@ -66,6 +66,10 @@ class TierTimeoutError(TierUnavailableError):
     """A job did not end before its deadline, or a tier was not open before that."""
 
 
+class ShardUnavailableError(TierUnavailableError):
+    """The server of the tier that has the block failed; its other servers work."""
+
+
 class TierBusyError(TierError, BusyError):
     """The tier's mailbox was full when the job arrived."""
 

@@ -14,13 +14,19 @@ from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
     CorruptBlockError,
+    ShardUnavailableError,
     StateError,
     TierClosedError,
     TierFullError,
 )
 from kvoffload_async.types import JobMetadata, JobResult
 
-_FAULT_OF_ONE_BLOCK = (BlockMissingError, CorruptBlockError, TierFullError)
+_FAULT_OF_ONE_BLOCK = (
+    BlockMissingError,
+    CorruptBlockError,
+    ShardUnavailableError,
+    TierFullError,
+)
 _NO_FAULT = (BusyError, StateError, TierClosedError)
 """Back-pressure, a job that cannot be run at all, the shutdown: they tell nothing of a tier."""
 

@@ -33,13 +33,16 @@ class FakeClient(RemoteClient):
         failures: Errors that the next calls raise, in order; None: that call works.
         renewal_s: How long the renewal of each block takes.
         is_stalled: No call ends.
+        servers: How many servers share the keys, told by a key's first byte.
+        down: Those of them whose calls fail.
+        frozen: Those of them whose calls do not end.
         portion: Values a call.
     """
 
     place: ClassVar[str] = "fake"
     answers_many: ClassVar[bool] = True
 
-    def __init__(self, values=None, *, answers_many=True, portion=4):
+    def __init__(self, values=None, *, answers_many=True, portion=4, servers=1):
         self.values = {} if values is None else values
         self.answers_many = answers_many
         self.portion = portion
@@ -50,16 +53,23 @@ class FakeClient(RemoteClient):
         self.renewed = []
         self.renewal_s = 0.0
         self.is_stalled = False
+        self.servers = servers
+        self.down = set()
+        self.frozen = set()
         self.is_closed = False
         self.emptied = None
 
     async def _begin(self, name, keys=()):
         self.calls[name] += 1
         self.sizes.append(len(keys))
-        if self.is_stalled:
+        servers = {self.server_of(key) for key in keys}
+        assert len(servers) <= 1, "a call to several servers"
+        if self.is_stalled or servers & self.frozen:
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(0)
         failure = self.failures.pop(0) if self.failures else None
+        if servers & self.down:
+            failure = LibraryError(text="one node is down")
         if failure is not None:
             raise failure
 
@@ -68,6 +78,12 @@ class FakeClient(RemoteClient):
 
     async def check(self):
         await self._begin("check")
+
+    def server_of(self, key):
+        return key[0] % self.servers if self.servers > 1 else None
+
+    async def check_server(self, server):
+        await (self.check() if server is None else self._begin("check", [bytes([server])]))
 
     async def exist(self, keys):
         await self._begin("exist", keys)

@@ -3,6 +3,7 @@
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -73,6 +74,14 @@ class ServerProcess:
         if process is not None:
             process.kill()
             process.wait()
+
+    def freeze(self):
+        """Stop it as a host does that hangs: connections stay, and nothing answers."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self):
+        """Have it go on."""
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def _answers(self):
         try:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from kvoffload_async.errors import (
+    ShardUnavailableError,
     TierError,
     TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient
+from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server
 from kvoffload_async.tiers.remote.secrecy import Redactor
+from kvoffload_async.tiers.remote.together import run_together
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.05
 _LAG_S: Final = 0.1
 """Who waits for a whole job or probe may give it up by so much before its calls' deadline."""
+_RECENTLY_S: Final = 60.0
+"""A server of several that has answered since then is one that works."""
 
 
 @dataclass(slots=True)
@@ -46,9 +51,10 @@ class CallCounters:
 class Calls:
     """Makes calls of one client.
 
-    After a fault of the server the next job first asks whether the server is there, which fails
-    the job as a whole and no block of it: a dead server costs one short question, and not as many
-    long ones as the job has portions.
+    After a fault of a server the next job or probe first asks whether the server is there, which
+    fails it as a whole if it has no keys on another server: a dead server costs one short
+    question, and not as many long ones as the job has portions. One of several servers that did
+    not answer in time is not asked again for as long as a call may take.
 
     Thread: loop.
     """
@@ -77,17 +83,26 @@ class Calls:
         self._call_timeout_s = call_timeout_s
         self._max_retries = max_retries
         self._jitter = jitter
-        self._is_suspect = False
+        self._suspects: dict[Server, float] = {}
+        """Servers that may be down, each with the loop time until which it is not asked."""
+        self._answered_s: dict[Server, float] = {}
+        """Of several servers, when each has answered last."""
         self.counters = CallCounters()
 
     async def run(
-        self, call: Callable[[], Awaitable[T]], deadline_s: float, *, may_retry: bool = True
+        self,
+        call: Callable[[], Awaitable[T]],
+        deadline_s: float,
+        *,
+        server: Server = None,
+        may_retry: bool = True,
     ) -> T:
         """Await a call; repeat it while that can help and there is time.
 
         Args:
             call: Begins the call.
             deadline_s: Loop time by which it is over.
+            server: Which one it is made to.
             may_retry: Whether to repeat it.
 
         Raises:
@@ -96,7 +111,7 @@ class Calls:
         attempt = 0
         while True:
             try:
-                return await self._once(call, deadline_s)
+                return await self._once(call, deadline_s, server)
             except RefusedError:
                 raise
             except TierUnavailableError:
@@ -106,17 +121,53 @@ class Calls:
             attempt += 1
             self.counters.retries += 1
 
-    async def check(self, deadline_s: float) -> None:
-        """Ask whether the server is there, if there is reason to doubt it.
+    async def check(
+        self, servers: Collection[Server], deadline_s: float
+    ) -> dict[Server, TierError]:
+        """Ask servers whether they are there, as far as there is reason to doubt it.
+
+        Returns:
+            Which are not, and why.
 
         Raises:
-            TierUnavailableError: It is not.
+            TierUnavailableError: None of them is.
         """
-        if self._is_suspect:
-            self.counters.health_checks += 1
-            await self.run(self._client.check, deadline_s, may_retry=False)
+        failures: dict[Server, TierError] = {}
 
-    async def _once(self, call: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+        async def ask(server: Server) -> None:
+            if asyncio.get_running_loop().time() < self._suspects[server]:
+                text = f"{self._client.place}: the server did not answer lately"
+                failures[server] = self.fault_of(server, TierTimeoutError(text))
+                return
+            self.counters.health_checks += 1
+            call = partial(self._client.check_server, server)
+            try:
+                await self.run(call, deadline_s, server=server, may_retry=False)
+            except TierError as error:
+                drop_tracebacks(error)
+                failures[server] = self.fault_of(server, error)
+
+        suspects = [server for server in servers if server in self._suspects]
+        await run_together(map(ask, suspects), "remote:check")
+        if failures and len(failures) == len(servers):
+            try:
+                raise next(iter(failures.values()))
+            finally:
+                failures.clear()  # they hold this frame, and what its callers hold
+        return failures
+
+    def fault_of(self, server: Server, error: TierError) -> TierError:
+        """Return an error as that of one server, if it is one and others work."""
+        now_s = asyncio.get_running_loop().time()
+        others_work = any(
+            other != server and now_s - answered_s < _RECENTLY_S
+            for other, answered_s in self._answered_s.items()
+        )
+        if others_work and isinstance(error, TierUnavailableError):
+            return ShardUnavailableError(str(error))
+        return error
+
+    async def _once(self, call: Callable[[], Awaitable[T]], deadline_s: float, server: Server) -> T:
         place = self._client.place
         loop = asyncio.get_running_loop()
         seconds = max(0.0, min(self._call_timeout_s, deadline_s - loop.time()))
@@ -127,25 +178,36 @@ class Calls:
             async with asyncio.timeout(seconds):
                 result = await call()
         except asyncio.CancelledError:
-            self._is_suspect = True  # nobody knows whether it would have answered
-            if loop.time() >= deadline_s - _LAG_S:
+            has_timed_out = loop.time() >= deadline_s - _LAG_S
+            if has_timed_out:
                 self.counters.failed += 1
                 self.counters.timeouts += 1
+            # Otherwise nobody knows whether it would have answered.
+            self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
             failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
         except Exception as error:  # noqa: BLE001 - the library's own, of any kind
             failure = self._said(error)
         else:
-            self._is_suspect = False
+            self._suspects.pop(server, None)
+            if server is not None:
+                self._answered_s[server] = loop.time()
             return result
         self.counters.failed += 1
-        self.counters.timeouts += isinstance(failure, TierTimeoutError)  # the library's own, too
-        self._is_suspect = self._is_suspect or isinstance(failure, TierUnavailableError)
+        has_timed_out = isinstance(failure, TierTimeoutError)  # the library's own, too
+        self.counters.timeouts += has_timed_out
+        if isinstance(failure, TierUnavailableError):
+            self._answered_s.pop(server, None)
+            self._doubt(server, has_timed_out=has_timed_out)
         try:
             raise failure  # without a cause, whose text might have secrets in it
         finally:
             del failure  # it holds this frame, and what its callers hold
+
+    def _doubt(self, server: Server, *, has_timed_out: bool) -> None:
+        pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0
+        self._suspects[server] = asyncio.get_running_loop().time() + pause_s
 
     def _said(self, error: Exception) -> TierError:
         """Return what an error of the library means, without its secrets."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvoffload_async.errors import TierError, TierUnavailableError
 from kvoffload_async.tiers.remote.envelope import Bytes
 from kvoffload_async.types import OffloadKey
+
+Server = Hashable
+"""Which of a store's servers, as its client calls it; None: the only one, or none is known."""
 
 
 class RefusedError(TierUnavailableError):
@@ -94,6 +97,23 @@ class RemoteClient(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close every connection; may be repeated."""
+
+    def server_of(self, key: OffloadKey) -> Server:
+        """Return which server has a key: one that is down costs the keys of the others nothing."""
+        del key
+        return None
+
+    def by_server(self, keys: Iterable[OffloadKey]) -> dict[Server, list[int]]:
+        """Return the indices of the keys that each server has; a call takes those of one."""
+        servers: dict[Server, list[int]] = {}
+        for i, key in enumerate(keys):
+            servers.setdefault(self.server_of(key), []).append(i)
+        return servers
+
+    async def check_server(self, server: Server) -> None:
+        """Ask one of several servers whether it is there."""
+        del server
+        await self.check()
 
     def portion_blocks(self, value_bytes: int) -> int:
         """Return how many values of this length one call takes at most."""

@@ -48,6 +48,7 @@ class RemoteCounters:
 
     Attributes:
         probed_keys: Keys that the server was asked about.
+        unanswered_keys: Of these, keys that got no answer.
         remembered_keys: Keys that needed no question.
         read_again: Blocks that did not verify, and so were read once more.
         corrupt: Blocks that did not verify then either.
@@ -58,6 +59,7 @@ class RemoteCounters:
     """
 
     probed_keys: int = 0
+    unanswered_keys: int = 0
     remembered_keys: int = 0
     read_again: int = 0
     corrupt: int = 0

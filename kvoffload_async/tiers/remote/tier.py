@@ -48,8 +48,9 @@ T = TypeVar("T")
 _VERIFIED: Final = Value(memoryview(b""))
 """In place of a value whose block is in its row."""
 
+
 Portion = Sequence[int]
-"""Indices of some blocks of a job."""
+"""Indices of some blocks of a job, all on one server."""
 
 MovePortion = Callable[[RemoteClient, JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
 """Moves some blocks of a job until a deadline; returns what failed."""
@@ -223,10 +224,15 @@ class RemoteTier(AsyncTier):
         if client is None:
             raise TierClosedError(f"{self._place} is not open")
         deadline_s = self._deadline(self._settings.job_timeout_s)
-        await self._calls.check(deadline_s)
+        servers = {client.server_of(key) for key in job.keys}
+        down = await self._calls.check(servers, deadline_s)
         failures: dict[int, TierError] = {}
 
         async def run(portion: Portion) -> None:
+            server = client.server_of(job.keys[portion[0]])
+            if server in down:
+                failures.update(dict.fromkeys(portion, down[server]))
+                return
             num_bytes = self._bytes_of(job, portion)
             try:
                 async with asyncio.timeout_at(deadline_s), limits.hold(num_bytes):
@@ -238,7 +244,7 @@ class RemoteTier(AsyncTier):
                 drop_tracebacks(error)  # whose frames hold the rows
             else:
                 return
-            failures.update(dict.fromkeys(portion, error))
+            failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
 
         portions = list(self._portions(client, job))
         if len(portions) == 1:
@@ -264,7 +270,8 @@ class RemoteTier(AsyncTier):
 
         values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
-        outcomes = await self._calls.run(partial(client.put, missing, values), deadline_s)
+        put = partial(client.put, missing, values)
+        outcomes = await self._calls.run(put, deadline_s, server=client.server_of(missing[0]))
         failures = {
             i: self._redacted(client, error)
             for i, error in zip(indices, outcomes, strict=True)
@@ -285,7 +292,8 @@ class RemoteTier(AsyncTier):
         async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
             """Read some blocks into their slots; return those that do not verify."""
             wanted = [keys[i] for i in indices]
-            found = await self._calls.run(partial(client.get, wanted, most_bytes), deadline_s)
+            get = partial(client.get, wanted, most_bytes)
+            found = await self._calls.run(get, deadline_s, server=client.server_of(wanted[0]))
             values.update(zip(indices, found, strict=True))
             del found
 
@@ -346,8 +354,8 @@ class RemoteTier(AsyncTier):
     ) -> None:
         """Remove a bad block, if it still is this one: else it would be there for ever."""
         try:
-            call = partial(client.remove_if, key, value, sha1)
-            was_there = await self._calls.run(call, deadline_s)
+            call, server = partial(client.remove_if, key, value, sha1), client.server_of(key)
+            was_there = await self._calls.run(call, deadline_s, server=server)
             self._counters.removed += was_there  # by now others may have been counted
         except TierError as error:
             self._counters.unremoved += 1
@@ -363,12 +371,12 @@ class RemoteTier(AsyncTier):
         return keys
 
     def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[Portion]:
-        count = len(job.keys)
         block_bytes = self._envelopes.block_bytes
         most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
         step = min(most_blocks, client.portion_blocks(block_bytes))
-        for first in range(0, count, step):
-            yield range(first, min(first + step, count))
+        for indices in client.by_server(job.keys).values():
+            for first in range(0, len(indices), step):
+                yield indices[first : first + step]
 
     # -- the rest -------------------------------------------------------------------------------
 

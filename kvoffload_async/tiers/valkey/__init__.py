@@ -2,5 +2,6 @@
 
 The key of a block is `kvo:`, the namespace's 32 hexadecimal digits, `:` and the block's key as it
 is; the value is an envelope (`tiers/remote`). Without the last two, the same key has a random
-label: where it is gone or another one, the server has lost its contents.
+label, 16 characters: where it is another one than before, and the blocks that were seen last are
+gone, the server has lost its contents.
 """

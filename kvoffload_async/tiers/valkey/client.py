@@ -1,18 +1,15 @@
-"""Calls to Valkey or Redis through `redis` (asyncio). The only module that knows the library."""
+"""Calls to Valkey or Redis: strings of one server, or of the nodes of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, ClassVar, Final, cast
 
 from redis import exceptions
-from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from kvoffload_async.errors import (
     TierError,
@@ -20,17 +17,18 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
-from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Value
+from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server, Value
 from kvoffload_async.tiers.remote.envelope import Bytes
-from kvoffload_async.tiers.valkey.address import Address
+from kvoffload_async.tiers.remote.together import run_together
+from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes, ValkeyConnection
 from kvoffload_async.types import OffloadKey
 
 _PORTION_BYTES: Final = 4 << 20
 _PORTION_BLOCKS: Final = 256
-_READ_BYTES: Final = 256 << 10
-"""What asyncio takes from a socket at most: with less, each piece costs the loop several turns."""
-_SPARE_CONNECTIONS: Final = 8
-"""For probes, renewals and checks, which need not wait for payload."""
+_LABEL_BYTES: Final = 16
+_MOST_WITNESSES: Final = 16
+_MOST_CONDEMNED: Final = 1 << 12
+_CONDEMNED_S: Final = 60.0
 
 _REMOVE_IF: Final = (
     "local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[2]) "
@@ -44,61 +42,6 @@ _REFUSALS: Final = (
     exceptions.AuthorizationError,
     exceptions.NoPermissionError,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ValkeyConnection:
-    """How to connect.
-
-    Attributes:
-        address: Where to.
-        is_cluster: Whether that is a node of a cluster.
-        connections: Calls with payload at once, in each direction.
-        connect_timeout_s: Seconds for a connection.
-        ca_file: Certificates to verify the server's with; None: the system's.
-        cert_file: This client's own certificate.
-        key_file: That certificate's key.
-    """
-
-    address: Address
-    is_cluster: bool = False
-    connections: int = 8
-    connect_timeout_s: float = 5.0
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-
-    @property
-    def most_connections(self) -> int:
-        """Connections to a server at once, of both directions and of what has no payload."""
-        return 2 * self.connections + _SPARE_CONNECTIONS
-
-    def open(self) -> Redis | RedisCluster:
-        """Return the library's client; it connects when it is used."""
-        address = self.address
-        options: dict[str, Any] = {
-            "host": address.host,
-            "port": address.port,
-            "username": address.username,
-            "password": address.password,
-            # Every call has a deadline of its own, and repeats are counted where they are made.
-            "socket_timeout": None,
-            "socket_connect_timeout": self.connect_timeout_s,
-            "retry": Retry(NoBackoff(), 0),
-            "max_connections": self.most_connections,
-            "protocol": 2,
-            "socket_read_size": _READ_BYTES,
-        }
-        if address.has_tls:
-            options |= {
-                "ssl": True,
-                "ssl_ca_certs": self.ca_file,
-                "ssl_certfile": self.cert_file,
-                "ssl_keyfile": self.key_file,
-            }
-        if self.is_cluster:
-            return RedisCluster(**options)
-        return Redis(db=address.database, **options)
 
 
 class ValkeyClient(RemoteClient):
@@ -122,45 +65,68 @@ class ValkeyClient(RemoteClient):
             ttl_s: Seconds that a block lives unused; None: as long as the server keeps it.
             emptied: Called when the server has lost its contents.
         """
-        # Of two classes without a common base: the type checker knows neither by the calls here.
-        self._library: Any = connection.open()
-        # The library raises where there is no connection left; here who comes then waits.
-        self._gate = asyncio.Semaphore(connection.most_connections)
+        self._nodes = Nodes(connection)
         self._label_name = f"kvo:{namespace}".encode()
         self._prefix = self._label_name + b":"
-        self._label: bytes | None = None
+        self._label: bytes | None = None  # not known; b"": there is none
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
         self._emptied = emptied
+        self._witnesses: deque[OffloadKey] = deque(maxlen=_MOST_WITNESSES)
+        """Blocks that were there lately, on the server that has the label."""
+        self._condemned: dict[OffloadKey, float] = {}
+        """Bad blocks that could not be removed, each until a loop time: the next store overwrites
+        them, and until then they count as absent."""
 
     async def connect(self) -> None:
-        await self._library.ping()
-        self._label = await self._current_label()
+        await self.check()
 
     async def check(self) -> None:
-        self._compare_label(await self._current_label())
+        if self._nodes.connection.is_cluster:
+            await self._nodes.refresh()
+        else:
+            await self._check_label(None)
+
+    async def check_server(self, server: Server) -> None:
+        """Ask a node of a cluster; one that has no keys any more need not answer."""
+        await self.check()
+        node = cast("Node | None", server)
+        if node is None or not self._nodes.owns_slots(node):
+            return
+        if self._nodes.node_of(self._label_name) == node:
+            await self._check_label(node)
+        else:
+            _raise_first(await self._nodes.run(node, [("PING",)]))
+
+    def server_of(self, key: OffloadKey) -> Server:
+        return self._nodes.node_of(self._prefix + key)
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        async with self._pipeline() as pipeline:
-            pipeline.get(self._label_name)
-            for key in keys:
-                pipeline.exists(self._prefix + key)
-            label, *answers = await pipeline.execute()
+        node = self._node_of_all(keys)
+        commands: list[Command] = [("EXISTS", self._prefix + key) for key in keys]
+        has_label = self._nodes.node_of(self._label_name) == node
+        if has_label:
+            commands.append(self._read_label())
+        replies = await self._nodes.run(node, commands)
+        label = _label_of(replies.pop()) if has_label else self._label
+        _raise_first(replies)
         if label != self._label:
-            self._compare_label(await self._current_label())
-        return frozenset(key for key, answer in zip(keys, answers, strict=True) if answer)
+            await self._check_label(node)
+        present = [key for key, reply in zip(keys, replies, strict=True) if reply]
+        self._saw(present)
+        now_s = asyncio.get_running_loop().time()
+        return frozenset(key for key in present if self._condemned.get(key, now_s) <= now_s)
 
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
     ) -> Sequence[Value | TierError | None]:
         """Read values as far as they may be blocks: one can have 512 MiB."""
-        async with self._pipeline() as pipeline:
-            for key in keys:
-                pipeline.getrange(self._prefix + key, 0, most_bytes)
-            answers = await pipeline.execute(raise_on_error=False)
-        found = [_bytes_of(answer) for answer in answers]
+        commands = [("GETRANGE", self._prefix + key, 0, most_bytes) for key in keys]
+        node = self._node_of_all(keys)
+        found = [_bytes_of(r) for r in await self._nodes.run(node, commands, most_bytes + 1)]
         # Nothing is read where nothing is, nor of a value without bytes, or that is no string.
         empty = [key for key, data in zip(keys, found, strict=True) if not data]
         present = await self.exist(empty) if empty else frozenset()
+        self._saw([key for key, data in zip(keys, found, strict=True) if data])
         return [
             Value(memoryview(data), str(most_bytes) if len(data) > most_bytes else _WHOLE)
             if data or key in present
@@ -171,28 +137,62 @@ class ValkeyClient(RemoteClient):
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
-        async with self._pipeline() as pipeline:
-            for key, value in zip(keys, values, strict=True):
-                pipeline.set(self._prefix + key, value.data, nx=True, px=self._ttl_ms)
-            answers = await pipeline.execute(raise_on_error=False)
-        return [self.mapped(a) if isinstance(a, Exception) else None for a in answers]
+        """Store values; only what was found bad and could not be removed is overwritten.
+
+        That is safe without a condition: a good block that another host has written there
+        meanwhile is replaced by another good one.
+        """
+        lifetime = () if self._ttl_ms is None else ("PX", self._ttl_ms)
+        commands: list[Command] = []
+        for key, value in zip(keys, values, strict=True):
+            condition = () if key in self._condemned else ("NX",)
+            commands.append(("SET", self._prefix + key, value.data, *lifetime, *condition))
+        node = self._node_of_all(keys)
+        replies = await self._nodes.run(node, commands)
+        outcomes = [self.mapped(r) if isinstance(r, Exception) else None for r in replies]
+        stored = [key for key, error in zip(keys, outcomes, strict=True) if error is None]
+        for key in stored:
+            self._condemned.pop(key, None)
+        self._saw(stored)
+        return outcomes
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
         """Remove a value that begins, or is, as it was read; its version says how far that went."""
         name = self._prefix + key
-        extent = value.version or _WHOLE
-        async with self._gate:
-            return bool(await self._library.eval(_REMOVE_IF, 1, name, sha1, extent))
+        command = ("EVAL", _REMOVE_IF, 1, name, sha1, value.version or _WHOLE)
+        if len(self._condemned) >= _MOST_CONDEMNED:
+            del self._condemned[next(iter(self._condemned))]
+        self._condemned[key] = asyncio.get_running_loop().time() + _CONDEMNED_S
+        (reply,) = await self._nodes.run(self._nodes.node_of(name), [command])
+        if isinstance(reply, Exception):
+            raise RefusedError(str(reply))  # no repetition helps: a right is missing
+        self._condemned.pop(key, None)
+        return bool(reply)
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         if self._ttl_ms is None:
             return
-        async with self._pipeline() as pipeline:
-            for key in keys:
-                pipeline.pexpire(self._prefix + key, self._ttl_ms)
-            await pipeline.execute()
+        by_node: dict[Node | None, list[Command]] = {}
+        for key in keys:
+            name = self._prefix + key
+            by_node.setdefault(self._nodes.node_of(name), []).append(
+                ("PEXPIRE", name, self._ttl_ms)
+            )
+        errors: list[Exception] = []
+
+        async def run(node: Node | None, commands: Sequence[Command]) -> None:
+            try:
+                _raise_first(await self._nodes.run(node, commands))
+            except Exception as error:  # noqa: BLE001 - the library's own; raised below
+                errors.append(error)
+
+        await run_together((run(*one) for one in by_node.items()), "remote:renewal")
+        if errors:  # of a node that is down; those of the others are renewed
+            raise errors[0]
 
     def mapped(self, error: Exception) -> TierError:
+        if isinstance(error, TierError):
+            return error
         if isinstance(error, exceptions.OutOfMemoryError):
             return TierFullError("the server is at its maxmemory")
         text = f"{type(error).__name__}: {error}"
@@ -203,38 +203,61 @@ class ValkeyClient(RemoteClient):
         return TierUnavailableError(text)
 
     async def close(self) -> None:
-        await self._library.aclose()
+        await self._nodes.close()
 
     def portion_blocks(self, value_bytes: int) -> int:
         return max(1, min(_PORTION_BLOCKS, _PORTION_BYTES // value_bytes))
 
-    @asynccontextmanager
-    async def _pipeline(self) -> AsyncIterator[Any]:  # of two classes, too
-        async with self._gate, self._library.pipeline(transaction=False) as pipeline:
-            yield pipeline
+    def _node_of_all(self, keys: Sequence[OffloadKey]) -> Node | None:
+        """Return the node that has keys of one server; one that moves is redirected."""
+        return self._nodes.node_of(self._prefix + keys[0])
 
-    def _compare_label(self, label: bytes | None) -> None:
-        """Note the server's label; another one than before means that its contents are gone."""
+    def _saw(self, keys: Sequence[OffloadKey]) -> None:
+        """Note blocks of one server that are there."""
+        if keys and self._nodes.node_of(self._label_name) == self._node_of_all(keys):
+            self._witnesses.extend(islice(keys, _MOST_WITNESSES))
+
+    def _read_label(self) -> Command:
+        return ("GETRANGE", self._label_name, 0, _LABEL_BYTES)
+
+    async def _check_label(self, node: Node | None) -> None:
+        """Note the server's label, a new one where it has none.
+
+        Where it is another one than before, its contents are gone: unless blocks are there that
+        were, since then only the label was evicted, or overwritten.
+        """
+        make: Command = ("SET", self._label_name, secrets.token_hex(_LABEL_BYTES // 2))
+        _, reply = await self._nodes.run(node, [(*make, "NX"), self._read_label()])
+        label = _label_of(reply)
+        if not label:  # no memory is left, or somebody has put something else there
+            _, reply = await self._nodes.run(node, [make, self._read_label()])
+            label = _label_of(reply)
+        still_there: Sequence[Any] = ()
+        if self._label and label != self._label and self._witnesses:
+            witnesses = [("EXISTS", self._prefix + key) for key in self._witnesses]
+            still_there = await self._nodes.run(node, witnesses)
+            _raise_first(still_there)
         was, self._label = self._label, label
-        if was is not None and label != was:
+        if was and label != was and still_there and not any(still_there):
             self._emptied()
 
-    async def _current_label(self) -> bytes | None:
-        """Return the server's label, a new one where it has none; None if it has no memory left."""
-        async with self._pipeline() as pipeline:
-            pipeline.set(self._label_name, secrets.token_hex(8), nx=True)
-            pipeline.get(self._label_name)
-            answers = await pipeline.execute(raise_on_error=False)
-        label: bytes | Exception | None = answers[1]
-        if isinstance(label, Exception):
-            raise label  # whoever made the call breaks the cycle of error and frame
-        return label
+
+def _raise_first(replies: Sequence[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
 
 
-def _bytes_of(answer: bytes | Exception) -> bytes:
+def _bytes_of(reply: bytes | Exception) -> bytes:
     """Return what was read, nothing of what is no string; raises any other error."""
-    if not isinstance(answer, Exception):
-        return answer
-    if "WRONGTYPE" in str(answer):
+    if not isinstance(reply, Exception):
+        return reply
+    if "WRONGTYPE" in str(reply):
         return b""
-    raise answer
+    raise reply
+
+
+def _label_of(reply: bytes | Exception) -> bytes:
+    """Return a label that was read; nothing where that is none."""
+    label = _bytes_of(reply)
+    return label if len(label) == _LABEL_BYTES else b""

@@ -37,10 +37,8 @@ class ValkeyTier(RemoteTier):
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
     ) -> RemoteClient:
         # Not before it is needed: the library is an extra.
-        from kvoffload_async.tiers.valkey.client import (  # noqa: PLC0415
-            ValkeyClient,
-            ValkeyConnection,
-        )
+        from kvoffload_async.tiers.valkey.client import ValkeyClient  # noqa: PLC0415
+        from kvoffload_async.tiers.valkey.nodes import ValkeyConnection  # noqa: PLC0415
 
         del block_bytes
         settings, remote = self._valkey, self._valkey.remote

@@ -1,14 +1,15 @@
 """The `valkey` tier on a cluster: three nodes that share the keys."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import redis
-from remote.valkey.tiers import QUICK, tier_at
+from redis.crc import key_slot
+from remote.valkey.tiers import QUICK, documented, tier_at
 from servers.process import free_ports, wait_until
 from servers.valkey import ValkeyServer
 
-from kvoffload_async.errors import CorruptBlockError
+from kvoffload_async.errors import CorruptBlockError, ShardUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.remote.client import Value
@@ -19,15 +20,17 @@ K = [key_of(number) for number in range(32)]
 SLOTS = 16384
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cluster")
+@contextmanager
+def run_cluster(folder):
+    """Run three nodes that serve what they have while another is down."""
     with ExitStack() as stack:
         nodes, bus_ports = [], free_ports(3)
         for number in range(3):
             home = folder / str(number)
             home.mkdir()
             arguments = ("--cluster-enabled", "yes", "--cluster-port", bus_ports[number])
+            arguments += ("--cluster-require-full-coverage", "no")
+            arguments += ("--appendonly", "yes", "--appendfsync", "always")
             nodes.append(stack.enter_context(ValkeyServer(home, *arguments)))
         clients = [stack.enter_context(node.client()) for node in nodes]
         for number, client in enumerate(clients):
@@ -36,13 +39,34 @@ def cluster(tmp_path_factory):
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
         for node, bus_port in list(zip(nodes, bus_ports, strict=True))[1:]:
             clients[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port, bus_port)
-
-        def is_ready():
-            infos = [client.execute_command("CLUSTER INFO") for client in clients]
-            return all(info["cluster_state"] == "ok" for info in infos)
-
-        wait_until(is_ready)
+        wait_until(lambda: all(is_in_order(node) for node in nodes))
         yield nodes
+
+
+def is_in_order(node):
+    with node.client() as client:
+        try:
+            return client.execute_command("CLUSTER INFO")["cluster_state"] == "ok"
+        except redis.ConnectionError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with run_cluster(tmp_path_factory.mktemp("cluster")) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def own_cluster(tmp_path):
+    """A cluster whose nodes a test may kill."""
+    with run_cluster(tmp_path) as nodes:
+        yield nodes
+
+
+def number_of(key, harness):
+    """Return which node of a cluster has a key."""
+    return key_slot(harness.tier._client._prefix + key) * 3 // SLOTS
 
 
 def test_blocks_are_spread_over_the_nodes_and_load_from_all(cluster):
@@ -73,3 +97,92 @@ def test_a_bad_block_is_removed_from_its_node(cluster):
         other = Value(memoryview(b"x"))
         assert harness.run(tier._client.remove_if(K[0], other, other.sha1())) is False
         assert harness.contains(K[:3]) == {K[0], K[2]}
+
+
+def test_the_rights_that_the_page_names_are_enough_for_a_cluster(cluster):
+    for node in cluster:
+        with node.client() as client:
+            rights = [*documented(), "+ping", "+asking", "+cluster|slots"]
+            client.acl_setuser(
+                "kv", enabled=True, nopass=True, reset=True, keys="kvo:*", commands=rights
+            )
+    url = cluster[0].url().replace("valkey://", "valkey://kv:any@")
+    with TierHarness(tier_at(url, is_cluster=True, ttl_s=60.0, **QUICK), 64) as harness:
+        assert harness.store(K) == {}
+        assert harness.contains(K) == set(K)
+        assert harness.load(K) == {}
+        harness.run(harness.tier._client.renew(K))
+        assert harness.tier.gauges()["failed"] == 0
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_the_other_nodes_have_is_served_while_one_is_down(own_cluster, how, number):
+    options = {"is_cluster": True} | QUICK | {"call_timeout_s": 0.5}
+    with TierHarness(tier_at(own_cluster[0].url(), **options), 64) as harness:
+        assert harness.store(K) == {}
+        down = own_cluster[number]
+        getattr(down, how)()
+        lost = [i for i, key in enumerate(K) if number_of(key, harness) == number]
+        assert 0 < len(lost) < len(K)
+        for _ in range(2):
+            failures = harness.load(K)
+            assert sorted(failures) == lost
+            assert {type(error) for error in failures.values()} == {ShardUnavailableError}
+            assert all(harness.holds(K[i], i) for i in range(len(K)) if i not in lost)
+            assert harness.contains(K) == {K[i] for i in range(len(K)) if i not in lost}
+            assert sorted(harness.store(K)) == lost
+        harness.run(harness.tier._client.check())
+        down.start() if how == "kill" else down.thaw()
+        wait_until(lambda: harness.contains(K) == set(K))
+        assert harness.load(K) == {}
+        assert harness.tier.gauges()["emptied"] == 0
+
+
+def test_a_tier_is_opened_while_another_node_than_its_own_is_down(own_cluster):
+    own_cluster[1].kill()
+    with TierHarness(tier_at(own_cluster[0].url(), is_cluster=True, **QUICK), 64) as harness:
+        lost = [i for i, key in enumerate(K) if number_of(key, harness) == 1]
+        assert sorted(harness.store(K)) == lost
+
+
+def test_the_node_that_takes_over_the_keys_of_another_is_asked_for_them(own_cluster):
+    with TierHarness(tier_at(own_cluster[0].url(), is_cluster=True, **QUICK), 64) as harness:
+        assert harness.store(K) == {}
+        own_cluster[1].kill()
+        harness.load(K)
+        with own_cluster[2].client() as client:  # as an operator would give up what it had
+            for slot in range(SLOTS // 3, SLOTS * 2 // 3):
+                client.execute_command("CLUSTER DELSLOTS", slot)
+            client.execute_command("CLUSTER ADDSLOTSRANGE", SLOTS // 3, SLOTS * 2 // 3 - 1)
+            client.execute_command("CLUSTER BUMPEPOCH")
+
+        def is_known():
+            with own_cluster[0].client() as client:
+                ranges = client.execute_command("CLUSTER SLOTS")
+            return own_cluster[1].port not in {owner[1] for _, _, owner, *_ in ranges}
+
+        wait_until(is_known)
+        wait_until(lambda: harness.store(K) == {})
+        assert harness.load(K) == {}
+
+
+def test_a_block_whose_slot_moves_is_served_on_the_way_and_afterwards(own_cluster):
+    source, target, *_ = own_cluster
+    with TierHarness(tier_at(source.url(), is_cluster=True, **QUICK), 64) as harness:
+        assert harness.store(K) == {}
+        moved = next(key for key in K if number_of(key, harness) == 0)
+        name = harness.tier._client._prefix + moved
+        slot = key_slot(name)
+        with source.client() as old, target.client() as new:
+            ids = [client.execute_command("CLUSTER MYID").decode() for client in (old, new)]
+            new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+            old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+            assert harness.load(K) == {}
+            assert harness.contains(K) == set(K)
+            for client in (new, old):
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[1])
+        assert harness.load(K) == {}
+        assert harness.tier._client.server_of(moved) == ("127.0.0.1", target.port)
+        assert all(harness.holds(key, i) for i, key in enumerate(K))

@@ -1,5 +1,8 @@
 """Bare `valkey` tiers for tests: short deadlines, no memory of answers unless asked for."""
 
+import re
+from pathlib import Path
+
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.valkey.address import Address
 from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
@@ -8,6 +11,14 @@ QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 
 TLS_FILES = ("ca_file", "cert_file", "key_file")
+
+PAGE = Path(__file__).parents[3] / "docs" / "howto" / "valkey.md"
+
+
+def documented():
+    """Return the rights that the how-to page names for a single server."""
+    (rights,) = re.findall(r"`((?:\+[a-z|]+ ?)+)`, on\s+keys `kvo:\*`", PAGE.read_text())
+    return rights.split()
 
 
 def tier_at(url, *, is_cluster=False, **options):

@@ -1,0 +1,254 @@
+"""The server, or the nodes of a cluster: who has which key, and pipelines to each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from redis import exceptions
+from redis._parsers import _AsyncHiredisParser
+from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.tiers.valkey.address import Address
+from kvoffload_async.tiers.valkey.replies import ReplyBounds, ReplyError, replies_up_to
+
+Node = tuple[str, int]
+"""Host and port of a server."""
+Command = tuple[bytes | str | int | memoryview, ...]
+
+_READ_BYTES: Final = 256 << 10
+"""What asyncio takes from a socket at most: with less, each piece costs the loop several turns."""
+_SPARE_CONNECTIONS: Final = 8
+"""For probes, renewals and checks, which need not wait for payload."""
+_SLOTS_REPLY_BYTES: Final = 8 << 20
+"""Of a cluster in which no two neighbouring slots have the same node."""
+_MOST_NODES: Final = 1024
+_MOST_ASKED: Final = 3
+"""Nodes that are asked who has which slot before that is given up."""
+
+
+class BoundedParser(_AsyncHiredisParser):
+    """The library's parser, which sees no bytes of a reply that exceeds its bound."""
+
+    __slots__ = ("_bounds",)
+
+    def on_connect(self, connection: Connection) -> None:
+        """Begin with the first reply of a connection."""
+        super().on_connect(connection)  # type: ignore[no-untyped-call] # of the library
+        self._bounds = ReplyBounds()
+
+    async def read_from_socket(self) -> bool:
+        """Read some bytes, and pass them on if they are within bounds.
+
+        Raises:
+            ReplyError: They are not; the library closes the connection.
+            ConnectionError: The server has closed it.
+        """
+        stream, reader = cast("asyncio.StreamReader", self._stream), cast("Any", self._reader)
+        data = await stream.read(self._read_size)
+        if not data:
+            raise exceptions.ConnectionError("the server closed the connection")
+        self._bounds.feed(data)
+        reader.feed(data)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyConnection:
+    """How to connect.
+
+    Attributes:
+        address: Where to.
+        is_cluster: Whether that is a node of a cluster.
+        connections: Calls with payload at once, in each direction, to each server.
+        connect_timeout_s: Seconds for a connection.
+        ca_file: Certificates to verify the server's with; None: the system's.
+        cert_file: This client's own certificate.
+        key_file: That certificate's key.
+    """
+
+    address: Address
+    is_cluster: bool = False
+    connections: int = 8
+    connect_timeout_s: float = 5.0
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+    @property
+    def most_connections(self) -> int:
+        """Connections to a server at once, of both directions and of what has no payload."""
+        return 2 * self.connections + _SPARE_CONNECTIONS
+
+    def open(self, node: Node) -> Redis:
+        """Return the library's client of one server; it connects when it is used."""
+        address = self.address
+        options: dict[str, Any] = {
+            "host": node[0],
+            "port": node[1],
+            "db": address.database,
+            "username": address.username,
+            "password": address.password,
+            # Every call has a deadline of its own, and repeats are counted where they are made.
+            "socket_timeout": None,
+            "socket_connect_timeout": self.connect_timeout_s,
+            "retry": Retry(NoBackoff(), 0),
+            "max_connections": self.most_connections,
+            "protocol": 2,
+            "parser_class": BoundedParser,
+            "socket_read_size": _READ_BYTES,
+        }
+        if address.has_tls:
+            options |= {
+                "connection_class": SSLConnection,
+                "ssl_ca_certs": self.ca_file,
+                "ssl_certfile": self.cert_file,
+                "ssl_keyfile": self.key_file,
+            }
+        return Redis.from_pool(ConnectionPool(**options))
+
+
+@dataclass(slots=True)
+class _Client:
+    library: Any  # whose types do not tell what a raw command answers
+    gate: asyncio.Semaphore
+    """The library raises where there is no connection left; here who comes then waits."""
+
+
+@dataclass(slots=True)
+class Nodes:
+    """Runs commands on the servers that have their keys.
+
+    The library's own client of a cluster fails a whole pipeline where one node does not answer,
+    and learns of another node only from those that do; so each node has a plain client here.
+
+    Thread: loop.
+    """
+
+    connection: ValkeyConnection
+    _clients: dict[Node, _Client] = field(default_factory=dict)
+    _owners: list[Node | None] = field(default_factory=list)
+    """The node of each slot, where there is a cluster that has told."""
+    _guide: Node | None = None
+    """Who told which node has which slot."""
+
+    def node_of(self, name: bytes) -> Node | None:
+        """Return which node of the cluster has a key; None: nobody, or there is one server."""
+        return self._owners[key_slot(name)] if self._owners else None
+
+    def owns_slots(self, node: Node) -> bool:
+        """Tell whether a node of the cluster has any keys."""
+        return node in self._owners
+
+    async def refresh(self) -> None:
+        """Ask the cluster which node has which slot: a node that answers soon is enough.
+
+        Raises:
+            Exception: The library's; none of those asked answered.
+        """
+        first = self._guide or self._first
+        others = [node for node in self._clients if node != first]
+        nodes = [first, *random.sample(others, min(len(others), _MOST_ASKED - 1))]
+        for node in nodes:
+            try:
+                async with asyncio.timeout(self.connection.connect_timeout_s / (_MOST_ASKED + 1)):
+                    (slots,) = await self._run(node, [("CLUSTER", "SLOTS")], _SLOTS_REPLY_BYTES)
+                if isinstance(slots, Exception):
+                    raise slots
+                self._owners = _owners_of(slots, node)
+            except (exceptions.RedisError, OSError, ReplyError):
+                if node is nodes[-1]:
+                    raise
+            else:
+                self._guide = node
+                await self._close({*self._clients} - {*self._owners, self._first, node})
+                return
+
+    async def run(
+        self, node: Node | None, commands: Sequence[Command], most_bytes: int = 0
+    ) -> list[Any]:
+        """Run commands over keys of one node; return for each its reply, or its error.
+
+        Args:
+            node: Which; None: the only server.
+            commands: Each over one key.
+            most_bytes: Of each reply, at most, where it is more than a short one.
+
+        Raises:
+            Exception: The library's; the node did not answer.
+        """
+        if node is None:
+            if self.connection.is_cluster:
+                raise TierUnavailableError("no node of the cluster has these keys")
+            node = self._first
+        replies = await self._run(node, commands, most_bytes)
+        if self._owners:
+            await self._redirect(commands, replies, most_bytes)
+        return replies
+
+    async def close(self) -> None:
+        """Close every connection; may be repeated."""
+        await self._close(set(self._clients))
+
+    @property
+    def _first(self) -> Node:
+        return self.connection.address.host, self.connection.address.port
+
+    async def _run(self, node: Node, commands: Sequence[Command], most_bytes: int) -> list[Any]:
+        client = self._clients.get(node)
+        if client is None:
+            if len(self._clients) >= _MOST_NODES:
+                raise ReplyError(f"the cluster names more than {_MOST_NODES} nodes")
+            gate = asyncio.Semaphore(self.connection.most_connections)
+            client = self._clients[node] = _Client(self.connection.open(node), gate)
+        async with client.gate, client.library.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            with replies_up_to(most_bytes):
+                replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        return replies
+
+    async def _redirect(
+        self, commands: Sequence[Command], replies: list[Any], most_bytes: int
+    ) -> None:
+        """Run the commands whose keys have moved, or are moving, where these are now."""
+        moved: dict[Node, list[int]] = {}
+        for i, reply in enumerate(replies):
+            if isinstance(reply, exceptions.AskError):
+                moved.setdefault((reply.host, reply.port), []).append(i)
+                if isinstance(reply, exceptions.MovedError):
+                    self._owners[reply.slot_id % REDIS_CLUSTER_HASH_SLOTS] = reply.host, reply.port
+        for node, indices in moved.items():
+            again = [part for i in indices for part in (("ASKING",), commands[i])]
+            try:
+                answers = await self._run(node, again, most_bytes)
+            except (exceptions.RedisError, OSError, ReplyError) as error:
+                answers = [error] * len(again)
+            for i, answer in zip(indices, answers[1::2], strict=True):
+                replies[i] = answer
+
+    async def _close(self, nodes: set[Node]) -> None:
+        clients = [self._clients.pop(node) for node in nodes if node in self._clients]
+        for client in clients:
+            await client.library.aclose()
+
+
+def _owners_of(slots: list[Any], asked: Node) -> list[Node | None]:
+    """Return the node of each slot, from a reply to `CLUSTER SLOTS`."""
+    owners: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+    try:
+        for first, last, (host, port, *_), *_ in slots:
+            if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS or owners[first] or owners[last]:
+                raise ReplyError(f"slots {first} to {last} are none, or have two nodes")
+            node = (host.decode() if host else asked[0], int(port))
+            owners[first : last + 1] = [node] * (last + 1 - first)
+    except (TypeError, ValueError, AttributeError):
+        raise ReplyError("the cluster did not say which node has which slot") from None
+    return owners

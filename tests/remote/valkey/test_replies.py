@@ -1,0 +1,149 @@
+"""A server that replies with what nobody asked for: refused before anything is made of it."""
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from remote.valkey.tiers import QUICK, tier_at
+
+from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.testing import TierHarness
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.valkey.replies import ReplyBounds, ReplyError, replies_up_to
+
+K = [key_of(number) for number in range(4)]
+REPLY_BYTES = 1 << 16
+
+lines = st.binary(max_size=40).map(lambda text: text.replace(b"\r", b"").replace(b"\n", b""))
+leaves = st.one_of(
+    st.builds(lambda kind, text: kind + text + b"\r\n", st.sampled_from([b"+", b"-", b":"]), lines),
+    st.binary(max_size=600).map(lambda data: b"$%d\r\n%b\r\n" % (len(data), data)),
+    st.sampled_from([b"$-1\r\n", b"*-1\r\n", b"*0\r\n", b"$0\r\n\r\n"]),
+)
+replies = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4).map(lambda r: b"*%d\r\n" % len(r) + b"".join(r)),
+    max_leaves=12,
+).filter(lambda reply: not reply.startswith(b"*1\r\n" * 8))
+
+EXCESSIVE = {
+    "an array of 2^31 elements": b"*2147483647\r\n",
+    "an array of 10^5 elements": b"*100000\r\n",
+    "a string of 512 MiB": b"$536870912\r\nx",
+    "a string of 2^63 bytes": b"$9223372036854775807\r\n",
+    "a length of many digits": b"$" + b"9" * 4000 + b"\r\n",
+    "a string without an end": b"$100000000\r\n" + b"x" * 100_000,
+    "a line without an end": b"+" + b"x" * 100_000,
+    "a length that is no number": b"*1e9\r\n",
+    "arrays in arrays": b"*1\r\n" * 9,
+    "arrays of arrays": b"*4096\r\n" * 8,
+    "a type of RESP3": b"%1\r\n",
+    "a message that was not asked for": b">2\r\n",
+    "an empty line": b"\r\n",
+}
+
+
+def feed(data, cuts=(), most_bytes=REPLY_BYTES):
+    bounds = ReplyBounds()
+    begin = 0
+    with replies_up_to(most_bytes):
+        for cut in [*sorted(cuts), len(data)]:
+            bounds.feed(data[begin:cut])
+            begin = max(begin, cut)
+    return bounds
+
+
+@given(st.lists(replies, min_size=1, max_size=5), st.lists(st.integers(0, 2000), max_size=8))
+def test_replies_within_the_bounds_pass_however_they_are_divided(several, cuts):
+    data = b"".join(several)
+    bounds = feed(data, [min(cut, len(data)) for cut in cuts])
+    with pytest.raises(ReplyError):  # each has ended where it ends: what follows is a header
+        bounds.feed(b"?\r\n")
+
+
+@pytest.mark.parametrize("reply", EXCESSIVE.values(), ids=EXCESSIVE)
+@pytest.mark.parametrize("before", [b"", b"+OK\r\n$3\r\nabc\r\n*1\r\n:1\r\n"])
+@pytest.mark.parametrize("step", [1, 1 << 20])
+def test_what_exceeds_the_bounds_is_refused_however_it_is_divided(reply, before, step):
+    data = before + reply
+    with pytest.raises(ReplyError):
+        feed(data, range(step, len(data), step))
+
+
+def test_each_reply_has_the_whole_bound_for_itself():
+    feed(b"$%d\r\n%b\r\n" % (REPLY_BYTES, bytes(REPLY_BYTES)) * 3)
+    with pytest.raises(ReplyError):
+        feed(b"$%d\r\n" % (REPLY_BYTES + 5000))
+
+
+def test_a_reply_to_a_question_is_short():
+    with pytest.raises(ReplyError):
+        feed(b"$%d\r\n" % REPLY_BYTES, most_bytes=0)
+
+
+class HostileServer:
+    """Answers the opening as a server does, and everything else with one reply."""
+
+    def __init__(self, reply):
+        self._reply = reply
+        self.is_hostile = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        call = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(call, self._loop).result(60.0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_):
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(60.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop(self):
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _serve(self, reader, writer):
+        try:
+            while data := await reader.read(1 << 16):
+                if self.is_hostile:
+                    writer.write(self._reply)
+                elif b"SETINFO" in data:
+                    writer.write(b"+OK\r\n" * data.count(b"SETINFO"))
+                else:
+                    writer.write(b"+OK\r\n$16\r\n0123456789abcdef\r\n")
+                await writer.drain()
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+
+
+@pytest.mark.parametrize("reply", EXCESSIVE.values(), ids=EXCESSIVE)
+def test_a_server_whose_replies_are_excessive_is_a_tier_that_is_down(reply):
+    with HostileServer(reply) as server:
+        url = f"valkey://127.0.0.1:{server.port}/0"
+        options = QUICK | {"max_retries": 0}
+        with TierHarness(tier_at(url, **options), 64, timeout_s=60.0) as harness:
+            server.is_hostile = True
+            with pytest.raises(TierUnavailableError, match="ReplyError"):
+                harness.contains(K)
+            with pytest.raises(TierUnavailableError, match="ReplyError"):
+                harness.load(K)
+
+
+def test_an_opening_with_an_excessive_reply_fails():
+    with HostileServer(EXCESSIVE["an array of 2^31 elements"]) as server:
+        server.is_hostile = True
+        with pytest.raises(TierUnavailableError, match="ReplyError"):
+            TierHarness(tier_at(f"valkey://127.0.0.1:{server.port}/0", **QUICK), 64)
