@@ -128,6 +128,21 @@ def test_a_load_from_before_a_reset_that_fails_still_reports_its_blocks():
     assert desk.connector.take_invalid_blocks() == {5, 6, 7, 8}
 
 
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_blocks_that_a_load_from_before_a_reset_did_not_fill_are_not_stored(ends_first):
+    desk = Desk(manager=Scripted(8))
+    desk.store("abcd", [1, 2, 3, 4])
+    request = Request("r", "abcd")
+    request.num_computed_tokens, job_id, _ = desk.load(request, [5, 6, 7, 8, 9])
+    desk.connector.reset_cache()
+    if ends_first:
+        desk.end(request)
+    desk.report(job_id, failed=[job_id])
+    if not ends_first:
+        desk.end(request)
+    assert not desk.step().store_jobs
+
+
 def test_requests_that_have_ended_are_signalled_before_the_manager_is_emptied():
     recorder = Recorder(CPUPrimaryTierOffloadingManager(8))
     desk = Desk(manager=recorder)

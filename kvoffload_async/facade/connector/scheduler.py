@@ -378,7 +378,11 @@ class OffloadingConnectorScheduler:
         self._drop_if_idle(job.request)
 
     def _invalidate(self, job: ConnectorJob) -> None:
-        """Report what a failed load did not fill, unless its request has let go of it since."""
+        """Take back what a failed load did not fill, and report it to a request that still runs.
+
+        A request that has ended is still stored, after a reset from its start.
+        """
         job.request.may_load = False
+        invalid = job.request.invalidate(job.device_blocks)
         if not job.request.has_ended:
-            self._invalid_blocks |= job.request.invalidate(job.device_blocks)
+            self._invalid_blocks |= invalid
