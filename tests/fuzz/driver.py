@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.common import nothing_left, logged
 from fuzz.scheduler import Scheduler
+from fuzz.standalone import Standalone
 
-WORLDS = {"scheduler": Scheduler}
+WORLDS = {"scheduler": Scheduler, "standalone": Standalone}
 MOST_STEPS = 80
 
 
@@ -76,21 +77,24 @@ def _kind(error):
 
 
 def search(seed, seconds, programs=sys.maxsize, worlds=tuple(WORLDS)):
-    """Run programs with seeds from `seed` on; return how many of each world, and those that fail."""
-    end_s, counts, failed = time.monotonic() + seconds, Counter(), []
+    """Run programs with seeds from `seed` on; return how many of each world, and those that fail.
+
+    Of those that fail alike, the first.
+    """
+    end_s, counts, failed = time.monotonic() + seconds, Counter(), {}
     gc.collect()
     gc.freeze()  # a collection after each program is of what it has left
     for number in range(programs):
-        if time.monotonic() >= end_s or len(failed) >= 10:
+        if time.monotonic() >= end_s:
             break
         program = Program.drawn(seed + number, worlds)
         counts[program.world] += 1
         error = program.failure()
-        if error is not None:
-            failed.append(program.shorter(error))
-            report(failed[-1], error)
+        if error is not None and _kind(error) not in failed:
+            failed[_kind(error)] = program = program.shorter(error)
+            report(program, error)
     gc.unfreeze()
-    return counts, failed
+    return counts, list(failed.values())
 
 
 def report(program, error):
