@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def prompt(chance):
 
 # -- tiers --------------------------------------------------------------------------------------
 
-IN_MEMORY = ("unreliable", "unreliable", "liar", "example")
+IN_MEMORY = ("unreliable", "unreliable", "liar")
 ON_DISK = ("fs", "slab")
 
 
@@ -117,11 +117,14 @@ def draw_config(chance, folder, kinds):
 
 def damage(chance, folder):
     """Damage a block on disk, if there is one whose bytes are verified."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in {".bin", ".slab"})
-    files = [path for path in files if path.suffix == ".slab" or os.listxattr(path)]
-    if not files:
-        return
-    path = chance.choice(files)
+    with suppress(FileNotFoundError):  # threads may evict at the same time
+        files = sorted(path for path in folder.rglob("*") if path.suffix in {".bin", ".slab"})
+        files = [path for path in files if path.suffix == ".slab" or os.listxattr(path)]
+        if files:
+            _damage_file(chance, chance.choice(files))
+
+
+def _damage_file(chance, path):
     with path.open("r+b") as file:
         size = path.stat().st_size
         if path.suffix == ".bin" and chance.random() < 0.3:

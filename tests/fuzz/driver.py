@@ -26,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.common import nothing_left, logged
 from fuzz.scheduler import Scheduler
+from fuzz.serving import Serving
 from fuzz.standalone import Standalone
 
-WORLDS = {"scheduler": Scheduler, "standalone": Standalone}
+WORLDS = {"scheduler": Scheduler, "standalone": Standalone, "serving": Serving}
 MOST_STEPS = 80
 
 
@@ -53,7 +54,9 @@ class Program:
             try:
                 with nothing_left(folder):
                     WORLDS[self.world](random.Random(self.seed), folder).play(self.steps)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is a finding
                 return error
         return None
 

@@ -80,7 +80,7 @@ class Scheduler:
         self.folder = folder
         self.is_virtual = chance.random() < 0.9
         on_disk = chance.random() < 0.3 if self.is_virtual else True
-        self.config = draw_config(chance, folder, ON_DISK if on_disk else IN_MEMORY)
+        self.config = draw_config(chance, folder, ON_DISK if on_disk else (*IN_MEMORY, "example"))
         self.pool_seed = chance.randrange(10**6)
         self.offered = set()
         """Keys of which a store was begun: nothing else may ever be found."""
@@ -307,7 +307,7 @@ class Scheduler:
     def close(self):
         self.rows = None
         try:
-            self.spec.shutdown(1.0)
+            self.spec.shutdown(1.0 if self.is_virtual else GRACE_S / 2)
         except OffloadError as error:
             law("tiers did not shut down" in str(error), f"shutdown: {error!r}")
         for grant in self.stores:  # copies that end after the shutdown

@@ -219,7 +219,7 @@ class Standalone:
 
     def close(self):
         chance = random.Random(0)
-        report = self.tier.shutdown(1.0)
+        report = self.tier.shutdown(1.0 if self.is_virtual else GRACE_S / 2)
         late = JobMetadata(self.next_id, (), np.array([], np.int32), True, ReqContext("late"))
         self.next_id += 1
         self.jobs[late.job_id] = late
