@@ -125,15 +125,19 @@ def damage(chance, folder):
 
 
 def _damage_file(chance, path):
+    """Cut a file off, or change a byte of about every other block in it."""
     with path.open("r+b") as file:
         size = path.stat().st_size
         if path.suffix == ".bin" and chance.random() < 0.3:
             file.truncate(chance.randrange(size + 1))
-        elif size:
-            file.seek(chance.randrange(size))
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 1 << chance.randrange(8)]))
+            return
+        for start in range(0, size, BLOCK_BYTES):
+            if chance.random() < 0.5:
+                position = start + chance.randrange(min(BLOCK_BYTES, size - start))
+                file.seek(position)
+                changed = file.read(1)[0] ^ 1 << chance.randrange(8)
+                file.seek(position)
+                file.write(bytes([changed]))
 
 
 def calm(tiers, run=lambda call: call()):

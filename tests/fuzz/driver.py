@@ -12,6 +12,7 @@ In virtual time a program always does the same. One that runs on threads may nee
 import argparse
 import gc
 import json
+import math
 import random
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def _kind(error):
     return None if error is None else (type(error), str(error)[:20])
 
 
-def search(seed, seconds, programs=sys.maxsize, worlds=tuple(WORLDS)):
+def search(seed, seconds=math.inf, programs=sys.maxsize, worlds=tuple(WORLDS), most_failures=10):
     """Run programs with seeds from `seed` on; return how many of each world, and those that fail.
 
     Of those that fail alike, the first.
@@ -88,7 +89,7 @@ def search(seed, seconds, programs=sys.maxsize, worlds=tuple(WORLDS)):
     gc.collect()
     gc.freeze()  # a collection after each program is of what it has left
     for number in range(programs):
-        if time.monotonic() >= end_s:
+        if time.monotonic() >= end_s or len(failed) >= most_failures:
             break
         program = Program.drawn(seed + number, worlds)
         counts[program.world] += 1

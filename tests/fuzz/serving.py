@@ -216,6 +216,7 @@ class Serving:
                     break
             await self._rest()
         except BaseException:
+            self.is_closing = True
             with suppress(Exception):
                 self._expect_threads(is_possible=True)
                 await self.engine.close(1.0)

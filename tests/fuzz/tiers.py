@@ -227,9 +227,10 @@ class LyingManager(SecondaryTierManager):
             self.withheld.append(truth)
             said = self._may_fail(told)
             yield said
-            if getattr(said, "job_id", None) == job.job_id:
+            if said is truth:
                 self.withheld.remove(truth)
-        yield from self.withheld if not self.trouble else ()
+        while self.withheld and not self.trouble:
+            yield self.withheld.pop()
         if self._lies():
             others = (JobResult(10**9, success=True), JobResult(-1, success=False), *self.reported)
             yield self.chance.choice(others)
