@@ -1,4 +1,4 @@
-"""What all worlds share: contents that follow from keys, tiers drawn, and what must hold of them."""
+"""What all worlds share: contents that follow from keys, tiers, and what must hold of them."""
 
 import gc
 import hashlib
@@ -230,15 +230,15 @@ def _threads():
 
 def _descriptors():
     return {
-        (name, target)
-        for name in os.listdir("/proc/self/fd")
-        if (target := _target(name)) is not None
+        (entry.name, target)
+        for entry in Path("/proc/self/fd").iterdir()
+        if (target := _target(entry)) is not None
     }
 
 
-def _target(name):
+def _target(entry):
     try:
-        return str(Path(f"/proc/self/fd/{name}").readlink())
+        return str(entry.readlink())
     except OSError:
         return None  # that of the listing itself
 

@@ -4,7 +4,7 @@ A program is a world, a seed that draws its configuration, and steps, each a nam
 which the step draws the rest. One that fails is cut down to the steps that it needs, and printed:
 
     python tests/fuzz/driver.py --seconds 3600 --seed 1 --jobs 2
-    python tests/fuzz/driver.py --replay '{"world": "scheduler", "seed": 7, "steps": [["store", 3]]}'
+    python tests/fuzz/driver.py --replay '{"world": "serving", "seed": 7, "steps": [["begin", 3]]}'
 
 In virtual time a program always does the same. One that runs on threads may need several replays.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz.common import nothing_left, logged
+from fuzz.common import logged, nothing_left
 from fuzz.scheduler import Scheduler
 from fuzz.serving import Serving
 from fuzz.standalone import Standalone
@@ -103,7 +103,7 @@ def search(seed, seconds=math.inf, programs=sys.maxsize, worlds=tuple(WORLDS), m
 
 def report(program, error):
     text = "".join(traceback.format_exception(program.failure() or error))
-    print(f"\n{text}--replay '{json.dumps(asdict(program))}'", flush=True)
+    print(f"\n{text}--replay '{json.dumps(asdict(program))}'", flush=True)  # noqa: T201 - what it has found
 
 
 def main():
@@ -119,7 +119,7 @@ def main():
         if error is not None:
             raise error
         return 0
-    print(f"--seed {options.seed}", flush=True)
+    print(f"--seed {options.seed}", flush=True)  # noqa: T201 - what it has found
     seeds = [options.seed + job * 10**9 for job in range(options.jobs)]
     worlds = tuple(options.world or WORLDS)
     with ProcessPoolExecutor(options.jobs) as executor:
@@ -128,7 +128,7 @@ def main():
         for run in runs:
             counts += run.result()[0]
             failed += run.result()[1]
-    print(f"{counts.total()} programs {dict(counts)}, {len(failed)} failed")
+    print(f"{counts.total()} programs {dict(counts)}, {len(failed)} failed")  # noqa: T201 - what it has found
     return 1 if failed else 0
 
 

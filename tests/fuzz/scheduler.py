@@ -266,7 +266,7 @@ class Scheduler:
             result = call(*arguments)
         except kind:
             return
-        law(False, f"{call.__name__}{arguments} was misuse, and gave {result!r}")  # noqa: FBT003
+        law(False, f"{call.__name__}{arguments} was misuse, and gave {result!r}")
 
     def observe(self, _chance):
         list(self.manager.take_events())
@@ -307,7 +307,7 @@ class Scheduler:
             law(turn < 99 or time.monotonic() < deadline_s, "no end of waiting")
             self.pass_time(1.0)
         else:
-            law(False, f"not at rest: {self.manager.stats().primary.slots}")  # noqa: FBT003
+            law(False, f"not at rest: {self.manager.stats().primary.slots}")
         self.observe(chance)
 
     def close(self):

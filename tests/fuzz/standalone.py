@@ -133,7 +133,10 @@ class Standalone:
             job = self.jobs.pop(result.job_id)
             landed = set(job.keys if result.success else result.successful_keys or ())
             law(landed <= set(job.keys), f"keys of another job: {result}")
-            law(result.success or not job.keys or landed < set(job.keys), f"all landed, and yet: {result}")
+            law(
+                result.success or not job.keys or landed < set(job.keys),
+                f"all landed, and yet: {result}",
+            )
             law(result.success == (result.error is None), f"an error, or not: {result}")
             for key, slot in zip(job.keys, job.block_ids, strict=True):
                 if job.is_promotion and key in landed:
@@ -187,7 +190,7 @@ class Standalone:
             self.tier.submit_load(job)
         except StateError:
             return
-        law(False, "a job with unequal lengths is accepted")  # noqa: FBT003
+        law(False, "a job with unequal lengths is accepted")
 
     def drain(self, chance):
         self.tier.drain_jobs(chance.choice((0.0, 0.01, 2.0)))

@@ -38,12 +38,12 @@ def keeps_a_pin(call, self, keys, *arguments):
 
 
 def lets_errors_escape(call, self):
-    return call(self) or any([tier.has_pending_work() for tier in self.secondary_tiers])
+    return call(self) or bool({tier.has_pending_work() for tier in self.secondary_tiers})
 
 
 def serves_blocks_that_are_written(call, self, keys, ctx):
     granted = call(self, keys, ctx)
-    if granted is not None and len(granted.keys_to_store) > 2:  # noqa: PLR2004 - not always
+    if granted is not None and len(granted.keys_to_store) > 2:
         self.complete_store(granted.keys_to_store, ctx)
     return granted
 
@@ -54,29 +54,28 @@ async def keeps_no_deadline(call, self, request, timeout_s=10.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "method", "fault", "world", "symptom"),
+    ("place", "fault", "world", "symptom"),
     [
-        (SecondaryTierManager, "get_finished_jobs", drops_results, "standalone", "job"),
-        (SlabTierManager, "__init__", compares_no_checksums, "standalone", "wrong bytes"),
-        (TieringOffloadingManager, "complete_load", keeps_a_pin, "scheduler", "not at rest"),
-        (TieringOffloadingManager, "has_pending_work", lets_errors_escape, "scheduler", ""),
+        ((SecondaryTierManager, "get_finished_jobs"), drops_results, "standalone", "job"),
+        ((SlabTierManager, "__init__"), compares_no_checksums, "standalone", "wrong bytes"),
+        ((TieringOffloadingManager, "complete_load"), keeps_a_pin, "scheduler", "not at rest"),
+        ((TieringOffloadingManager, "has_pending_work"), lets_errors_escape, "scheduler", ""),
         (
-            TieringOffloadingManager,
-            "prepare_store",
+            (TieringOffloadingManager, "prepare_store"),
             serves_blocks_that_are_written,
             "scheduler",
             "slot",
         ),
-        (OffloadEngine, "lookup", keeps_no_deadline, "serving", "after its deadline"),
+        ((OffloadEngine, "lookup"), keeps_no_deadline, "serving", "after its deadline"),
     ],
 )
-def test_a_planted_fault_is_found(monkeypatch, owner, method, fault, world, symptom):
-    call = getattr(owner, method)
+def test_a_planted_fault_is_found(monkeypatch, place, fault, world, symptom):
+    call = getattr(*place)
     planted = functools.wraps(call)(lambda *a, **k: fault(call, *a, **k))
-    monkeypatch.setattr(owner, method, planted)
+    monkeypatch.setattr(*place, planted)
     _, (program,) = search(seed=1, programs=300, worlds=(world,), most_failures=1)
     assert symptom in str(program.failure())
-    assert len(program.steps) <= 20  # noqa: PLR2004 - cut down
+    assert len(program.steps) <= 20
 
 
 def test_a_program_does_the_same_every_time():

@@ -77,7 +77,8 @@ class MemoryTier(AsyncTier):
         self.capacity = capacity
         self.capabilities = TierCapabilities(exclusive=exclusive, request_level=request_level)
         self.bounds = TierBounds(
-            concurrent_loads=self.chance.choice((1, 4)), queued_jobs=self.chance.choice((1, 4, 1024))
+            concurrent_loads=self.chance.choice((1, 4)),
+            queued_jobs=self.chance.choice((1, 4, 1024)),
         )
         self.blocks = {}
         self.is_calm = False
@@ -141,7 +142,7 @@ class UnreliableTier(FaultyTier):
     """A memory tier, with all faults there are."""
 
     def __init__(self, seed=0, trouble=0.2, capacity=1000, exclusive=True, request_level=False):
-        weights = {fault: trouble for fault in Fault} | {Fault.NONE: 1.0}
+        weights = dict.fromkeys(Fault, trouble) | {Fault.NONE: 1.0}
         plan = FaultPlan(seed, weights, slow_s=random.Random(seed).choice((0.1, 10.0)))
         super().__init__(MemoryTier(seed, capacity, exclusive, request_level), plan)
 
