@@ -142,7 +142,7 @@ class MemoryTransport(Transport):
         del self.running[copy]
         copy.end.set_result(TransferOutcome(BLOCK_BYTES, 0.0, error))
         if self.is_closed and not self.running:
-            self._let_go()
+            self._release()
 
     def calm(self):
         self.trouble = 0.0
@@ -151,10 +151,10 @@ class MemoryTransport(Transport):
         self.is_closed = True
         if self.running:
             return False
-        self._let_go()
+        self._release()
         return True
 
-    def _let_go(self):
+    def _release(self):
         self.rows = None
         self.release_pages()
 

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from fuzz.driver import WORLDS, Program, search
+from fuzz.driver import Program, search
 
 from kvoffload_async import (
     OffloadEngine,
@@ -13,7 +13,9 @@ from kvoffload_async import (
 )
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", ["scheduler", "standalone", pytest.param("serving", marks=pytest.mark.slow)]
+)
 def test_a_few_random_programs_break_no_law(world):
     counts, failed = search(seed=1, programs=1, worlds=(world,))
     assert counts == {world: 1}
@@ -68,6 +70,7 @@ async def keeps_no_deadline(call, self, request, timeout_s=10.0):
         ),
         ((OffloadEngine, "lookup"), keeps_no_deadline, "serving", "after its deadline"),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_planted_fault_is_found(monkeypatch, place, fault, world, symptom):
     call = getattr(*place)
