@@ -97,13 +97,12 @@ def search(seed, seconds=math.inf, programs=sys.maxsize, worlds=tuple(WORLDS), m
         if error is not None and _kind(error) not in failed:
             failed[_kind(error)] = program = program.shorter(error)
             report(program, error)
-    gc.unfreeze()
     return counts, list(failed.values())
 
 
 def report(program, error):
     text = "".join(traceback.format_exception(program.failure() or error))
-    print(f"\n{text}--replay '{json.dumps(asdict(program))}'", flush=True)  # noqa: T201 - what it has found
+    print(f"\n{text}--replay '{json.dumps(asdict(program))}'", flush=True)  # noqa: T201
 
 
 def main():
@@ -119,7 +118,7 @@ def main():
         if error is not None:
             raise error
         return 0
-    print(f"--seed {options.seed}", flush=True)  # noqa: T201 - what it has found
+    print(f"--seed {options.seed}", flush=True)  # noqa: T201
     seeds = [options.seed + job * 10**9 for job in range(options.jobs)]
     worlds = tuple(options.world or WORLDS)
     with ProcessPoolExecutor(options.jobs) as executor:
@@ -128,7 +127,7 @@ def main():
         for run in runs:
             counts += run.result()[0]
             failed += run.result()[1]
-    print(f"{counts.total()} programs {dict(counts)}, {len(failed)} failed")  # noqa: T201 - what it has found
+    print(f"{counts.total()} programs {dict(counts)}, {len(failed)} failed")  # noqa: T201
     return 1 if failed else 0
 
 
