@@ -21,7 +21,7 @@ from kvoffload_async import (
 )
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
 
-NONSENSE = (None, 7, "text", {}, object(), [None], float("nan"))
+NONSENSE = (None, 7, "text", {None: None}, object(), [None], float("nan"))
 
 
 class UnprintableError(Exception):
