@@ -106,6 +106,16 @@ def mutation(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Random programs against the public surface; prints those that break a law.
+
+    Takes the options of tests/fuzz/driver.py: --seconds, --seed, --jobs, --world, --replay.
+    """
+    install(session, "-e", ".[test]")
+    session.run("python", "tests/fuzz/driver.py", *session.posargs)
+
+
+@nox.session(default=False)
 def servers(session: nox.Session) -> None:
     """All tests of tiers behind a network, and their pages, on Valkey, an S3 server and Mooncake.
 

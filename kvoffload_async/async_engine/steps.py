@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -45,7 +46,7 @@ class Steps:
     def stop(self) -> None:
         """Take no calls any more; who waits gets a ClosedError."""
         self._manager = None
-        self._schedule_later(None)
+        self._schedule_later(math.inf)
         self.waiters.wake_all()
 
     def end(self, manager: TieringOffloadingManager) -> None:
@@ -108,8 +109,7 @@ class Steps:
         self._is_due = False
         if self._manager is not None:
             self._finish(self._manager)
-            planner = self._manager.planner
-            self._schedule_later(planner.cascades.wakes_in_s(planner.now_s))
+            self._schedule_later(self._manager.wakes_in_s())
 
     def _finish(self, manager: TieringOffloadingManager) -> None:
         """Hand over what the step has decided; tell who waits for that, but only if there is news.
@@ -136,11 +136,12 @@ class Steps:
             counts = manager.planner.primary.counts
             self.waiters.progressed(has_room=counts["free"] + counts["idle"] > 0)
 
-    def _schedule_later(self, delay_s: float | None) -> None:
-        """Have a step after so many seconds, whatever happens until then; None: have none."""
+    def _schedule_later(self, delay_s: float) -> None:
+        """Have a step after so many seconds, whatever happens until then; infinity: have none."""
         if self._later is not None:
             self._later.cancel()
-        self._later = None if delay_s is None else self._loop.call_later(delay_s, self.schedule)
+        is_due = delay_s < math.inf
+        self._later = self._loop.call_later(delay_s, self.note_progress) if is_due else None
 
     def _tell_readers(self) -> None:
         """Let the readers look for events."""

@@ -175,6 +175,8 @@ class ProbedIndex(KeyIndex):
         self._by_request: dict[Hashable, dict[OffloadKey, None]] = {}
         self._pending: dict[OffloadKey, Hashable] = {}
         """Queued keys in the order of their lookups, with the first request that asked."""
+        self._is_awaited = False
+        """Whether somebody was told to wait for a queued key, and not yet that none is probed."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
@@ -188,7 +190,9 @@ class ProbedIndex(KeyIndex):
         if key not in asked:
             asked[key] = None
             self._verdicts.set(key, verdict + _PHASES)
-        return _ANSWERS[verdict % _PHASES]
+        phase = verdict % _PHASES
+        self._is_awaited |= phase == _PENDING
+        return _ANSWERS[phase]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Flip the verdicts that live requests hold to present."""
@@ -231,8 +235,12 @@ class ProbedIndex(KeyIndex):
             self.decided(keys)
 
     def left_alone(self) -> None:
-        """Let who waits for queued keys ask again; the keys stay queued."""
-        if self._pending and self.decided is not None:
+        """Let who waits for queued keys ask again, once; the keys stay queued.
+
+        Told in every step, who waits for one of them elsewhere would ask in every step.
+        """
+        if self._is_awaited and self.decided is not None:
+            self._is_awaited = False
             self.decided(tuple(self._pending))
 
     def forget_request(self, request: Hashable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -64,6 +65,15 @@ class TierGroup:
         for index, foreign in self._foreign.items():
             foreign.hand_over()
             planner.collect_from(index)
+
+    def polls_in_s(self) -> float:
+        """Return in how many seconds foreign tiers, which tell nobody of news, are to be polled."""
+        has_work = any(
+            jobs.unfinished_count or jobs.disowned_count or foreign.guard.has_pending_work()
+            for foreign in self._foreign.values()
+            for jobs in (foreign.state.jobs,)
+        )
+        return _POLL_S if has_work else math.inf
 
     def abandon_unreported(self) -> None:
         """Give up the jobs that foreign managers have given up without saying so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections import Counter
@@ -300,6 +301,11 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         if any(index is not None and index.has_decided for index in indexes):
             return True  # who was told to ask again gets another answer
         return self._bridge.wait_for_progress(timeout_s)
+
+    def wakes_in_s(self) -> float:
+        """Return in how many seconds a step may find something that nobody announces."""
+        owed_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
+        return min(math.inf if owed_s is None else owed_s, self._tiers.polls_in_s())
 
     def invalidate(self, generation: int | str) -> None:
         """Begin another generation, between steps: the weights have changed. Waits for nothing.

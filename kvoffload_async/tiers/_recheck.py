@@ -41,9 +41,12 @@ class Recheck:
         self._waiting: dict[OffloadKey, None] = {}
         self.tasks: list[asyncio.Task[frozenset[OffloadKey]]] = []
         """The call under way, if there is one."""
+        self._closing = False
 
     def ask(self, keys: Collection[OffloadKey]) -> None:
         """Ask for blocks; if the tier does not answer, what was said of them last stands."""
+        if self._closing:
+            return
         self._waiting.update(dict.fromkeys(keys))
         if not self.tasks:
             self._start()
@@ -58,6 +61,7 @@ class Recheck:
 
     def close(self) -> None:
         """Ask for nothing more; the call under way goes on."""
+        self._closing = True
         self._waiting.clear()
 
     def _start(self) -> None:

@@ -3,7 +3,17 @@
 import asyncio
 
 import pytest
-from async_engine.worlds import FAR_S, PROBED, hashes, jump, on_loop, opened, turns
+from async_engine.worlds import (
+    FAR_S,
+    PROBED,
+    SCRIPTED,
+    hashes,
+    jump,
+    on_loop,
+    only_in_the_tier,
+    opened,
+    turns,
+)
 
 from kvoffload_async.abc.transport import TransferOutcome
 from kvoffload_async.errors import TransportError
@@ -62,6 +72,31 @@ async def test_a_lookup_whose_probe_is_queued_ends_when_the_tier_is_left_alone()
         await jump(0.5)
         assert [call.done() for call in calls] == [True] * 3
         assert [call.result() for call in calls] == [0] * 3
+
+
+@on_loop
+async def test_a_key_queued_at_a_tier_that_is_left_alone_does_not_keep_the_loop_busy():
+    async with opened(tiers=[PROBED, SCRIPTED], breaker_fault_threshold=2) as world:
+        await only_in_the_tier(world, "c")
+        probed = world.tiers[0]
+
+        async def looked_up(name):
+            async with world.engine.request(name, hashes(name)) as request:
+                return await world.engine.lookup(request, FAR_S)
+
+        calls = []
+        for name in "abc":  # as many probes run as may, so that the one for c is queued
+            calls.append(asyncio.create_task(looked_up(name)))
+            await turns()
+        for probe in list(probed.parked):
+            probed.settle(probe, error=OSError("down"))
+        await turns()
+        assert not calls[2].done()
+        steps = world.engine.stats().runtime.step_seconds.count
+        await turns(100)  # while the other tier's promotion is under way
+        assert world.engine.stats().runtime.step_seconds.count - steps < 10
+        await world.calm()
+        assert await calls[2] == 1
 
 
 @on_loop

@@ -25,7 +25,7 @@ from kvoffload_async.errors import BusyError, StateError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.testing import Operation
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.types import LookupResult
+from kvoffload_async.types import JobResult, LookupResult
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -332,3 +332,38 @@ async def test_a_tier_with_an_index_of_its_own_is_asked_again_whenever_something
             pass
         await turns()
         assert await task == 0
+
+
+class Reporting(SecondaryTierManager):
+    """Has every block, and tells nobody when a load of its own has ended."""
+
+    def __init__(self, primary_kv_view, **common):
+        super().__init__(tier=ExampleTier(), primary_kv_view=primary_kv_view, **common)
+        self.jobs = []
+        self.is_done = False
+
+    def lookup(self, key, req_context):
+        return LookupResult.HIT
+
+    def submit_load(self, job_metadata):
+        self.jobs.append(job_metadata)
+
+    def get_finished_jobs(self):
+        ended, self.jobs = (self.jobs, []) if self.is_done else ([], self.jobs)
+        return [JobResult(job.job_id, success=True) for job in ended]
+
+
+@on_loop
+async def test_a_tier_that_announces_no_results_is_polled_while_it_has_jobs(monkeypatch):
+    register(monkeypatch, "reporting", Reporting)
+    async with opened(tiers=[{"type": "reporting"}]) as world:
+        task = start(world, "r", "a")
+        await jump(0.1)
+        assert not task.done()
+        world.engine.manager.secondary_tiers[0].is_done = True
+        await jump(0.1)
+        assert task.done(), "long before its deadline, though nothing else has happened"
+        assert await task == 1
+        steps = world.engine.stats().runtime.step_seconds.count
+        await jump(10.0)
+        assert world.engine.stats().runtime.step_seconds.count == steps, "there is nothing to poll"

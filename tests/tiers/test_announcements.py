@@ -168,6 +168,15 @@ def test_closing_waits_for_a_question_and_asks_no_other(worlds):
     assert not world.tier.parked
 
 
+def test_a_store_that_ends_while_its_tier_closes_raises_no_question(worlds):
+    world = worlds()
+    world.start(0, [1])
+    world.tier.env.blocks_evicted([key_of(1)])
+    world.runner.loop.call_later(0.5, lambda: world.tier.settle(world.tier.parked[0]))
+    assert world.close(1.0).is_clean
+    assert world.tier.close_count == 1
+
+
 # -- what is no key -----------------------------------------------------------------------------
 
 
