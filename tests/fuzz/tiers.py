@@ -279,7 +279,4 @@ class LyingManager(SecondaryTierManager):
 
     def shutdown(self, timeout=None):
         self.rows = None
-        report = super().shutdown(timeout)
-        if self._lies():
-            raise RuntimeError("drawn")
-        return report
+        return self._may_fail(super().shutdown(timeout))
