@@ -106,7 +106,7 @@ class Stores:
                 if granted is not None:
                     return granted
                 is_late = loop.time() >= deadline_s
-                if is_rest and (is_late or not _others_use_some(self._primary, request)):
+                if is_rest and (is_late or not _may_have_room(self._primary, request)):
                     return None
                 if is_late:
                     raise BusyError(_no_room(self._primary, len(keys)))
@@ -126,8 +126,10 @@ class Stores:
         self._steps.note_progress()
 
 
-def _others_use_some(primary: Primary, request: EngineRequest) -> bool:
-    """Tell whether anything is in use that is not the request's own: it may become room."""
+def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
+    """Tell whether anything is owed, or in use that is not the request's own: it may be room."""
+    if primary.protected_blocks:
+        return True
     counts = primary.counts
     own = sum(primary.state_of(key) in _IN_USE for key in request.keys)
     return counts["pinned"] + counts["writing"] > own
@@ -139,5 +141,6 @@ def _no_room(primary: Primary, wanted: int) -> str:
         f"no room for {wanted} blocks in the primary's {primary.num_slots} slots: "
         f"{counts['pinned']} are pinned, {counts['writing']} being written, {counts['held']} held "
         f"by overdue copies, {counts['free']} free, and {counts['idle']} idle, which are too few "
-        "or a part of this request; raise cpu_bytes_to_use, or store less at once"
+        f"or a part of this request, or which tiers have still to store: {primary.protected_blocks}"
+        "; raise cpu_bytes_to_use, or store less at once"
     )

@@ -225,6 +225,13 @@ def what_is_owed_is_readable(planner: Planner) -> Iterator[str]:
             for slot in job.block_ids.tolist()
         }
         yield from (f"tier {tier.name!r}: {text}" for text in backlog.violations(under_way))
+    backlogs, primary = planner.cascades.backlogs, planner.primary
+    protected = dict(Counter(chain.from_iterable(backlog.protected() for backlog in backlogs)))
+    if primary.debts() != protected:
+        yield f"slots are protected {primary.debts()} times, but should be {protected} times"
+    unpinned = sum(slot in protected and not refs for _, slot, refs in primary.resident())
+    if primary.protected_blocks != unpinned:
+        yield f"{primary.protected_blocks} protected blocks are counted, not {unpinned}"
     owes = any(backlog.count for backlog in planner.cascades.backlogs)
     if owes != (planner.primary.on_evicted is not None):
         yield "evictions are watched although nothing is owed, or not although something is"
@@ -340,7 +347,8 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P23",
-        "what a tier is owed is readable and watched, and goes to it as soon as there is room",
+        "what a tier is owed is readable and watched, protected while the tier is in order, and "
+        "goes to it as soon as there is room",
         what_is_owed_is_readable,
     ),
     Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),

@@ -148,6 +148,13 @@ class TierState:
         return self.is_available and self.health.stores.permits(now_s)
 
     @property
+    def wants_blocks(self) -> bool:
+        """Whether it will take what it is owed: it is open, and its stores neither fail nor hang."""
+        if not self.is_available or not self.health.stores.is_closed:
+            return False
+        return not self.jobs.disowned_count or all(r.holds_slots for r in self.jobs.disowned())
+
+    @property
     def is_exact(self) -> bool:
         """Whether all of the tier's contents are known here."""
         return self.index.is_exact

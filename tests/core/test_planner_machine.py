@@ -50,6 +50,7 @@ SETUPS = st.fixed_dictionaries(
         "faults": st.sampled_from([1_000, 2, 1]),
         "reserved": st.sampled_from([0.25, 0.0, 0.5]),
         "accept_prefix": st.booleans(),
+        "drops_owed": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
         "remote": st.sets(st.integers(0, 2)),
         "kinds": st.fixed_dictionaries(dict.fromkeys(range(3), KINDS)),
@@ -94,6 +95,7 @@ class PlannerMachine(RuleBasedStateMachine):
             kinds=setup["kinds"],
             accept_prefix=setup["accept_prefix"],
         )
+        self.world.primary.drops_owed = setup["drops_owed"]
         self.unsure = set()
         sources = self.world.planner.sources
         for index, source in enumerate(sources):
