@@ -72,7 +72,7 @@ def read_tier(
         failed_bytes=counters.failed_blocks * row_bytes,
         dropped_bytes=counters.dropped_blocks * row_bytes,
         jobs_in_flight=jobs.unreported_count,
-        loads_in_flight=counters.submitted_loads - counters.finished_loads,
+        loads_in_flight=counters.loads_in_flight,
         queued_jobs=jobs.queued_count + waiting_jobs,
         overdue_jobs=jobs.disowned_count,
         cascading_blocks=state.cascading_blocks,

@@ -149,7 +149,7 @@ class TierState:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether it will take what it is owed: it is open, and its stores neither fail nor hang."""
+        """Whether it will take what it is owed: it is open, and no store of its fails or hangs."""
         if not self.is_available or not self.health.stores.is_closed:
             return False
         return not self.jobs.disowned_count or all(r.holds_slots for r in self.jobs.disowned())

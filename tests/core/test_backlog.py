@@ -82,3 +82,24 @@ def test_pauses_grow_until_something_works():
     assert backlog.paused_until_s == 0.0
     backlog.pause(200.0)
     assert backlog.paused_until_s == 200.25
+
+
+def test_what_is_owed_is_protected_while_the_tier_is_in_order():
+    protected = []
+    backlog = Backlog(4, protected.extend, lambda slots: list(map(protected.remove, slots)))
+    backlog.add([2, 0], 0.0)
+    assert protected == list(backlog.slots()) == [2, 0]
+    backlog.heed(is_wanted=False)
+    backlog.add([3], 0.0)
+    assert protected == []
+    assert list(backlog.violations(set())) == []
+    backlog.is_wanted = True
+    assert len(list(backlog.violations(set()))) == 3, "it has not been heeded"
+    backlog.is_wanted = False
+    backlog.heed(is_wanted=True)
+    assert sorted(protected) == sorted(backlog.protected()) == [0, 2, 3]
+    backlog.began([0])
+    backlog.forget([3])
+    assert protected == [2]
+    backlog.clear()
+    assert protected == []

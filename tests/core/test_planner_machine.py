@@ -104,10 +104,25 @@ class PlannerMachine(RuleBasedStateMachine):
             )
         if tiers:
             self.world.fill(tiers - 1, sorted(stored_before))
+        self.serve_in_order()
         self.ids = itertools.count()
         self.deferred = set()
         for _ in range(2):
             self.begin(ALL_TIERS, CHAINS[0])
+
+    def serve_in_order(self):
+        """See that room goes to the first in line, unless that one has not asked for it."""
+        promotions = self.world.planner.promotions
+        lines, reserve = promotions.lines, promotions.reserve
+
+        def watched(tier, request, key):
+            first = lines.first(tier)
+            may_pass = first in {None, request} or lines.has_stalled(tier, self.world.now_s)
+            answer = reserve(tier, request, key)
+            assert may_pass or answer is RETRY
+            return answer
+
+        promotions.reserve = watched
 
     def request(self, data):
         live = self.world.live
