@@ -335,9 +335,9 @@ class Primary(ResidentBlocks):
         return BlockState.PINNED if self._refs[slot] & PINS else BlockState.IDLE
 
     @property
-    def has_writers(self) -> bool:
-        """Whether a request writes blocks."""
-        return bool(self._writers)
+    def stored_now(self) -> int:
+        """How many blocks requests are writing."""
+        return len(self._writers)
 
     def loads(self) -> Counter[OffloadKey]:
         """Return how many loads pin each key. For invariants and inspection."""

@@ -101,9 +101,9 @@ class Promotions:
             self._retention.retain(request, keys, promoted=True)
 
     def serve(self, now_s: float) -> None:
-        """At the end of a step: have the first in line asked for what there is room for now.
+        """At the end of a step: have the first in line ask again if it gets another answer now.
 
-        Only the first one, and once for the same room: who is asked in vain is not asked again.
+        Only the first one, and once for the same room: who has asked in vain is not told again.
         """
         lines = self.lines
         for tier, _ in lines.firsts():
@@ -114,7 +114,8 @@ class Promotions:
             told = 0 if lines.has_new_first[tier] else self._told[tier]
             if not (room and told) or first.asked_at_s == now_s:
                 lines.moved(tier, now_s)
-            if room > told and self._primary.decided is not None:
+            has_news = room > told or not (room or self._room_may_come(tier, first))
+            if has_news and self._primary.decided is not None:
                 self._primary.decided(list(first.refused[tier]))
             self._told[tier] = room
 
@@ -171,15 +172,17 @@ class Promotions:
             return self._others_go_on(tier, request)
         state, shares, primary = self._tiers[tier], self._shares, self._primary
         if not shares.room_to_load(tier):
-            loads = state.counters.loads_in_flight or len(self._batches)
+            if state.counters.loads_in_flight or self._batches:
+                return True  # its own loads too leave the share when they have landed
             if state.promotion_slots >= shares.promotions:
-                return bool(loads)  # its own among them: they leave the share when they have landed
-        elif not primary.drops_owed and primary.protected_blocks:
+                return False
+        elif primary.loading.num_pins or primary.stored_now > len(request.writing):
             return True
-        else:
-            loads = primary.loading.num_pins or primary.has_writers
-        stores = any(each.counters.stores_in_flight for each in self._tiers)
-        return bool(loads) or stores or self._others_go_on(tier, request)
+        elif primary.protected_blocks and not primary.drops_owed:
+            return True
+        if any(each.counters.stores_in_flight for each in self._tiers):
+            return True
+        return self._others_go_on(tier, request)
 
     def _others_go_on(self, tier: int, request: RequestState) -> bool:
         """Tell whether others hold some of the room who do not wait for more of it themselves.

@@ -40,9 +40,10 @@ def test_a_burst_of_hits_in_the_slab_hits_all(tmp_path, at_once):
                 async with engine.request(f"store{number}", prompt(number)) as request:
                     assert await engine.store(request, range(BLOCKS), timeout_s=60) == BLOCKS
         async with OffloadEngine(config, kv_caches=kv_caches) as engine:
-            loaded = await asyncio.gather(*(load(engine, number) for number in range(at_once)))
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(load(engine, number)) for number in range(at_once)]
             assert engine.stats().planner.promotions_refused == 0
-        return loaded
+        return [task.result() for task in tasks]
 
     assert asyncio.run(run()) == [BLOCKS] * at_once
 

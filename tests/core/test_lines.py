@@ -208,6 +208,23 @@ def test_an_overdue_copy_is_not_waited_for():
     world.wind_down()
 
 
+def test_who_waits_is_told_when_no_room_comes_any_more():
+    world = world_of(8, "abcd", num_slots=4, reserved=0.5)
+    first, second = world.begin("first"), world.begin("second")
+    assert ask(world, first, "a") == [PENDING]
+    assert ask(world, second, "b") == [RETRY]
+    world.step()
+    told = []
+    world.primary.decided = told.extend
+    world.step()
+    assert told == []
+    world.disown()
+    world.step()
+    assert told == ks("ab")
+    assert ask(world, second, "b") == [MISS]
+    world.wind_down()
+
+
 @pytest.mark.parametrize("what", ["loads", "writes", "stores", "debts"])
 def test_a_primary_in_use_is_waited_for(what):
     world = world_of(8, "z", num_slots=2)
