@@ -185,7 +185,7 @@ class Primary(ResidentBlocks):
         try:
             granted = self._reserve(wanted, ctx)
         finally:
-            self._let_go(unpinned)
+            self._unhold(unpinned)
         if granted is None:
             self.counters.refused_stores += 1
             return None

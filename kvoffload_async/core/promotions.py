@@ -178,11 +178,9 @@ class Promotions:
                 return False
         elif primary.loading.num_pins or primary.stored_now > len(request.writing):
             return True
-        elif primary.protected_blocks and not primary.drops_owed:
-            return True
-        if any(each.counters.stores_in_flight for each in self._tiers):
-            return True
-        return self._others_go_on(tier, request)
+        may_store = not primary.drops_owed and primary.protected_blocks > 0
+        stores = may_store or any(each.counters.stores_in_flight for each in self._tiers)
+        return stores or self._others_go_on(tier, request)
 
     def _others_go_on(self, tier: int, request: RequestState) -> bool:
         """Tell whether others hold some of the room who do not wait for more of it themselves.

@@ -101,7 +101,7 @@ class ResidentBlocks:
                     raise StateError(f"block {key.hex()} is not pinned")
                 slots.append(slot)
         finally:
-            self._let_go(slots)
+            self._unhold(slots)
 
     def protect(self, slots: Iterable[int]) -> None:
         """Have the readable blocks in these slots go last: one more tier is owed them."""
@@ -222,7 +222,7 @@ class ResidentBlocks:
             self._protected -= len(protected)
             self._last_to_go.discard(protected)
 
-    def _let_go(self, slots: Iterable[int]) -> None:
+    def _unhold(self, slots: Iterable[int]) -> None:
         """Undo one `_hold`."""
         refs = self._refs
         num_idle = 0

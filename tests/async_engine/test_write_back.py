@@ -40,7 +40,7 @@ def test_a_burst_through_a_small_primary_arrives_in_the_slab(tmp_path, write_bac
     assert (tier.counters.dropped_blocks == 0) >= arrives
 
 
-async def outrun(world, text="abcd"):
+async def crowded(world, text="abcd"):
     """Fill the primary with blocks that the tier has not stored; each copy there is parked."""
     blocks = range(len(text))
     world.fill(hashes(text), blocks)
@@ -55,7 +55,7 @@ async def outrun(world, text="abcd"):
 @on_loop
 async def test_a_store_waits_until_the_tier_has_taken_what_it_is_owed():
     async with opened(slots=4, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
-        await outrun(world)
+        await crowded(world)
         world.fill(hashes("x"), [9])
         async with world.engine.request("r", hashes("x")) as request:
             task = asyncio.create_task(world.engine.store(request, [9]))
@@ -74,7 +74,7 @@ async def test_a_store_waits_until_the_tier_has_taken_what_it_is_owed():
 @on_loop
 async def test_a_store_waits_no_longer_than_its_deadline():
     async with opened(slots=4, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
-        await outrun(world)
+        await crowded(world)
         async with world.engine.request("r", hashes("x")) as request:
             task = asyncio.create_task(world.engine.store(request, [9], timeout_s=5.0))
             await turns()
@@ -90,7 +90,7 @@ async def test_a_store_waits_no_longer_than_its_deadline():
 async def test_a_store_does_not_wait_for_a_tier_that_has_failed():
     config = {"cascade_fraction": 0.25, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
     async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
-        await outrun(world)
+        await crowded(world)
         async with world.engine.request("r", hashes("x")) as request:
             task = asyncio.create_task(world.engine.store(request, [9]))
             await turns()
@@ -106,7 +106,7 @@ async def test_a_store_does_not_wait_for_a_tier_that_has_failed():
 async def test_a_store_that_may_drop_waits_for_no_tier():
     config = {"cascade_fraction": 0.25, "write_back": "drop"}
     async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
-        await outrun(world)
+        await crowded(world)
         async with world.engine.request("r", hashes("x")) as request:
             task = asyncio.create_task(world.engine.store(request, [9]))
             await turns()

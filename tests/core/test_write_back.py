@@ -13,7 +13,7 @@ from kvoffload_async.core.shares import PlannerLimits
 NOT_YET = "abcd"
 
 
-def outrun(num_slots=4, tiers=1, *, waits=False, names=NOT_YET, **options):
+def crowded(num_slots=4, tiers=1, *, waits=False, names=NOT_YET, **options):
     """A primary full of blocks of which each tier takes one at a time; the first is under way."""
     world = World(
         num_slots,
@@ -40,7 +40,7 @@ def offer(world, names, req_id="new"):
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_block_that_every_tier_has_goes_before_an_older_one_that_is_owed(policy, waits):
-    world = outrun(policy=policy, waits=waits)
+    world = crowded(policy=policy, waits=waits)
     world.settle()
     world.step()
     assert world.primary.state_of(k("b")) is BlockState.PINNED, "it is on its way"
@@ -51,7 +51,7 @@ def test_a_block_that_every_tier_has_goes_before_an_older_one_that_is_owed(polic
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_where_none_of_that_kind_is_left_a_store_drops_as_few_as_it_needs(policy):
-    world = outrun(policy=policy)
+    world = crowded(policy=policy)
     counters = world.planner.tiers[0].counters
     assert offer(world, "x").evicted_keys == ks("b")
     assert (counters.dropped["evicted"], counters.dropped_blocks) == (1, 1)
@@ -63,7 +63,7 @@ def test_where_none_of_that_kind_is_left_a_store_drops_as_few_as_it_needs(policy
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_store_that_waits_is_refused_until_the_tier_has_taken_something(policy):
-    world = outrun(policy=policy, waits=True)
+    world = crowded(policy=policy, waits=True)
     before = resident(world)
     assert offer(world, "x") is None
     assert resident(world) == before
@@ -78,7 +78,7 @@ def test_a_store_that_waits_is_refused_until_the_tier_has_taken_something(policy
 
 
 def test_a_store_that_waits_has_the_head_that_fits():
-    world = outrun(waits=True, accept_prefix=True)
+    world = crowded(waits=True, accept_prefix=True)
     world.settle()
     output = offer(world, "xy")
     assert (list(output.keys_to_store), list(output.keys_left_out)) == (ks("x"), ks("y"))
@@ -86,7 +86,7 @@ def test_a_store_that_waits_has_the_head_that_fits():
 
 
 def test_a_promotion_drops_nothing_that_is_owed_where_stores_wait():
-    world = outrun(waits=True)
+    world = crowded(waits=True)
     world.fill(0, ks("z"))
     assert world.primary.reserve(k("z")) is None
     world.primary.drops_owed = True
@@ -95,7 +95,7 @@ def test_a_promotion_drops_nothing_that_is_owed_where_stores_wait():
 
 
 def test_a_store_drops_none_of_its_own_blocks():
-    world = outrun()
+    world = crowded()
     assert list(offer(world, "bcx").evicted_keys) == ks("d")
     assert offer(world, "bcyz", "other") is None
     world.wind_down()
@@ -103,7 +103,7 @@ def test_a_store_drops_none_of_its_own_blocks():
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_tier_that_is_down_wants_nothing(waits):
-    world = outrun(waits=waits, tiers=2, breaker=BreakerSettings(1, retry_after_s=50.0))
+    world = crowded(waits=waits, tiers=2, breaker=BreakerSettings(1, retry_after_s=50.0))
     first, second = sorted(world.running)
     world.fail(first, error=DOWN)
     world.step()
@@ -117,7 +117,7 @@ def test_a_tier_that_is_down_wants_nothing(waits):
 
 
 def test_a_tier_that_hangs_wants_nothing_until_its_copy_has_ended():
-    world = outrun(waits=True)
+    world = crowded(waits=True)
     world.disown()
     world.step()
     assert offer(world, "x").evicted_keys == ks("b")
@@ -130,7 +130,7 @@ def test_a_tier_that_hangs_wants_nothing_until_its_copy_has_ended():
 
 
 def test_a_tier_that_comes_back_wants_what_it_is_still_owed():
-    world = outrun(waits=True, breaker=BreakerSettings(1, retry_after_s=5.0))
+    world = crowded(waits=True, breaker=BreakerSettings(1, retry_after_s=5.0))
     world.fail(error=DOWN)
     world.step()
     assert world.primary.protected_blocks == 0
@@ -145,7 +145,7 @@ def test_a_tier_that_comes_back_wants_what_it_is_still_owed():
 
 def test_a_step_looks_at_a_bounded_part_of_what_a_failed_tier_is_owed():
     num_slots = 2 * _SLOTS_A_STEP + 8
-    world = outrun(num_slots, breaker=BreakerSettings(1, retry_after_s=50.0), names=())
+    world = crowded(num_slots, breaker=BreakerSettings(1, retry_after_s=50.0), names=())
     ctx = world.begin()
     world.store(ctx, range(num_slots))
     world.end_step()
@@ -161,7 +161,7 @@ def test_a_step_looks_at_a_bounded_part_of_what_a_failed_tier_is_owed():
 
 def test_nobody_asks_about_a_block_again_as_long_as_it_is_owed():
     num_blocks, rounds = 4096, 256
-    world = outrun(num_blocks, names=())
+    world = crowded(num_blocks, names=())
     ctx = world.begin()
     world.store(ctx, range(num_blocks))
     asked = []
@@ -174,7 +174,7 @@ def test_nobody_asks_about_a_block_again_as_long_as_it_is_owed():
 
 
 def test_what_is_used_again_is_not_next_any_more():
-    world = outrun()
+    world = crowded()
     assert offer(world, "x").evicted_keys == ks("b")
     world.planner.touch(ks("c"), world.begin("far"))
     world.finish(world.live["far"])
@@ -183,7 +183,7 @@ def test_what_is_used_again_is_not_next_any_more():
 
 
 def test_a_reset_protects_nothing_of_before():
-    world = outrun()
+    world = crowded()
     assert world.primary.protected_blocks == 3
     world.reset()
     assert world.primary.protected_blocks == 0
