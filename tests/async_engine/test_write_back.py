@@ -122,3 +122,22 @@ def test_an_unknown_way_is_refused_with_the_nearest_one():
         OffloadEngine({**config, "write_back": "dorp"}, create_transport=print)
     with pytest.raises(ConfigError, match=r'write_back: 3 .* must be "wait" or "drop"'):
         OffloadEngine({**config, "write_back": 3}, create_transport=print)
+
+
+@on_loop
+async def test_a_store_goes_on_when_the_last_slot_of_a_failed_tier_is_looked_at(monkeypatch):
+    monkeypatch.setattr("kvoffload_async.core.backlog._SLOTS_A_STEP", 1)
+    config = {"cascade_fraction": 0.25, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
+    config["accept_prefix"] = False
+    async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
+        await crowded(world)
+        async with world.engine.request("r", hashes("wxyz")) as request:
+            task = asyncio.create_task(world.engine.store(request, [9, 10, 11, 12]))
+            await turns()
+            (tier,) = world.tiers
+            tier.settle(tier.parked[0], error=TierUnavailableError("down"))
+            for _ in range(5):
+                await jump(0.1)
+                world.transport.settle_all()
+            assert task.done()
+            assert await task == 4
