@@ -139,9 +139,9 @@ class Steps:
         """Have a step after so many seconds, whatever happens until then; None: have none."""
         if self._later is not None:
             self._later.cancel()
-        self._later = (
-            None if delay_s is None else self._loop.call_later(delay_s, self.note_progress)
-        )
+        self._later = None
+        if delay_s is not None:  # what tiers are owed goes on, or is let go: there may be room then
+            self._later = self._loop.call_later(delay_s, self.note_progress)
 
     def _tell_readers(self) -> None:
         """Let the readers look for events."""
