@@ -149,10 +149,12 @@ class TierState:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether it will take what it is owed: it is open, and no store of its fails or hangs."""
-        if not self.is_available or not self.health.stores.is_closed:
-            return False
-        return not self.jobs.disowned_count or all(r.holds_slots for r in self.jobs.disowned())
+        """Whether it will take what it is owed: it is open, its stores work, and no copy hangs.
+
+        Of a load neither: overdue copies may occupy all of the tier's share.
+        """
+        works = self.is_available and self.health.stores.is_closed
+        return works and not self.jobs.disowned_count
 
     @property
     def is_exact(self) -> bool:

@@ -129,6 +129,20 @@ def test_a_tier_that_hangs_wants_nothing_until_its_copy_has_ended():
     world.wind_down()
 
 
+def test_a_tier_whose_share_is_taken_by_overdue_copies_wants_nothing():
+    """Of before a reset, or loads: no store can begin that would be overdue in its turn."""
+    world = crowded(waits=True)
+    world.disown()
+    world.reset()
+    world.flush_reset()
+    ctx = world.begin("again")
+    for name in "efg":
+        world.store(ctx, [name])
+    world.step()
+    assert offer(world, "x").evicted_keys == ks("e")
+    world.wind_down()
+
+
 def test_a_tier_that_comes_back_wants_what_it_is_still_owed():
     world = crowded(waits=True, breaker=BreakerSettings(1, retry_after_s=5.0))
     world.fail(error=DOWN)
