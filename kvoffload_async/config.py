@@ -204,6 +204,15 @@ def parse_generation(value: object, key: str) -> str:
     return parse_label(value, key)
 
 
+def parse_write_back(value: object, key: str) -> str:
+    """Return what a store does that outruns the tiers, "wait" or "drop"; raises ConfigError."""
+    allowed = ("wait", "drop")
+    if value not in allowed:
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        _reject(key, value, f'"wait" or "drop"{hint}')
+    return str(value)
+
+
 def parse_socket_path(value: object, key: str) -> str:
     """Return the path of a Unix socket; raises ConfigError."""
     allowed = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
@@ -261,6 +270,10 @@ class OffloadConfig:
             for waiting requests, may occupy until loaded, as far as its share reaches.
         cascade_fraction: Part of the primary that may be in cascade to one tier at once, as far
             as its share reaches; more blocks wait.
+        write_back: What a store does that would evict blocks which a tier is still to get, as no
+            others are left: "wait" until the tiers have taken them, within its deadline, or "drop"
+            them. By default `OffloadEngine` waits and a scheduler's manager drops; one that is to
+            wait refuses such a store, and the scheduler offers it again in the next step.
         deferral_timeout_s: Seconds that a request may be deferred in all.
         breaker_fault_threshold: Faults in a row after which a tier is left alone.
         breaker_retry_s: Seconds until a tier that was left alone is tried again.
@@ -291,6 +304,7 @@ class OffloadConfig:
     reserved_fraction: float = _option(parse_part, 0.25)
     promotion_fraction: float = _option(parse_fraction, 0.5)
     cascade_fraction: float = _option(parse_fraction, 0.5)
+    write_back: str | None = _option(or_none(parse_write_back), None)
     deferral_timeout_s: float = _option(parse_seconds, 30.0)
     breaker_fault_threshold: int = _option(at_least(1), 3)
     breaker_retry_s: float = _option(parse_seconds, 5.0)

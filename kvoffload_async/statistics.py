@@ -35,8 +35,8 @@ BUCKET_BOUNDS_S: Final = (
 MissReason = Literal["absent", "skipped", "no_room", "paused", "expired"]
 MISS_REASONS: Final[tuple[MissReason, ...]] = get_args(MissReason)
 """Why a lookup found nothing: no tier has the block; a tier that was not asked may have it; a tier
-has it, but the primary has no slot for it; a reset is under way; the request was deferred for
-longer than `deferral_timeout_s`."""
+has it, but the primary has no slot for it, and will have none; a reset is under way; the request
+was deferred for longer than `deferral_timeout_s`."""
 
 SkipReason = Literal["unavailable", "suspended", "filtered", "failed", "too_few"]
 SKIP_REASONS: Final[tuple[SkipReason, ...]] = get_args(SkipReason)
@@ -295,7 +295,7 @@ class PlannerStatistics:
         jobs_submitted: Jobs given to tiers.
         job_results: Results of them.
         job_failures: Those that say that something failed.
-        promotions_refused: Hits in a tier for which the primary had no slot.
+        promotions_refused: Hits in a tier for which the primary has no slot, and will have none.
         deferrals_expired: Requests that were deferred longer than they may be.
         decision_seconds: From a request's first lookup until it proceeds: loads, is computed
             without, or ends. In whole steps.

@@ -77,7 +77,8 @@ class LookupResult(enum.Enum):
 
     `HIT`: readable in the primary now. `MISS`: nowhere, or not to be promoted now. `HIT_PENDING`:
     in the primary, but its bytes are still on the way; a hit that defers the request. `RETRY`:
-    not known yet (an existence probe is under way); no hit, and defers the request.
+    not known yet (an existence probe is under way), or in a tier, and no room for it in the primary
+    yet; no hit, and defers the request.
     """
 
     HIT = enum.auto()

@@ -133,8 +133,7 @@ class Steps:
             self._tell_readers()
         if self._has_progress or events or counters.job_results != results_before:
             self._has_progress = False
-            counts = manager.planner.primary.counts
-            self.waiters.progressed(has_room=counts["free"] + counts["idle"] > 0)
+            self.waiters.progressed(has_room=manager.planner.primary.room > 0)
 
     def _schedule_later(self, delay_s: float) -> None:
         """Have a step after so many seconds, whatever happens until then; infinity: have none."""

@@ -71,7 +71,7 @@ class Stores:
                 if granted is not None:
                     stored += len(granted.keys_to_store)
                     request.left_out = left = granted.keys_left_out
-                elif stored and not _others_use_some(self._primary, request):
+                elif stored and not _may_have_room(self._primary, request):
                     break  # there will be no room for the rest
                 elif not await self._wait_for_room(request, deadline_s):
                     if stored:
@@ -124,8 +124,7 @@ class Stores:
 
     def _pass_room_on(self) -> None:
         """Give the next store that waits for room its turn, if there is room left."""
-        counts = self._primary.counts
-        if counts["free"] + counts["idle"]:
+        if self._primary.room:
             self._steps.waiters.room_left()
 
     async def _wait_for_room(self, request: EngineRequest, deadline_s: float) -> bool:
@@ -148,8 +147,10 @@ class Stores:
         self._steps.note_progress()
 
 
-def _others_use_some(primary: Primary, request: EngineRequest) -> bool:
-    """Tell whether anything is in use that is not the request's own: it may become room."""
+def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
+    """Tell whether anything is owed, or in use that is not the request's own: it may be room."""
+    if primary.protected_blocks:
+        return True
     counts = primary.counts
     own = sum(primary.state_of(key) in _IN_USE for key in request.keys)
     return counts["pinned"] + counts["writing"] > own
@@ -161,5 +162,6 @@ def _no_room(primary: Primary, wanted: int) -> str:
         f"no room for {wanted} blocks in the primary's {primary.num_slots} slots: "
         f"{counts['pinned']} are pinned, {counts['writing']} being written, {counts['held']} held "
         f"by overdue copies, {counts['free']} free, and {counts['idle']} idle, which are too few "
-        "or a part of this request; raise cpu_bytes_to_use, or store less at once"
+        f"or a part of this request, or which tiers have still to store: {primary.protected_blocks}"
+        "; raise cpu_bytes_to_use, or store less at once"
     )

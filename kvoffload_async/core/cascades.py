@@ -44,7 +44,8 @@ class Cascades:
     What a tier does not take now (its bound is reached, its breaker is open, it is under pressure,
     or its store failed for a reason that may pass) it is *owed*, in the order in which it came,
     and gets as soon as there is room. It is lost only if it is evicted first; then it is counted
-    as dropped. Owed blocks are not pinned. A late cascade belongs to no request.
+    as dropped. Owed blocks are not pinned; but as long as their tier is in order, they are evicted
+    last, or not at all. A late cascade belongs to no request.
 
     Thread: owner.
     """
@@ -71,7 +72,9 @@ class Cascades:
         self._shares = shares
         self._own = own
         self._submit = submit
-        self.backlogs = [Backlog(primary.num_slots) for _ in tiers]
+        self.backlogs = [
+            Backlog(primary.num_slots, primary.protect, primary.unprotect) for _ in tiers
+        ]
         """What each tier is owed. To be read only."""
         self.parking: dict[ReqContext, RequestState] = {}
         """The requests with keys that another request is writing."""
@@ -95,8 +98,11 @@ class Cascades:
     def wakes_in_s(self, now_s: float) -> float | None:
         """Return in how many seconds a step can send something that is owed.
 
-        None: nothing is owed, or only what waits for the end of another job.
+        None: nothing is owed, or only what waits for the end of another job. 0: also if the step
+        has not looked at all that a tier is owed, which has failed or works again.
         """
+        if any(backlog.is_heeding for backlog in self.backlogs):
+            return 0.0
         waits = [
             max(0.0, backlog.paused_until_s - now_s)
             for index, backlog in enumerate(self.backlogs)
@@ -178,8 +184,12 @@ class Cascades:
         return done
 
     def send_owed(self, now_s: float) -> None:
-        """Send the tiers what they are owed: a bounded number of blocks, however many there are."""
+        """Send the tiers what they are owed: a bounded number of blocks, however many there are.
+
+        What a tier that has failed is owed is not protected from eviction until it works again.
+        """
         for index, backlog in enumerate(self.backlogs):
+            backlog.heed(is_wanted=self._tiers[index].wants_blocks)
             most = LATE_BLOCKS_A_STEP + backlog.new_blocks
             backlog.new_blocks = 0
             if backlog.count and now_s >= backlog.paused_until_s:

@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """Something that always holds of a subject.
 
     Attributes:
-        name: P1 to P25.
+        name: P1 to P26.
         statement: What always holds.
         violations: Returns what does not, in words.
     """
@@ -38,6 +38,27 @@ class Invariant(Generic[S]):
         found = list(self.violations(subject))
         if found:
             raise InvariantError(f"{self.name} ({self.statement}): {'; '.join(found)}")
+
+
+def lines_are_kept(planner: Planner) -> Iterator[str]:
+    """P26."""
+    lines = planner.promotions.lines.waiting()
+    live = set(planner.requests.values())
+    own = Counter(job.req_context for job in _writers(planner) for _ in job.keys)
+    for request in live.union(*lines):
+        name = f"request {request.ctx.req_id!r}"
+        where = {tier for tier, line in enumerate(lines) if request in line}
+        if where != {tier for tier, keys in request.refused.items() if keys}:
+            yield f"{name} is in the lines {where}, but waits for {request.refused}"
+        if where and (request not in live or not request.waits or request.is_expired):
+            yield f"{name} is in line, but waits no more"
+        if request.is_behind != any(lines[tier][0] is not request for tier in where):
+            yield f"{name}: is_behind is {request.is_behind}"
+        if request.is_behind and request.retained:
+            yield f"{len(request.retained)} blocks are retained for {name}, which is behind others"
+        promoting = request.unflushed_promotions + own[request.ctx]
+        if request in live and request.promoting != promoting:
+            yield f"{name} counts {request.promoting} promotions, but has {promoting}"
 
 
 def jobs_are_counted(planner: Planner) -> Iterator[str]:
@@ -225,6 +246,13 @@ def what_is_owed_is_readable(planner: Planner) -> Iterator[str]:
             for slot in job.block_ids.tolist()
         }
         yield from (f"tier {tier.name!r}: {text}" for text in backlog.violations(under_way))
+    backlogs, primary = planner.cascades.backlogs, planner.primary
+    protected = dict(Counter(chain.from_iterable(backlog.protected() for backlog in backlogs)))
+    if primary.debts() != protected:
+        yield f"slots are protected {primary.debts()} times, but should be {protected} times"
+    unpinned = sum(slot in protected and not refs for _, slot, refs in primary.resident())
+    if primary.protected_blocks != unpinned:
+        yield f"{primary.protected_blocks} protected blocks are counted, not {unpinned}"
     owes = any(backlog.count for backlog in planner.cascades.backlogs)
     if owes != (planner.primary.on_evicted is not None):
         yield "evictions are watched although nothing is owed, or not although something is"
@@ -340,7 +368,8 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P23",
-        "what a tier is owed is readable and watched, and goes to it as soon as there is room",
+        "what a tier is owed is readable and watched, protected while the tier is in order, and "
+        "goes to it as soon as there is room",
         what_is_owed_is_readable,
     ),
     Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),
@@ -348,6 +377,11 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "P25",
         "a half-open breaker waits for a try that is under way",
         half_open_breakers_have_a_try,
+    ),
+    Invariant(
+        "P26",
+        "who waits for room for promotions is in line, and holds nothing while behind others",
+        lines_are_kept,
     ),
 )
 

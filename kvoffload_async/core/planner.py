@@ -13,6 +13,7 @@ from functools import partial
 from kvoffload_async.core.cascades import Cascades
 from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.lines import Lines
 from kvoffload_async.core.own_context import OwnContext
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
@@ -59,8 +60,11 @@ class Planner:
             cascade_blocks=limits.cascade_blocks,
             reserved_fraction=limits.reserved_fraction,
         )
-        self.retention = Retention(primary, self.shares, limits.promotion_slots, limits.deferral_s)
-        self.promotions = Promotions(primary, self.tiers, self.shares, self.retention)
+        lines = Lines(len(self.tiers))
+        self.retention = Retention(
+            primary, self.shares, lines, limits.promotion_slots, limits.deferral_s
+        )
+        self.promotions = Promotions(primary, self.tiers, self.shares, self.retention, lines)
         self._search = TierSearch(self.tiers, self.promotions, self.counters)
         self.requests: dict[ReqContext, RequestState] = {}
         self._newest: dict[str, RequestState] = {}
@@ -251,6 +255,7 @@ class Planner:
         self.cascades.send_owed(self.now_s)
         self._asking = None
         self.retention.end_step(self.now_s)
+        self.promotions.serve(self.now_s)
 
     @property
     def has_pending_work(self) -> bool:
@@ -327,6 +332,8 @@ class Planner:
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
         request = self.requests.get(job.req_context)
+        if request is not None:
+            request.promoting -= len(job.keys)
         if result.disowned:
             self.promotions.disown(failed)
         else:

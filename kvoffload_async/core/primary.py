@@ -1,6 +1,7 @@
 """The primary tier: which key lies in which slot, and who may touch it.
 
-Never evicted: a block that is writing or pinned; see `resident` for the states.
+Never evicted: a block that is writing or pinned; see `resident` for the states. Evicted last, or
+never, as `drops_owed` says: a block that a tier in order is owed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.heads import split_where_it_fits, those_before, used_before
 from kvoffload_async.core.loads import Loads
 from kvoffload_async.core.recency import RecencyLog
-from kvoffload_async.core.resident import WRITING, ResidentBlocks
+from kvoffload_async.core.resident import PINS, WRITING, ResidentBlocks
 from kvoffload_async.core.slots import SlotPool
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.keymap import require_keys
@@ -45,6 +46,10 @@ class Primary(ResidentBlocks):
     Every operation checks everything before it changes anything.
 
     Thread: owner.
+
+    Attributes:
+        drops_owed: Whether protected blocks are evicted where no others are left; written by who
+            composes.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Primary(ResidentBlocks):
         """Which request loads which blocks. To be read only."""
         refs = self._refs
         self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
+        self.drops_owed = True
         self._writing = 0
         self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
         """What `take_events` tells, and what of it was dropped."""
@@ -160,25 +166,26 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         require_keys(keys)
-        missing, readable, idle = self._sorted_out(keys)
+        missing, readable, unpinned = self._sorted_out(keys)
         wanted: Sequence[OffloadKey] = missing
         if self._admission is not None:
             wanted = self._admission.admitted(missing)
         left_out: Sequence[OffloadKey] = ()
         if self._accept_prefix and len(wanted) > self._pool.free_count:
             used = self._recency.used_by(ctx)
-            if len(wanted) > self._room_beside(idle) - len(used):
+            if len(wanted) > self._room_beside(unpinned) - len(used):
                 head = used_before(wanted, used, ctx.key_positions)
-                idle |= self._sorted_out(head)[2]
-            room = self._room_beside(idle)
+                unpinned |= self._sorted_out(head)[2]
+            room = self._room_beside(unpinned)
             wanted, left_out = split_where_it_fits(wanted, ctx.key_positions, room)
             if not wanted:
                 self.counters.refused_stores += 1
                 return None
-        if idle:
-            granted = self._reserve_beside(idle, wanted, ctx)
-        else:
-            granted = self._reserve(wanted, self._may_go, ctx)
+        self._hold(unpinned)
+        try:
+            granted = self._reserve(wanted, ctx)
+        finally:
+            self._unhold(unpinned)
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -191,9 +198,21 @@ class Primary(ResidentBlocks):
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
-    def _room_beside(self, idle: Collection[int]) -> int:
-        """Return how many blocks fit if those in some idle slots stay."""
-        return self._pool.free_count + self._idle - len(idle)
+    @property
+    def room(self) -> int:
+        """How many blocks can be reserved now."""
+        return self._pool.free_count + self._idle + self.drops_owed * self._protected
+
+    @property
+    def protected_blocks(self) -> int:
+        """Blocks that would be idle if tiers were not owed them."""
+        return self._protected
+
+    def _room_beside(self, unpinned: Collection[int]) -> int:
+        """Return how many blocks fit if those in some slots stay."""
+        if self.drops_owed:
+            return self.room - len(unpinned)
+        return self.room - sum(not self._refs[slot] for slot in unpinned)
 
     def reserve(self, key: OffloadKey) -> int | None:
         """Reserve a slot for one absent key, evicting at most one other.
@@ -206,7 +225,7 @@ class Primary(ResidentBlocks):
         """
         if key in self._blocks:
             raise StateError(f"block {key.hex()} is present already")
-        granted = self._reserve([key], self._may_go, None)
+        granted = self._reserve([key], None)
         if granted is None:
             return None
         (slot,), _ = granted
@@ -274,7 +293,8 @@ class Primary(ResidentBlocks):
         if self._admission is not None:
             self._admission.clear()
         self._pool.reset(still_touched)
-        self._idle = self._writing = 0
+        self._last_to_go.clear()
+        self._idle = self._protected = self._writing = 0
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -291,11 +311,12 @@ class Primary(ResidentBlocks):
     def counts(self) -> dict[str, int]:
         """Slots by use: free, writing, idle, pinned and held; they add up to `num_slots`."""
         free, held = self._pool.free_count, self._pool.retained_count
+        idle = self._idle + self._protected
         return {
             "free": free,
             "writing": self._writing,
-            "idle": self._idle,
-            "pinned": self.num_slots - free - held - self._idle - self._writing,
+            "idle": idle,
+            "pinned": self.num_slots - free - held - idle - self._writing,
             "held": held,
         }
 
@@ -311,7 +332,12 @@ class Primary(ResidentBlocks):
             return BlockState.ABSENT
         if self._refs[slot] < 0:
             return BlockState.WRITING
-        return BlockState.PINNED if self._refs[slot] else BlockState.IDLE
+        return BlockState.PINNED if self._refs[slot] & PINS else BlockState.IDLE
+
+    @property
+    def stored_now(self) -> int:
+        """How many blocks requests are writing."""
+        return len(self._writers)
 
     def loads(self) -> Counter[OffloadKey]:
         """Return how many loads pin each key. For invariants and inspection."""
@@ -319,33 +345,15 @@ class Primary(ResidentBlocks):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _reserve_beside(
-        self, idle: Collection[int], missing: Sequence[OffloadKey], writer: ReqContext
-    ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Reserve as `_reserve` does, with the blocks in these idle slots pinned."""
-        refs = self._refs
-        for slot in idle:
-            refs[slot] = 1
-        try:
-            return self._reserve(missing, self._may_go, writer)
-        finally:
-            for slot in idle:
-                refs[slot] = 0
-            self._policy.released(tuple(idle))
-
     def _reserve(
-        self,
-        missing: Sequence[OffloadKey],
-        is_evictable: Callable[[int], bool],
-        writer: ReqContext | None,
+        self, missing: Sequence[OffloadKey], writer: ReqContext | None
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Return the slots of absent keys, and the keys that had to go for them."""
         if not missing:
             return [], []
-        deficit = max(0, len(missing) - self._pool.free_count)
-        if deficit > self._idle:
+        if len(missing) > self.room:
             return None
-        victims = self._policy.make_room(missing, deficit, is_evictable)
+        victims = self._make_room(missing, max(0, len(missing) - self._pool.free_count))
         if victims is None:
             return None
         if self.on_evicted is not None and victims:
@@ -368,6 +376,23 @@ class Primary(ResidentBlocks):
         self._writing += len(missing)
         self._policy.admit(missing, slots)
         return slots, evicted
+
+    def _make_room(self, missing: Sequence[OffloadKey], deficit: int) -> list[int] | None:
+        """Return the slots that were given up; protected ones only where no others are left."""
+        is_evictable = self._may_go_first if self._protected else self._may_go
+        victims = self._policy.make_room(missing, deficit, is_evictable)
+        if victims is None and deficit > self._idle and self.on_evicted is not None:
+            # It has asked for all that it may ask for: the order of the protected ones is known.
+            self.on_evicted(self._last_to_go.first(deficit - self._idle))
+            victims = self._policy.make_room(missing, deficit, is_evictable)
+        return victims
+
+    def _may_go_first(self, slot: int) -> bool:
+        """Tell whether the block in a slot may go; note that it is next if it is protected."""
+        count = self._refs[slot]
+        if count > 0 and not count & PINS:
+            self._last_to_go.note(slot)
+        return not count
 
     def _end_write(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], *, success: bool

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 
+from kvoffload_async.core.lines import Lines
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.retention import Retention
 from kvoffload_async.core.shares import Shares
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.types import OffloadKey, ReqContext
+from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
 
 _Batch = tuple[RequestState, list[OffloadKey], list[int]]
 
@@ -23,7 +24,13 @@ class Promotions:
     other waits for. It counts against its tier's share until the block has landed; one that was
     given up while its copy runs, until the copy has ended.
 
+    A promotion that finds no room waits in its tier's line, if somebody else's use of the room ends
+    by itself.
+
     Thread: owner.
+
+    Attributes:
+        lines: Who waits for room.
     """
 
     def __init__(
@@ -32,12 +39,16 @@ class Promotions:
         tiers: Sequence[TierState],
         shares: Shares,
         retention: Retention,
+        lines: Lines,
     ) -> None:
+        self.lines = lines
         self._primary = primary
         self._tiers = tiers
         self._shares = shares
         self._retention = retention
         self._batches: dict[tuple[int, ReqContext], _Batch] = {}
+        self._told = [0] * len(tiers)
+        """How much room there was when the first in each line was told of it last, or less."""
 
     @property
     def outstanding_slots(self) -> int:
@@ -52,23 +63,28 @@ class Promotions:
         for (tier, _), (_, keys, slots) in self._batches.items():
             yield from zip(repeat(tier), keys, slots)
 
-    def reserve(self, tier: int, request: RequestState, key: OffloadKey) -> bool:
-        """Reserve a slot for an absent key and queue it; False if there is no room for it."""
-        retention = self._retention
-        if not self._shares.room_to_load(tier) or retention.spare_slots <= 0:
-            return False
-        if not self._primary.pool.free_count:
-            retention.guard_found()
-        slot = self._primary.reserve(key)
-        if slot is None:
-            return False
-        batch = self._batches.setdefault((tier, request.ctx), (request, [], []))
-        batch[1].append(key)
-        batch[2].append(slot)
-        request.unflushed_promotions += 1
-        retention.in_flight += 1
-        self._tiers[tier].reserve_slot()
-        return True
+    def reserve(self, tier: int, request: RequestState, key: OffloadKey) -> LookupResult:
+        """Reserve a slot for an absent key and queue it.
+
+        Returns:
+            HIT_PENDING; or RETRY: the request is in line for the room; or MISS: there will be none.
+        """
+        lines = self.lines
+        first = lines.first(tier)
+        if first is not None and first is not request and self._room(tier):
+            if not lines.has_stalled(tier, request.asked_at_s):
+                return self._wait(tier, request, key)
+            lines.leave(first)
+            first = lines.first(tier)
+        if first is None or first is request:
+            slot = self._reserve(tier, key)
+            if slot is not None:
+                self._take(tier, request, key, slot)
+                return LookupResult.HIT_PENDING
+            if not self._room_may_come(tier, request):
+                lines.served(tier, request, key)
+                return LookupResult.MISS
+        return self._wait(tier, request, key)
 
     def flush(self) -> Iterator[tuple[int, RequestState, Sequence[OffloadKey], Sequence[int]]]:
         """Detach the step's batches: (tier, request, keys, slots)."""
@@ -83,6 +99,25 @@ class Promotions:
         self._primary.complete_write(keys, success=True)
         if request is not None and request.waits:
             self._retention.retain(request, keys, promoted=True)
+
+    def serve(self, now_s: float) -> None:
+        """At the end of a step: have the first in line ask again if it gets another answer now.
+
+        Only the first one, and once for the same room: who has asked in vain is not told again.
+        """
+        lines = self.lines
+        for tier, _ in lines.firsts():
+            first = self._first_without_room(tier)
+            if first is None:
+                continue
+            room = self._room(tier)
+            told = 0 if lines.has_new_first[tier] else self._told[tier]
+            if not (room and told) or first.asked_at_s == now_s:
+                lines.moved(tier, now_s)
+            has_news = room > told or not (room or self._room_may_come(tier, first))
+            if has_news and self._primary.decided is not None:
+                self._primary.decided(list(first.refused[tier]))
+            self._told[tier] = room
 
     def fail(self, tier: int, keys: Sequence[OffloadKey]) -> None:
         """Free the slots of blocks that did not come; the keys become absent."""
@@ -102,6 +137,72 @@ class Promotions:
         for tier in self._tiers:
             late = (record.job for record in tier.jobs.disowned())
             tier.promotion_slots = sum(len(job.keys) for job in late if job.is_promotion)
+
+    def _room(self, tier: int) -> int:
+        """Return how many blocks of a tier may be reserved now."""
+        room = min(self._shares.room_to_load(tier), self._retention.spare_slots)
+        return min(room, self._primary.room)
+
+    def _reserve(self, tier: int, key: OffloadKey) -> int | None:
+        if not self._shares.room_to_load(tier) or not self._retention.spare_slots:
+            return None
+        if not self._primary.pool.free_count:
+            self._retention.guard_found()
+        return self._primary.reserve(key)
+
+    def _take(self, tier: int, request: RequestState, key: OffloadKey, slot: int) -> None:
+        batch = self._batches.setdefault((tier, request.ctx), (request, [], []))
+        batch[1].append(key)
+        batch[2].append(slot)
+        request.unflushed_promotions += 1
+        request.promoting += 1
+        self._retention.in_flight += 1
+        self._tiers[tier].reserve_slot()
+        self.lines.served(tier, request, key)
+
+    def _wait(self, tier: int, request: RequestState, key: OffloadKey) -> LookupResult:
+        self.lines.join(tier, request, key)
+        if request.is_behind:
+            self._retention.give_back(request)
+        return LookupResult.RETRY
+
+    def _room_may_come(self, tier: int, request: RequestState) -> bool:
+        """Tell whether room for a request's promotion, which there is not, comes without it."""
+        if self._retention.is_full:
+            return self._others_go_on(tier, request)
+        state, shares, primary = self._tiers[tier], self._shares, self._primary
+        if not shares.room_to_load(tier):
+            if state.counters.loads_in_flight or self._batches:
+                return True  # its own loads too leave the share when they have landed
+            if state.promotion_slots >= shares.promotions:
+                return False
+        elif primary.loading.num_pins or primary.stored_now > len(request.writing):
+            return True
+        may_store = not primary.drops_owed and primary.protected_blocks > 0
+        stores = may_store or any(each.counters.stores_in_flight for each in self._tiers)
+        return stores or self._others_go_on(tier, request)
+
+    def _others_go_on(self, tier: int, request: RequestState) -> bool:
+        """Tell whether others hold some of the room who do not wait for more of it themselves.
+
+        If only the first in the lines hold any, that of the first tier waits for the others.
+        """
+        held = self._retention.in_flight + self._retention.retained_slots
+        held -= request.promoting + len(request.retained)
+        others = {first: at for at, first in self.lines.firsts() if first is not request}
+        if held > sum(first.promoting + len(first.retained) for first in others):
+            return True
+        return held > 0 and tier < min(others.values(), default=tier)
+
+    def _first_without_room(self, tier: int) -> RequestState | None:
+        """Return the first in line whose blocks nobody else has brought; those before it leave."""
+        while (first := self.lines.first(tier)) is not None:
+            for key in list(first.refused[tier]):
+                if self._primary.lookup(key) is not LookupResult.MISS:
+                    self.lines.served(tier, first, key)
+            if self.lines.first(tier) is first:
+                break
+        return first
 
     def _end(self, tier: int, keys: Sequence[OffloadKey]) -> None:
         self._retention.in_flight -= len(keys)

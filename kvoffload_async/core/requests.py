@@ -18,10 +18,13 @@ class RequestState:
         "asked_at_s",
         "ctx",
         "failed",
+        "is_behind",
         "is_deferred",
         "is_expired",
         "is_finished",
         "parked",
+        "promoting",
+        "refused",
         "request_level_tiers",
         "retained",
         "unflushed_promotions",
@@ -39,6 +42,12 @@ class RequestState:
         """Keys that were granted slots and whose write has not ended."""
         self.unflushed_promotions = 0
         """Slots reserved in this step whose job is not submitted yet."""
+        self.promoting = 0
+        """Slots of promotions for it that have not ended, and whose copies are not overdue."""
+        self.refused: dict[int, dict[OffloadKey, None]] = {}
+        """Tier -> keys that found no room for their promotion from there, and wait; see `Lines`."""
+        self.is_behind = False
+        """Whether another one is before it in such a line: then nothing is retained for it."""
         self.parked: dict[OffloadKey, None] = {}
         """Keys to cascade to the request-level tiers once another request has written them."""
         self.retained: dict[OffloadKey, bool] = {}
@@ -111,4 +120,5 @@ class RequestState:
         self.writing.clear()
         self.parked.clear()
         self.retained.clear()
+        self.promoting = 0
         self.waits = self.is_deferred = False

@@ -7,6 +7,9 @@ A block's state machine, encoded in one counter so that a batch costs one intege
     idle    --pin------> pinned (k > 0)   pinned  --unpin (last)--> idle
     idle    --evict----> absent
 
+A block that a tier in order is owed is *protected*: the counter has `A_DEBT` more for each such
+tier, and it goes only after all that are not, or not at all; see `Primary`.
+
 What is known of a block lies in arrays by slot: a million blocks cost no object each that the
 garbage collector walks, and no step moves more than a few small parts of a table. Bytes a block at
 a million, under LRU: 164 with its key of 36, 95 without; 38 more once blocks have come and gone.
@@ -20,6 +23,7 @@ from typing import Final
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.core.index import KeysDecided
+from kvoffload_async.core.last_to_go import LastToGo
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.arrays import integers
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, too_short
@@ -27,6 +31,9 @@ from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.types import LookupResult, OffloadKey
 
 WRITING: Final = -1
+A_DEBT: Final = 1 << 24
+PINS: Final = A_DEBT - 1
+"""What of a counter is pins, unless it is `WRITING`."""
 
 
 class ResidentBlocks:
@@ -49,6 +56,10 @@ class ResidentBlocks:
         self._refs = integers(num_slots)
         """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
         self._idle = 0
+        """Blocks that are neither pinned nor protected."""
+        self._protected = 0
+        """Blocks that are protected, and not pinned."""
+        self._last_to_go = LastToGo(num_slots)
         self.on_evicted: Callable[[Sequence[int]], None] | None = None
         """Told which slots are about to lose their blocks, while somebody needs to know."""
         self.counters = PrimaryCounters()
@@ -76,31 +87,47 @@ class ResidentBlocks:
                 key = keys[len(slots)]
                 raise StateError(f"block {key.hex()} is not readable; look it up in this step")
             slots.append(slot)
-        num_idle = 0
-        for slot in slots:
-            count = refs[slot]
-            if not count:
-                num_idle += 1
-            refs[slot] = count + 1
-        self._idle -= num_idle
+        self._hold(slots)
         return slots
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
         """Undo one `pin`."""
         keys = tuple(keys)
         refs = self._refs
-        released: list[int] = []
+        slots: list[int] = []
         try:
             for key, slot in zip(keys, self._blocks.find(keys), strict=True):
-                count = 0 if slot is None else refs[slot]
-                if slot is None or count < 1:
+                if slot is None or refs[slot] < 1 or not refs[slot] & PINS:
                     raise StateError(f"block {key.hex()} is not pinned")
-                refs[slot] = count - 1
-                if count == 1:
-                    released.append(slot)
+                slots.append(slot)
         finally:
-            self._idle += len(released)
-            self._policy.released(released)
+            self._unhold(slots)
+
+    def protect(self, slots: Iterable[int]) -> None:
+        """Have the readable blocks in these slots go last: one more tier is owed them."""
+        refs = self._refs
+        num_idle = 0
+        for slot in slots:
+            count = refs[slot]
+            if not count:
+                num_idle += 1
+            refs[slot] = count + A_DEBT
+        self._idle -= num_idle
+        self._protected += num_idle
+
+    def unprotect(self, slots: Iterable[int]) -> None:
+        """Undo one `protect`."""
+        refs = self._refs
+        released: list[int] = []
+        for slot in slots:
+            count = refs[slot] - A_DEBT
+            refs[slot] = count
+            if not count:
+                released.append(slot)
+        self._idle += len(released)
+        self._protected -= len(released)
+        self._last_to_go.discard(released)
+        self._policy.released(released)
 
     def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slots of those of the keys that are readable, in their order."""
@@ -142,29 +169,73 @@ class ResidentBlocks:
         return self._blocks.keys_of([s for s in self._policy.skipped() if not self._refs[s]])
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
-        """Iterate over (key, slot, reference count), -1 for writing.
+        """Iterate over (key, slot, number of pins), -1 for writing.
 
         For invariants and inspection.
         """
-        return ((key, slot, self._refs[slot]) for key, slot in self._blocks.items())
+        refs = self._refs
+        return (
+            (key, slot, WRITING if refs[slot] < 0 else refs[slot] & PINS)
+            for key, slot in self._blocks.items()
+        )
+
+    def debts(self) -> dict[int, int]:
+        """Return the slots of protected blocks, and how many tiers are owed each.
+
+        For invariants and inspection.
+        """
+        debts = {slot: self._refs[slot] // A_DEBT for _, slot, refs in self.resident() if refs >= 0}
+        return {slot: count for slot, count in debts.items() if count}
 
     def _sorted_out(
         self, keys: Sequence[OffloadKey]
     ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
-        """Return the absent ones of the keys, the readable ones, and the slots of idle ones."""
+        """Return the absent ones of the keys, the readable ones, and the slots of unpinned ones."""
         refs = self._refs
         missing: list[OffloadKey] = []
         readable: list[OffloadKey] = []
-        idle: set[int] = set()
+        unpinned: set[int] = set()
         unique = list(dict.fromkeys(keys))
         for key, slot in zip(unique, self._blocks.find(unique), strict=True):
             if slot is None:
                 missing.append(key)
             elif refs[slot] >= 0:
                 readable.append(key)
-                if not refs[slot]:
-                    idle.add(slot)
-        return missing, readable, idle
+                if not refs[slot] & PINS:
+                    unpinned.add(slot)
+        return missing, readable, unpinned
+
+    def _hold(self, slots: Iterable[int]) -> None:
+        """Pin the readable blocks in these slots, once each time that one is named."""
+        refs = self._refs
+        num_idle = 0
+        protected: list[int] = []
+        for slot in slots:
+            count = refs[slot]
+            if not count:
+                num_idle += 1
+            elif not count & PINS:
+                protected.append(slot)
+            refs[slot] = count + 1
+        self._idle -= num_idle
+        if protected:
+            self._protected -= len(protected)
+            self._last_to_go.discard(protected)
+
+    def _unhold(self, slots: Iterable[int]) -> None:
+        """Undo one `_hold`."""
+        refs = self._refs
+        num_idle = 0
+        released: list[int] = []
+        for slot in slots:
+            count = refs[slot] - 1
+            refs[slot] = count
+            if not count & PINS:
+                num_idle += not count
+                released.append(slot)
+        self._idle += num_idle
+        self._protected += len(released) - num_idle
+        self._policy.released(released)
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots = []
@@ -184,4 +255,6 @@ class ResidentBlocks:
             if slot is not None:
                 slots.append(slot)
                 reused.append(again)
+        if self._protected:  # their turn is not what it was
+            self._policy.released(self._last_to_go.discard(slots))
         self._policy.access(slots, reused)

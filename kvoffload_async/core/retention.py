@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvoffload_async.core.lines import Lines
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.shares import Shares
@@ -30,12 +31,15 @@ class Retention:
         found: What the step has found, in this order; appended to by who looks up.
     """
 
-    def __init__(self, primary: Primary, shares: Shares, cap_slots: int, patience_s: float) -> None:
+    def __init__(
+        self, primary: Primary, shares: Shares, lines: Lines, cap_slots: int, patience_s: float
+    ) -> None:
         """Retain nothing.
 
         Args:
             primary: Where the blocks are.
             shares: Told how many are retained; what it reserves is not retained either.
+            lines: Left by who waits no more.
             cap_slots: See the attribute.
             patience_s: Seconds after its last lookup that a request counts as waiting.
         """
@@ -44,6 +48,7 @@ class Retention:
         self.found: list[OffloadKey] = []
         self._primary = primary
         self._shares = shares
+        self._lines = lines
         self._patience_s = patience_s
         self._holders: dict[OffloadKey, int] = {}
         """Retained key -> how many requests it is retained for."""
@@ -69,6 +74,11 @@ class Retention:
         return max(0, min(under_cap, self._shares.spare_slots))
 
     @property
+    def is_full(self) -> bool:
+        """Whether the cap is reached, whatever else is left."""
+        return self.in_flight + len(self._holders) >= self.cap_slots
+
+    @property
     def guarded(self) -> list[OffloadKey]:
         """What is pinned until the end of the step. For invariants and inspection."""
         return list(self._guarded)
@@ -90,7 +100,12 @@ class Retention:
     def retain(
         self, request: RequestState, keys: Iterable[OffloadKey], *, promoted: bool = False
     ) -> None:
-        """Retain readable blocks for a request, from the first on, as many as fit under the cap."""
+        """Retain readable blocks for a request, from the first on, as many as fit under the cap.
+
+        None while it waits for room behind others.
+        """
+        if request.is_behind:
+            return
         retained, holders = request.retained, self._holders
         new: list[OffloadKey] = []
         spare = self.spare_slots
@@ -111,7 +126,12 @@ class Retention:
     def proceed(self, request: RequestState) -> None:
         """Release what is retained for a request: it waits no more."""
         request.waits = request.is_deferred = False
+        self._lines.leave(request)
         self._waiting.pop(request.ctx, None)
+        self.give_back(request)
+
+    def give_back(self, request: RequestState) -> None:
+        """Release what is retained for a request, which still waits."""
         self._release(request, list(request.retained))
 
     def load(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
@@ -121,6 +141,7 @@ class Retention:
         """
         self._release(request, [key for key in dict.fromkeys(keys) if key in request.retained])
         request.waits = request.is_deferred = False
+        self._lines.leave(request)
         self._proceeding.append(request)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -157,6 +178,7 @@ class Retention:
         """Forget everything; the primary is about to be emptied."""
         self.in_flight = 0
         self._holders.clear()
+        self._lines.clear()
         self._shares.retained_slots = 0
         self._waiting.clear()
         self._guarded.clear()

@@ -35,7 +35,10 @@ class TierSearch:
     def look(
         self, key: OffloadKey, request: RequestState, now_s: float, *, is_paused: bool
     ) -> LookupResult:
-        """Return HIT_PENDING if the block is promoted now, else RETRY or MISS; count a MISS."""
+        """Return HIT_PENDING if the block is promoted now, else RETRY or MISS; count a MISS.
+
+        RETRY: a tier does not know yet, or has the block and there will be room for it.
+        """
         if request.is_expired or is_paused:
             self._counters.misses["expired" if request.is_expired else "paused"] += 1
             return LookupResult.MISS
@@ -48,6 +51,7 @@ class TierSearch:
         counters = self._counters
         counters.deferrals_expired += request.defer(now_s, limit_s)
         if request.is_expired:
+            self._promotions.lines.leave(request)
             counters.misses["expired"] += 1
             return LookupResult.MISS
         if answer is LookupResult.RETRY:
@@ -101,11 +105,11 @@ class TierSearch:
         return LookupResult.MISS
 
     def _promote(self, tier: int, request: RequestState, key: OffloadKey) -> LookupResult:
-        if self._promotions.reserve(tier, request, key):
-            return LookupResult.HIT_PENDING
-        self._counters.promotions_refused += 1
-        self._counters.misses["no_room"] += 1
-        return LookupResult.MISS
+        answer = self._promotions.reserve(tier, request, key)
+        if answer is LookupResult.MISS:
+            self._counters.promotions_refused += 1
+            self._counters.misses["no_room"] += 1
+        return answer
 
 
 def _ask_nearer(

@@ -148,6 +148,15 @@ class TierState:
         return self.is_available and self.health.stores.permits(now_s)
 
     @property
+    def wants_blocks(self) -> bool:
+        """Whether it will take what it is owed: it is open, its stores work, and no copy hangs.
+
+        Of a load neither: overdue copies may occupy all of the tier's share.
+        """
+        works = self.is_available and self.health.stores.is_closed
+        return works and not self.jobs.disowned_count
+
+    @property
     def is_exact(self) -> bool:
         """Whether all of the tier's contents are known here."""
         return self.index.is_exact

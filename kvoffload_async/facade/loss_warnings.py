@@ -43,7 +43,7 @@ class LossWarnings:
             "tier %s: %d blocks have been lost in the last %.0f s: evicted before the tier had room"
             " for them, or not stored when it did (%d and %d so far; %d more wait for room). If the"
             " tier is in order, it is too slow for what is stored: raise cpu_bytes_to_use, use a"
-            " faster disk, or give the tier more n_write_threads",
+            " faster disk, give the tier more n_write_threads, or set write_back to wait",
             planner.tiers[index].name,
             lost,
             now_s - self._told_s[index],

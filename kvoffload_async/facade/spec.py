@@ -353,6 +353,7 @@ class TieringOffloadingSpec(_Spec):
             reserved_fraction=config.reserved_fraction,
             promotion_fraction=config.promotion_fraction,
             cascade_fraction=config.cascade_fraction,
+            write_back=config.write_back or "drop",
             deferral_timeout_s=config.deferral_timeout_s,
             breaker=BreakerSettings(config.breaker_fault_threshold, config.breaker_retry_s),
             drain_timeout_s=config.drain_timeout_s,

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvoffload_async.config import parse_generation
+from kvoffload_async.config import parse_generation, parse_write_back
 from kvoffload_async.core.breaker import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
@@ -68,6 +68,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         reserved_fraction: float = 0.25,
         promotion_fraction: float = 0.5,
         cascade_fraction: float = 0.5,
+        write_back: str = "drop",
         deferral_timeout_s: float = 30.0,
         breaker: BreakerSettings | None = None,
         drain_timeout_s: float = 30.0,
@@ -88,6 +89,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             reserved_fraction: Part of the primary that nothing of this occupies; see `Shares`.
             promotion_fraction: Part of it for promotions, and what waiting requests retain.
             cascade_fraction: Part of it that may be in cascade to one tier.
+            write_back: "wait" or "drop"; see `OffloadConfig`.
             deferral_timeout_s: Seconds that a request may be deferred in all.
             breaker: When a failing tier is left alone.
             drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
@@ -110,6 +112,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             renamed = "check_laws is called check_invariants now"
             warnings.warn(renamed, DeprecationWarning, stacklevel=2)
         self._check_invariants = check_invariants or bool(check_laws)
+        primary.core.drops_owed = parse_write_back(write_back, "write_back") == "drop"
         slots = primary.core.num_slots
         self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
         seen: Counter[str] = Counter()

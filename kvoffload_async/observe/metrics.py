@@ -150,7 +150,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _plain(
         "kvoffload_promotions_refused_total",
         _C,
-        "Hits in a tier for which the primary had no slot.",
+        "Hits in a tier for which the primary has no slot, and will have none.",
         "planner.promotions_refused",
     ),
     _plain(

@@ -88,8 +88,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.next_block = 0
         self.has_worked = False
 
-    @initialize(reserved_fraction=st.sampled_from([0.0, 0.2]))
-    def open(self, reserved_fraction):
+    @initialize(
+        reserved_fraction=st.sampled_from([0.0, 0.2]),
+        write_back=st.sampled_from(["wait", "drop"]),
+    )
+    def open(self, reserved_fraction, write_back):
         bounds = EngineBounds(concurrent_loads=2, concurrent_stores=2, waiting_calls=3)
         self.opening = opened(
             slots=5,
@@ -98,6 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
             device_blocks=DEVICE_BLOCKS,
             shutdown_timeout_s=CLOSING_S,
             reserved_fraction=reserved_fraction,
+            write_back=write_back,
         )
         self.world = self.run(self.opening.__aenter__())
 

@@ -208,7 +208,7 @@ def test_the_engine_knows_when_to_try_again():
     assert cascades.wakes_in_s(0.0) == 0.0
     world.end_step()
     world.settle(failed={0}, error=TierUnavailableError("down"))
-    assert cascades.wakes_in_s(0.0) == Backlog(1)._pause_s
+    assert cascades.wakes_in_s(0.0) == Backlog(1, list, list)._pause_s
     world.wind_down()
 
 

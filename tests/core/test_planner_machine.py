@@ -50,6 +50,7 @@ SETUPS = st.fixed_dictionaries(
         "faults": st.sampled_from([1_000, 2, 1]),
         "reserved": st.sampled_from([0.25, 0.0, 0.5]),
         "accept_prefix": st.booleans(),
+        "drops_owed": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
         "remote": st.sets(st.integers(0, 2)),
         "kinds": st.fixed_dictionaries(dict.fromkeys(range(3), KINDS)),
@@ -94,6 +95,7 @@ class PlannerMachine(RuleBasedStateMachine):
             kinds=setup["kinds"],
             accept_prefix=setup["accept_prefix"],
         )
+        self.world.primary.drops_owed = setup["drops_owed"]
         self.unsure = set()
         sources = self.world.planner.sources
         for index, source in enumerate(sources):
@@ -102,10 +104,25 @@ class PlannerMachine(RuleBasedStateMachine):
             )
         if tiers:
             self.world.fill(tiers - 1, sorted(stored_before))
+        self.serve_in_order()
         self.ids = itertools.count()
         self.deferred = set()
         for _ in range(2):
             self.begin(ALL_TIERS, CHAINS[0])
+
+    def serve_in_order(self):
+        """See that room goes to the first in line, unless that one has not asked for it."""
+        promotions = self.world.planner.promotions
+        lines, reserve = promotions.lines, promotions.reserve
+
+        def watched(tier, request, key):
+            first = lines.first(tier)
+            may_pass = first in {None, request} or lines.has_stalled(tier, self.world.now_s)
+            answer = reserve(tier, request, key)
+            assert may_pass or answer is RETRY
+            return answer
+
+        promotions.reserve = watched
 
     def request(self, data):
         live = self.world.live

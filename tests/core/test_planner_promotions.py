@@ -49,9 +49,13 @@ def test_a_request_may_choose_the_tiers_it_loads_from():
     world.wind_down()
 
 
-def test_a_full_primary_makes_a_block_below_a_miss_and_never_a_retry():
+def test_a_request_does_not_wait_for_room_that_it_takes_itself():
     world, ctx = stored_below(num_slots=1)
-    assert [world.lookup(ctx, name) for name in "ab"] == [PENDING, MISS]
+    assert [world.lookup(ctx, name) for name in "ab"] == [PENDING, RETRY]
+    world.step()
+    assert world.planner.counters.promotions_refused == 0
+    world.settle()
+    assert [world.lookup(ctx, name) for name in "ab"] == [HIT, MISS]
     assert world.planner.counters.promotions_refused == 1
     world.wind_down()
 
@@ -62,7 +66,7 @@ def test_a_hit_of_an_earlier_step_may_go():
     world.settle()
     assert [world.lookup(ctx, name) for name in "ax"] == [HIT, MISS]
     world.step()
-    assert [world.lookup(ctx, name) for name in "xa"] == [PENDING, MISS]
+    assert [world.lookup(ctx, name) for name in "xa"] == [PENDING, RETRY]
     world.wind_down()
 
 
@@ -127,13 +131,13 @@ def test_waiting_requests_fill_neither_primary_nor_evict_each_others_blocks_4990
     world.settle_all()
     assert world.primary.counts["pinned"] == 8
     world.store(world.begin("runner"), "abcdefgh")
-    assert [world.lookup(waiters[i], names[i]) for i in (0, 7, 8)] == [HIT, HIT, MISS]
+    assert [world.lookup(waiters[i], names[i]) for i in (0, 7, 8)] == [HIT, HIT, RETRY]
     assert world.offer(waiters[8], "x") is None
     world.load(waiters[0], [names[0]])
     world.loaded()
     world.finish(waiters[1])
     world.settle_all()
-    assert world.lookup(waiters[8], names[8]) is PENDING
+    assert [world.lookup(waiters[i], names[i]) for i in (8, 9)] == [RETRY, PENDING], "in order"
     world.wind_down()
 
 

@@ -1,5 +1,7 @@
 """The primary tier alone against a model that knows only sets and numbers."""
 
+from collections import Counter
+
 import pytest
 from core.machines import AS_THE_PROFILE
 from core.states import POLICIES, whole_state
@@ -20,25 +22,36 @@ SOME = st.sampled_from(KEYS)
 
 
 class PrimaryMachine(RuleBasedStateMachine):
-    """`refs` is the model: key -> -1 writing, 0 idle, more pinned; `held` counts lost slots."""
+    """`refs` is the model: key -> -1 writing, 0 idle, more pinned; `held` counts lost slots.
+
+    `debts` says how many tiers are owed a key.
+    """
 
     @initialize(
         num_slots=st.integers(1, 6),
         policy=st.sampled_from(sorted(POLICIES)),
         accept_prefix=st.booleans(),
         has_positions=st.booleans(),
+        drops_owed=st.booleans(),
     )
-    def build(self, num_slots, policy, accept_prefix, has_positions):
+    def build(self, num_slots, policy, accept_prefix, has_positions, drops_owed):
         self.num_slots = num_slots
         self.accept_prefix = accept_prefix
         self.primary = Primary(
             num_slots, POLICIES[policy](num_slots), accept_prefix=accept_prefix, enable_events=True
         )
+        self.primary.drops_owed = drops_owed
+        self.primary.on_evicted = self.forget_debts
         self.refs: dict = {}
+        self.debts: Counter = Counter()
         self.held: list[int] = []
         self.replayed: set = set()
         self.positions = {key: end for end, key in enumerate(KEYS, 1)} if has_positions else {}
         self.begin()
+
+    def forget_debts(self, slots):
+        for slot in slots:
+            self.primary.unprotect([slot] * self.debts.pop(self.primary.key_of(slot), 0))
 
     def begin(self):
         self.ctx = ReqContext("r0", key_positions=self.positions)
@@ -57,16 +70,25 @@ class PrimaryMachine(RuleBasedStateMachine):
 
     def room(self, protected):
         idle = [key for key, refs in self.refs.items() if refs == 0 and key not in protected]
+        if not self.primary.drops_owed:
+            idle = [key for key in idle if not self.debts[key]]
         return self.num_slots - len(self.refs) - len(self.held) + len(idle)
 
     def next_victims(self, protected):
-        """Return the keys in the order in which they may go, or None where that is adaptive."""
-        if not isinstance(self.primary.policy, LruPolicy):
+        """Return the keys in the order in which they may go, or None where that is adaptive.
+
+        Or where some are owed: only who has gone is compared then, see `expect_eviction`.
+        """
+        if self.debts or not isinstance(self.primary.policy, LruPolicy):
             return None
         ranked = self.primary.ranked()
         return [key for key in ranked if not self.refs[key] and key not in protected]
 
-    def expect_eviction(self, evicted, offered):
+    def expect_eviction(self, evicted, offered, owed):
+        if owed & set(evicted):
+            assert self.primary.drops_owed
+            others = {key for key, refs in self.refs.items() if not refs} - owed - set(offered)
+            assert others <= set(evicted), "it went before what nobody is owed"
         for key in evicted:
             assert self.refs.pop(key) == 0
             assert key not in offered
@@ -76,7 +98,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         missing = [key for key in dict.fromkeys(keys) if key not in self.refs]
         head = self.head_before(missing) if self.accept_prefix else set()
         room = self.room(head | set(keys))
-        before = whole_state(self.primary)
+        before, owed = whole_state(self.primary), set(self.debts)
         candidates = [self.next_victims(keys), self.next_victims(head | set(keys))]
         output = self.primary.prepare_store(self.ctx, keys)
         if output is None:
@@ -94,7 +116,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         assert len(output.evicted_keys) == max(0, len(output.keys_to_store) - spare)
         gone = list(output.evicted_keys)
         assert None in candidates or gone in [victims[: len(gone)] for victims in candidates]
-        self.expect_eviction(output.evicted_keys, keys)
+        self.expect_eviction(output.evicted_keys, {*keys, *head}, owed)
         self.refs.update(dict.fromkeys(output.keys_to_store, -1))
 
     @rule(key=SOME)
@@ -105,7 +127,7 @@ class PrimaryMachine(RuleBasedStateMachine):
             return
         room = self.room(())
         before, victims = whole_state(self.primary), self.next_victims(())
-        resident = set(self.refs)
+        resident, owed = set(self.refs), set(self.debts)
         slot = self.primary.reserve(key)
         assert (slot is not None) == (room > 0)
         if slot is None:
@@ -115,7 +137,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         assert len(gone) <= 1
         if victims is not None:
             assert gone <= set(victims[:1])
-        self.expect_eviction(gone, ())
+        self.expect_eviction(gone, (), owed)
         self.refs[key] = -1
 
     @precondition(lambda self: -1 in self.refs.values())
@@ -157,6 +179,19 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.primary.unpin([key])
         self.refs[key] -= 1
 
+    @rule(key=SOME)
+    def owe(self, key):
+        if self.refs.get(key, -1) >= 0:
+            self.primary.protect([self.primary.slot_of(key)])
+            self.debts[key] += 1
+
+    @precondition(lambda self: self.debts)
+    @rule(data=st.data())
+    def pay(self, data):
+        key = data.draw(st.sampled_from(sorted(self.debts)))
+        self.primary.unprotect([self.primary.slot_of(key)])
+        self.debts -= Counter([key])
+
     @rule(keys=BATCH, ends=st.booleans())
     def use(self, keys, ends):
         self.primary.touch(self.ctx, keys)
@@ -173,6 +208,7 @@ class PrimaryMachine(RuleBasedStateMachine):
             self.primary.reset(late)
             self.held += late
             self.refs.clear()
+            self.debts.clear()
 
     @invariant()
     def the_model_agrees(self):
@@ -194,7 +230,10 @@ class PrimaryMachine(RuleBasedStateMachine):
         assert not list(self.primary.policy.violations())
         assert not self.primary.forgotten()
         skipped = {self.primary.key_of(slot) for slot in self.primary.policy.skipped()}
-        assert all(self.refs[key] for key in skipped)
+        assert all(self.refs[key] or self.debts[key] for key in skipped)
+        debts = {self.primary.key_of(slot): count for slot, count in self.primary.debts().items()}
+        assert debts == self.debts
+        assert self.primary.protected_blocks == sum(not self.refs[key] for key in self.debts)
 
     @invariant()
     def events_tell_what_is_readable(self):

@@ -1,11 +1,12 @@
 """What tiers may occupy: each its share, all together what is not reserved."""
 
 import pytest
-from core.terms import HIT, MISS, PENDING, k, ks
+from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import World
 
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
+from kvoffload_async.core.lines import Lines
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.requests import RequestState
@@ -40,8 +41,9 @@ def promotions_of(num_slots, *, cap=1_000, tiers=2):
     shares = Shares(
         num_slots, states, promotion_slots=cap, cascade_blocks=cap, reserved_fraction=0.0
     )
-    retention = Retention(primary, shares, cap, 1.0)
-    return Promotions(primary, states, shares, retention), retention, states
+    lines = Lines(tiers)
+    retention = Retention(primary, shares, lines, cap, 1.0)
+    return Promotions(primary, states, shares, retention, lines), retention, states
 
 
 def request(req_id="r"):
@@ -105,19 +107,19 @@ def test_a_tiers_count_is_of_what_is_under_way_and_overdue_and_the_cap_of_what_w
     waiting = request()
     retention.begin_round(waiting, 0.0)
     for name in "abc":
-        assert promotions.reserve(0, waiting, k(name))
-    assert not promotions.reserve(0, waiting, k("d"))
+        assert promotions.reserve(0, waiting, k(name)) is PENDING
+    assert promotions.reserve(0, waiting, k("d")) is MISS
     promotions.land(0, ks("a"), waiting)
     assert (tier.promotion_slots, promotions.outstanding_slots) == (2, 3)
-    assert not promotions.reserve(0, waiting, k("d")), "the first one waits to be read"
+    assert promotions.reserve(0, waiting, k("d")) is MISS, "the first one waits to be read"
     retention.load(waiting, ks("a"))
     assert (tier.promotion_slots, promotions.outstanding_slots) == (2, 2)
     promotions.fail(0, ks("b"))
     assert promotions.disown(ks("c")) == [2]
     assert (tier.promotion_slots, promotions.outstanding_slots) == (1, 0)
     for name in "de":
-        assert promotions.reserve(0, waiting, k(name))
-    assert not promotions.reserve(0, waiting, k("f")), "an overdue copy is in the tier's share"
+        assert promotions.reserve(0, waiting, k(name)) is PENDING
+    assert promotions.reserve(0, waiting, k("f")) is RETRY, "an overdue copy is in the tier's share"
 
 
 # -- a tier that hangs --------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def test_a_healthy_tier_has_all_of_its_share_beside_a_hung_one():
     world = beside_a_hung_tier()
     ctx = world.begin()
     answers = [world.lookup(ctx, f"well{i}") for i in range(28)]
-    assert answers == [PENDING] * 27 + [MISS]
+    assert answers == [PENDING] * 27 + [RETRY]
     world.step()
     world.settle_all()
     assert world.lookup(ctx, "well0") is HIT

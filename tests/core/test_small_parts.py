@@ -1,12 +1,13 @@
 """Recency, admission, event log, promotions and the requests' state."""
 
 import pytest
-from core.terms import k, ks
+from core.terms import MISS, PENDING, k, ks
 
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
+from kvoffload_async.core.lines import Lines
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
 from kvoffload_async.core.recency import RecencyLog
@@ -230,15 +231,16 @@ def promotions_of(cap_slots):
         TierState(name, ExactIndex(), 1, EventLog(Medium.STORAGE, enabled=False)) for name in "pq"
     ]
     shares = Shares(8, tiers, promotion_slots=8, cascade_blocks=8, reserved_fraction=0.0)
-    retention = Retention(primary, shares, cap_slots, 1.0)
-    return Promotions(primary, tiers, shares, retention), retention
+    lines = Lines(len(tiers))
+    retention = Retention(primary, shares, lines, cap_slots, 1.0)
+    return Promotions(primary, tiers, shares, retention, lines), retention
 
 
 def test_reservations_are_batched_by_tier_and_request():
     promotions = promotions_of(8)[0]
     first, second = request("r"), request("s")
     for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
-        assert promotions.reserve(tier, who, k(name))
+        assert promotions.reserve(tier, who, k(name)) is PENDING
     assert list(promotions.unflushed()) == [
         (0, k("a"), 0),
         (0, k("d"), 3),
@@ -260,13 +262,11 @@ def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
     promotions, retention = promotions_of(2)
     waiting = request()
     retention.begin_round(waiting, 0.0)
-    assert promotions.reserve(0, waiting, k("a"))
-    assert promotions.reserve(0, waiting, k("b"))
-    assert not promotions.reserve(0, waiting, k("c"))
+    assert [promotions.reserve(0, waiting, key) for key in ks("abc")] == [PENDING, PENDING, MISS]
     promotions.land(0, ks("a"), waiting)
-    assert not promotions.reserve(0, waiting, k("c"))
+    assert promotions.reserve(0, waiting, k("c")) is MISS
     retention.load(waiting, ks("ax"))
-    assert promotions.reserve(0, waiting, k("c"))
+    assert promotions.reserve(0, waiting, k("c")) is PENDING
     promotions.fail(0, ks("b"))
     assert promotions.disown(ks("c")) == [2]
     assert promotions.outstanding_slots == 0

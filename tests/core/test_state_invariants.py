@@ -9,6 +9,7 @@ from core.world import World
 from kvoffload_async.core.breaker import BreakerEvent
 from kvoffload_async.core.invariants import STATE_INVARIANTS, check_state
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import InvariantError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.testing.invariants import (
@@ -17,13 +18,14 @@ from kvoffload_async.testing.invariants import (
     Rest,
     check_quiescent,
 )
+from kvoffload_async.types import ReqContext
 
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p25():
+def test_the_invariants_are_p1_to_p26():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 26)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 27)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -248,6 +250,50 @@ def damage_p25_loads(world):
 
 def damage_p25_stores(world):
     tried(world.planner.tiers[0].health.stores)
+
+
+def damage_p26_line(world):
+    world.planner.promotions.lines._lines[0][any_request(world)] = None
+
+
+def damage_p26_refused(world):
+    any_request(world).refused[0] = {A: None}
+
+
+def damage_p26_who_is_gone(world):
+    world.planner.promotions.lines.join(0, RequestState(ReqContext("gone"), ()), A)
+
+
+def damage_p26_behind(world):
+    any_request(world).is_behind = True
+
+
+def damage_p26_behind_and_retained(world):
+    lines = world.planner.promotions.lines
+    retaining = world.planner.requests[world.live["t"]]
+    assert retaining.retained
+    lines.join(0, any_request(world), A)
+    lines.join(0, retaining, B)
+
+
+def damage_p26_promoting(world):
+    any_request(world).promoting += 1
+
+
+def any_request(world):
+    return world.planner.requests[world.live["s"]]
+
+
+def damage_p23_protection(world):
+    world.primary.protect([slot_of(world, "j")])
+
+
+def damage_p23_protected_mark(world):
+    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 128 + 2
+
+
+def damage_p23_protected_blocks(world):
+    world.primary._protected += 1
 
 
 def tried(breaker):

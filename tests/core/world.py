@@ -52,8 +52,14 @@ class WatchedPrimary(Primary):
 
     def prepare_store(self, ctx, keys):
         in_use = frozenset(key for key, _, refs in self.resident() if refs)
+        protected = set(self.keys_of(tuple(self.debts())))
+        ordinary = {key for key, _, refs in self.resident() if not refs} - protected
+        ordinary -= {*keys, *self._recency.used_by(ctx)}
         before = whole_state(self)
         output = super().prepare_store(ctx, keys)
+        if output is not None and protected.intersection(output.evicted_keys):
+            assert self.drops_owed, "a store that waits has dropped what a tier is owed"
+            assert ordinary <= set(output.evicted_keys), "it went before what nobody is owed"
         evicted = () if output is None else tuple(output.evicted_keys)
         granted = output is not None
         fact = RoomAsked(tuple(keys), in_use, granted, evicted, before, whole_state(self))

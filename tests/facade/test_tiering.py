@@ -153,7 +153,7 @@ def test_a_full_primary_refuses_a_store_and_changes_nothing(worlds):
     assert world.counts == before
 
 
-def test_no_room_for_a_promotion_is_a_miss_and_never_a_wait(worlds):
+def test_a_promotion_does_not_wait_for_room_that_its_own_request_takes(worlds):
     world = worlds(num_slots=2)
     filled(world, 1)
     world.begin("r")
