@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from kvoffload_async.cli.app import app
-from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
 
 IGNORING = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh"]
 """Before a command: it is started with these signals ignored, as by a script or by nohup."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
+from power_cut import MetadataOrder, PowerCuts, Recording, State
+
 from kvoffload_async.abc.maintenance import (
     Finding,
     GcOptions,
@@ -16,8 +18,6 @@ from kvoffload_async.abc.maintenance import (
     Removal,
     StoreMaintenance,
 )
-from kvoffload_async.testing.changes import Recording
-from kvoffload_async.testing.powercut import MetadataOrder, PowerCuts, State
 
 PER_STEP = int(os.environ.get("KVOFFLOAD_POWER_CUTS", "100"))
 """How many states a sweep tries at most after each step of a small workload."""

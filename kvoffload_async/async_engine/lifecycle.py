@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.transport import Transport
-from kvoffload_async.async_engine.limiter import EngineBounds
 from kvoffload_async.async_engine.request import EngineRequest
-from kvoffload_async.async_engine.steps import Steps
-from kvoffload_async.async_engine.stores import Stores
-from kvoffload_async.async_engine.to_thread import to_thread
-from kvoffload_async.async_engine.transfers import Transfers
+from kvoffload_async.async_engine.steps import Steps, Stores
+from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ClosedError, ConfigError, StateError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
@@ -26,8 +24,27 @@ from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.timeline import RequestTimeline
 from kvoffload_async.waiting import until_done
 
-if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
+if TYPE_CHECKING:
     import torch
+
+
+T = TypeVar("T")
+
+
+async def to_thread(call: Callable[..., T], *args: object) -> T:
+    """Await a call on a thread of its own.
+
+    A cancellation is delivered when the call has ended: what it makes is owned by somebody.
+    """
+    executor = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-engine")
+    future = asyncio.get_running_loop().run_in_executor(executor, call, *args)
+    executor.shutdown(wait=False)  # the thread ends with the call
+    try:
+        return await until_done(future)
+    finally:
+        # Until the thread is gone, which takes no time now, it refers to what it has called.
+        executor.shutdown(wait=future.done())
+
 
 CreateTransport = Callable[[memoryview], Transport]
 _NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks the engine keeps'

@@ -1,18 +1,25 @@
-"""The turns of the core, and what they bring to those who wait."""
+"""The steps of the core, and the stores that they carry on.
+
+A store begins with the head that there is room for; the rest follows as room comes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
-from kvoffload_async.async_engine.waiting import Waiter, Waiters
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
+from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.core.index import KeysDecided
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.errors import ClosedError, OffloadError, StateError
+from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.types import OffloadingEvent
+from kvoffload_async.types import OffloadingEvent, OffloadKey, PrepareStoreOutput
 
 
 class Steps:
@@ -153,3 +160,155 @@ def watch_keys(planner: Planner, decided: KeysDecided) -> None:
     planner.primary.decided = decided
     for tier in planner.tiers:
         tier.index.decided = decided
+
+
+_IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
+
+
+class Stores:
+    """Reserves room and copies into it.
+
+    Thread: the loop's.
+    """
+
+    def __init__(
+        self,
+        manager: TieringOffloadingManager,
+        steps: Steps,
+        transfers: Transfers,
+        ready: Callable[[float], Awaitable[None]],
+    ) -> None:
+        """Take calls; `ready` waits for the end of a reset, and raises if the engine is closed."""
+        self._manager = manager
+        self._ready = ready
+        self._primary = manager.planner.primary
+        self._steps = steps
+        self._transfers = transfers
+
+    async def store(
+        self,
+        request: EngineRequest,
+        keys: Sequence[OffloadKey],
+        device_blocks: Sequence[int],
+        deadline_s: float,
+    ) -> int:
+        """Store what there is room for, and more as room comes, as long as it can come.
+
+        Args:
+            request: Who stores; its `left_out` is set.
+            keys: What is to be stored, head to tail.
+            device_blocks: Where it lies, the same number for each key.
+            deadline_s: Until when to wait, in the loop's time.
+
+        Returns:
+            How many blocks were copied.
+
+        Raises:
+            BusyError: There was no room for any until the deadline, or too many wait.
+            TimeoutError: The deadline passed; a copy that has begun goes on.
+            TransportError: A copy failed; those before it stay stored.
+        """
+        request.left_out = left = keys
+        stored = 0
+        per_key = len(device_blocks) // max(1, len(keys))
+        blocks = {key: device_blocks[i * per_key :][:per_key] for i, key in enumerate(keys)}
+        try:
+            while left:
+                granted = await self._store_head(request, left, blocks, deadline_s)
+                if granted is not None:
+                    stored += len(granted.keys_to_store)
+                    request.left_out = left = granted.keys_left_out
+                elif stored and not _may_have_room(self._primary, request):
+                    break  # there will be no room for the rest
+                elif not await self._wait_for_room(request, deadline_s):
+                    if stored:
+                        break
+                    raise BusyError(_no_room(self._primary, len(left)))
+        finally:
+            self._pass_room_on()
+        return stored
+
+    async def _store_head(
+        self,
+        request: EngineRequest,
+        keys: Sequence[OffloadKey],
+        blocks_of: Mapping[OffloadKey, Sequence[int]],
+        deadline_s: float,
+    ) -> PrepareStoreOutput | None:
+        """Store what there is room for now, and return that; None: there is no room."""
+        await self._ready(deadline_s)
+        if self._has_all(keys):  # nothing is to be copied: no permit is waited for
+            return self._prepare(request, keys)
+        async with self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
+            await self._ready(deadline_s)
+            granted = self._prepare(request, keys)
+            if granted is not None and granted.keys_to_store:
+                blocks = [block for key in granted.keys_to_store for block in blocks_of[key]]
+                await self._transfers.run(
+                    Direction.STORE,
+                    blocks,
+                    granted.store_spec.block_ids.tolist(),
+                    ctx=request.ctx,
+                    permit=permit,
+                    ended=partial(self._ended, granted, request, request.occupy(blocks)),
+                    deadline_s=deadline_s,
+                )
+            return granted
+
+    def _has_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Tell whether each key that can be stored is in the primary, or on its way there."""
+        current = self._manager.generation.current(keys)
+        return all(self._primary.state_of(key) is not BlockState.ABSENT for key in current)
+
+    def _prepare(
+        self, request: EngineRequest, keys: Sequence[OffloadKey]
+    ) -> PrepareStoreOutput | None:
+        """Reserve room; what is granted belongs to the caller, who must use it before it awaits."""
+        granted = self._manager.prepare_store(keys, request.ctx)
+        self._steps.schedule()
+        self._pass_room_on()
+        return granted
+
+    def _pass_room_on(self) -> None:
+        """Give the next store that waits for room its turn, if there is room left."""
+        if self._primary.room:
+            self._steps.waiters.room_left()
+
+    async def _wait_for_room(self, request: EngineRequest, deadline_s: float) -> bool:
+        """Wait, without a permit, until there may be room; return False at the deadline."""
+        with self._transfers.waiting(Direction.STORE), request.call() as waiter:
+            waiter.expect_room()
+            await waiter.wait(deadline_s)
+        return asyncio.get_running_loop().time() < deadline_s
+
+    def _ended(
+        self,
+        granted: PrepareStoreOutput,
+        request: EngineRequest,
+        release: Callable[[], None],
+        success: bool,
+    ) -> None:
+        release()
+        generation = granted.store_spec.generation
+        self._manager.complete_store(granted.keys_to_store, request.ctx, success, generation)
+        self._steps.note_progress()
+
+
+def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
+    """Tell whether anything is owed, or in use that is not the request's own: it may be room."""
+    if primary.protected_blocks:
+        return True
+    counts = primary.counts
+    own = sum(primary.state_of(key) in _IN_USE for key in request.keys)
+    return counts["pinned"] + counts["writing"] > own
+
+
+def _no_room(primary: Primary, wanted: int) -> str:
+    counts = primary.counts
+    return (
+        f"no room for {wanted} blocks in the primary's {primary.num_slots} slots: "
+        f"{counts['pinned']} are pinned, {counts['writing']} being written, {counts['held']} held "
+        f"by overdue copies, {counts['free']} free, and {counts['idle']} idle, which are too few "
+        f"or a part of this request, or which tiers have still to store: {primary.protected_blocks}"
+        "; raise cpu_bytes_to_use, or store less at once"
+    )

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from kvoffload_async.bench.floor import Floor
+from kvoffload_async.bench.plan import BESIDE, Sample
 from kvoffload_async.bench.rounds import MEMCPY, Samples
-from kvoffload_async.bench.sample import BESIDE, Sample
 
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 

@@ -1,13 +1,19 @@
 """What the machine itself can do: the same bytes copied, written and read, and nothing else.
 
 There are two floors beneath a tier. The plain one is `pwritev` and `preadv` in few large calls, by
-several Python threads: extents of about `EXTENT_BYTES`, written into and read from one file. The
-native one is in `native_floor`. Files are preallocated anew for every measurement.
+several Python threads: extents of about `EXTENT_BYTES`, written into and read from one file. Files
+are preallocated anew for every measurement.
+
+The native floor is the bare native engine: the threads and the system calls of a tier, checksums
+too, and no tier. A job is one batch, as it is in a tier, with at most `in_flight` of them under
+way. The bytes lie in as many files as there are threads, extent by extent in turn, since the kernel
+lets one thread at a time write into a file; `slab` does the same.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,17 +21,85 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from kvoffload_async.bench.contender import UnfitError
-from kvoffload_async.bench.payload import Payload
-from kvoffload_async.bench.places import EXTENT_BYTES, Place
-from kvoffload_async.bench.plan import Jobs, Plan
-from kvoffload_async.bench.sample import Sample, of_pass
+from kvoffload_async.bench.contender import EXTENT_BYTES, Place, UnfitError
+from kvoffload_async.bench.plan import Jobs, Plan, Sample, of_pass
+from kvoffload_async.block_io import Run
+from kvoffload_async.block_io.native_io import open_engine
 from kvoffload_async.errors import InputError
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+
+if TYPE_CHECKING:
+    from kvoffload_async.block_io.native_io import Engine, Memory
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Payload:
+    """Rows as a primary tier has them, beside a copy that nobody writes; a context manager.
+
+    Attributes:
+        view: The rows, shape `[num_rows, row_bytes]`, as a tier gets them.
+        bytes: The same in one dimension, and `flat` as an array.
+        truth: What stored rows hold and loaded ones must hold, as bytes in a row: random, so that
+            neither compression nor deduplication helps.
+    """
+
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        """Make both.
+
+        Raises:
+            ConfigError: The system does not give that much memory.
+        """
+        self._row_bytes = row_bytes
+        self._buffers = [PrimaryBuffer(num_rows, row_bytes) for _ in range(2)]
+        work, truth = self._buffers
+        self.view: memoryview = work.view
+        self.bytes = self.view.cast("B")
+        self.flat: Bytes = np.asarray(self.bytes)
+        self.truth: Bytes = np.asarray(truth.view).reshape(-1)
+        words = self.truth.view(np.uint64)
+        words[:] = np.random.default_rng().integers(2**64, size=words.size, dtype=np.uint64)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        nothing: Any = np.empty(0, dtype=np.uint8)
+        self.flat = self.truth = nothing  # they would keep the memory
+        self.bytes.release()
+        for buffer in self._buffers:
+            buffer.release()
+
+    def fill(self) -> None:
+        """Put into the rows what is to be stored."""
+        np.copyto(self.flat, self.truth)
+
+    def wipe(self) -> None:
+        """Empty the rows, so that only what is loaded can be right."""
+        self.flat.fill(0)
+
+    def wrong_rows(self, num_rows: int) -> int:
+        """Return how many of the first rows do not hold what they must."""
+        size = self._row_bytes
+        return sum(
+            not np.array_equal(self.flat[start : start + size], self.truth[start : start + size])
+            for start in range(0, num_rows * size, size)
+        )
+
 
 _START_S = 30.0
 
@@ -200,3 +274,107 @@ def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
         ended_s - (freed_s[i - in_flight] if i >= in_flight else 0.0)
         for i, ended_s in enumerate(job_ends_s)
     ]
+
+
+STALL_S: Final = 60.0
+"""How long a pass may go without the end of a batch."""
+_CLOSE_S: Final = 30.0
+_PREFIX: Final = b"floor"
+
+
+class NativeFloor(Floor):
+    """A native engine of its own, anew in every measurement."""
+
+    kind: ClassVar[str] = "native"
+
+    @contextmanager
+    def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
+        size = _extent_blocks(jobs)
+        file_bytes = -(-jobs.num_keys // (size * plan.threads)) * size * jobs.block_bytes
+        with self._new_files(plan.threads, file_bytes, direct=plan.direct) as files:
+            engine = open_engine(plan.threads)
+            memory = engine.map(payload.bytes, jobs.block_bytes, jobs.block_bytes)
+            try:
+                passes = _Passes(engine, memory, jobs, files, plan.in_flight)
+                yield {
+                    "store": partial(passes.run, is_store=True),
+                    "load": partial(passes.run, is_store=False),
+                }
+            finally:
+                memory.release()
+                if engine.close(_CLOSE_S):
+                    raise UnfitError(f"{self.name}: a thread hangs in a system call")
+
+
+class _Passes:
+    """All jobs as batches of an engine, over and over."""
+
+    def __init__(
+        self, engine: Engine, memory: Memory, jobs: Jobs, files: Sequence[int], in_flight: int
+    ) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._jobs = jobs
+        self._in_flight = in_flight
+        size = jobs.keys_per_job
+        self._rows = [range(first, first + size) for first in range(0, jobs.num_keys, size)]
+        self._runs = [list(runs_of(rows, jobs, files)) for rows in self._rows]
+        self._keys = [index.to_bytes(8, "big") for index in range(size)]
+        self._digests: dict[int, bytes] = {}
+        self._ends = select.poll()
+        self._ends.register(engine.fd, select.POLLIN)
+
+    def run(self, *, is_store: bool) -> Sample:
+        """Move everything once; what is loaded must have the checksums of what was stored.
+
+        Raises:
+            UnfitError: Something failed, or is not what was stored.
+        """
+        waiting = deque(range(self._jobs.num_jobs))
+        begun: dict[int, tuple[int, float]] = {}
+        latencies_s: list[float] = []
+        cpu_s, start_s = time.process_time(), time.perf_counter()
+        while waiting or begun:
+            while waiting and len(begun) < self._in_flight:
+                job, submit_s = waiting.popleft(), time.perf_counter()
+                begun[self._submit(job, is_store=is_store)] = job, submit_s
+            if not self._ends.poll(STALL_S * 1000):
+                raise UnfitError(f"no native batch has ended for {STALL_S:g} s")
+            ended = self._engine.take()
+            end_s = time.perf_counter()
+            for ticket, outcome in ended:
+                job, submit_s = begun.pop(ticket)
+                latencies_s.append(end_s - submit_s)
+                self._check(job, outcome, is_store=is_store)
+        cpu_s = time.process_time() - cpu_s
+        return of_pass(self._jobs, wall_s=end_s - start_s, cpu_s=cpu_s, latencies_s=latencies_s)
+
+    def _submit(self, job: int, *, is_store: bool) -> int:
+        return self._engine.extents(
+            self._memory, is_store, self._rows[job], self._runs[job], self._keys, _PREFIX
+        )
+
+    def _check(self, job: int, outcome: Any, *, is_store: bool) -> None:  # noqa: ANN401 - as given
+        errors, digests = outcome
+        if errors:
+            raise UnfitError(f"a native batch has failed: {errors}")
+        if is_store:
+            self._digests[job] = digests
+        elif digests != self._digests[job]:
+            raise UnfitError("a native batch returned other bytes than were written")
+
+
+def runs_of(blocks: range, jobs: Jobs, files: Sequence[int]) -> Iterator[Run]:
+    """Yield where blocks lie: extents of all blocks in turn over the files."""
+    size = _extent_blocks(jobs)
+    at = blocks.start
+    while at < blocks.stop:
+        extent, skipped = divmod(at, size)
+        count = min(blocks.stop - at, size - skipped)
+        offset = (extent // len(files) * size + skipped) * jobs.block_bytes
+        yield Run(files[extent % len(files)], offset, count)
+        at += count
+
+
+def _extent_blocks(jobs: Jobs) -> int:
+    return max(1, EXTENT_BYTES // jobs.block_bytes)

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from kvoffload_async.bench.figures import Figure, Report, size_text
+from kvoffload_async.bench.plan import GIB
 from kvoffload_async.bench.rounds import MEMCPY
-from kvoffload_async.bench.sample import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,13 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvoffload_async.bench.contender import Contender
+from kvoffload_async.bench.contender import Contender, OwnTier, load_peer
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.floor import Floor, PlainFloor
-from kvoffload_async.bench.peers import load_peer
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import measure, rehearse, turns
-from kvoffload_async.bench.tiers import OwnTier
 from kvoffload_async.block_io import implementation
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
@@ -108,7 +106,7 @@ def _floor_kinds() -> list[type[Floor]]:
     if implementation().name != "native":
         return [PlainFloor]
     # Not before it is known that the module it needs is there.
-    from kvoffload_async.bench.native_floor import NativeFloor  # noqa: PLC0415
+    from kvoffload_async.bench.floor import NativeFloor  # noqa: PLC0415
 
     return [NativeFloor, PlainFloor]
 

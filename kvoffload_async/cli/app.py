@@ -15,42 +15,43 @@ from rich.text import Text
 
 from kvoffload_async.block_io import implementation
 from kvoffload_async.cli.bench import bench
-from kvoffload_async.cli.catalogue import common_options, tier_entries
+from kvoffload_async.cli.catalogue import common_options, geometry_table, option_table, tier_entries
 from kvoffload_async.cli.ending import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    Interrupt,
     OneLineGroup,
     complain,
     errors_as_one_line,
 )
 from kvoffload_async.cli.fleet import publish_fleet, replay_on_fleet
-from kvoffload_async.cli.interrupt import Interrupt
 from kvoffload_async.cli.logs import Verbose, logging_to
-from kvoffload_async.cli.output import STDOUT, check_writable, write_figures
-from kvoffload_async.cli.pictures import check_page, check_picture
-from kvoffload_async.cli.replay_pictures import PLOT, publish_pictures
-from kvoffload_async.cli.replay_tables import bar_per_pass, print_table
-from kvoffload_async.cli.scratch import ScratchFolder
+from kvoffload_async.cli.output import (
+    STDOUT,
+    check_page,
+    check_picture,
+    check_writable,
+    write_figures,
+)
+from kvoffload_async.cli.replay_report import PLOT, bar_per_pass, print_table, publish_pictures
 from kvoffload_async.cli.settings import (
     BUILT_IN_PASSES,
     CONFIG_VARIABLE,
     STDIN,
     Flags,
+    ScratchFolder,
     read_config,
     resolve,
 )
 from kvoffload_async.cli.store import store_app
-from kvoffload_async.cli.tables import geometry_table, option_table
 from kvoffload_async.cli.timelines import TimelineOutput
 from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.fleet import FleetOptions, FleetReport
 from kvoffload_async.replay.fleet.plan import RANDOM, SPREADS
-from kvoffload_async.replay.passes import PassReports, replay_passes
-from kvoffload_async.replay.run import DEVICES, ENGINES, ReplayOptions
-from kvoffload_async.replay.trace import TraceFile
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.run import DEVICES, ENGINES, PassReports, ReplayOptions, replay_passes
+from kvoffload_async.replay.source import ChatWorkload, TraceFile
 
 app = typer.Typer(
     cls=OneLineGroup,

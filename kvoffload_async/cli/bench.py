@@ -1,32 +1,225 @@
-"""`kvoffload bench`: from the command line to the figures."""
+"""`kvoffload bench`: from the command line to the figures, and their tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from kvoffload_async.bench.figures import Report
-from kvoffload_async.bench.peers import PEERS
+from kvoffload_async.bench.contender import PEERS
+from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
 from kvoffload_async.bench.plan import Plan
+from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
-from kvoffload_async.cli.bench_tables import print_tables
 from kvoffload_async.cli.ending import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    Interrupt,
     complain,
     errors_as_one_line,
 )
-from kvoffload_async.cli.gauge import Gauge
-from kvoffload_async.cli.interrupt import Interrupt
+from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.logs import Verbose, logging_to
-from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, write_figures
-from kvoffload_async.cli.pictures import check_picture, drawing_module
-from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.cli.output import (
+    STDOUT,
+    as_unwritable,
+    check_picture,
+    check_writable,
+    drawing_module,
+    write_figures,
+)
+from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.runtime.io_pool import suitable_threads
+
+_TITLES: Final = {
+    "store": "Store",
+    "load": "Load",
+    "store_one_job": "Store, one large job",
+    "load_one_job": "Load, one large job",
+}
+_FILE_WIDTH: Final = 176
+_WHOLE: Final = 100
+_COLUMNS: Final = (
+    *("GiB/s", "from-to", "x floor", "x plain"),
+    *("p50 ms", "p90", "p99"),
+    *("us/job", "us/key", "x floor"),
+    *("CPU s/GiB", "x floor"),
+    "switches",
+)
+_ALL: Final = tuple(range(len(_COLUMNS)))
+_NARROW: Final = (0, 2, 3, 4, 6, 8)
+"""What a terminal of 80 columns has room for; `--json` has the rest."""
+
+Figures = Mapping[str, Figure]
+
+
+def print_tables(report: Report, console: Console) -> None:
+    """Print everything, wide enough where that is no terminal."""
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    columns = _ALL if console.width >= _FILE_WIDTH else _NARROW
+    for what, title in _TITLES.items():
+        table = _pass_table(report, what, title, columns)
+        if table.row_count:
+            console.print(table)
+    console.print(_rest_table(report))
+    if any(standing.against for size in report.sizes for standing in size.contenders.values()):
+        console.print(_against_table(report))
+    for remark in _remarks(report):
+        console.print(Text(remark))
+
+
+def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -> Table:
+    table = _table(title, *(_COLUMNS[column] for column in columns))
+
+    def shown(figures: Figures) -> list[str]:
+        cells = _cells(figures)
+        return [cells[column] for column in columns]
+
+    for size in report.sizes:
+        rows = _Rows(table, size)
+        if what in {"store", "load"}:
+            rows.add(MEMCPY, *shown(size.memcpy))
+        for directory, kinds in size.floors.items():
+            for kind, passes in kinds.items():
+                if what in passes:
+                    rows.add(_floor_name(report, directory, kind), *shown(passes[what]))
+        for name, standing in size.contenders.items():
+            if what in standing.passes:
+                rows.add(name, *shown(standing.passes[what]))
+    return table
+
+
+def _cells(figures: Figures) -> list[str]:
+    speed, owner = figures["gib_per_s"], figures.get("owner_us_per_job")
+    return [
+        _number(speed),
+        f"{speed.low:.2g}-{speed.high:.2g}",
+        _times(speed.of_floor),
+        _times(speed.of_plain),
+        *(_number(figures[f"job_ms_p{q}"]) for q in (50, 90, 99)),
+        _number(owner),
+        _number(figures.get("owner_us_per_key")),
+        _times(owner.of_floor if owner else None),
+        _number(figures["cpu_s_per_gib"]),
+        _times(figures["cpu_s_per_gib"].of_floor),
+        _number(figures.get("switches_per_job")),
+    ]
+
+
+def _rest_table(report: Report) -> Table:
+    table = _table("Single calls, in us", "submit a large store", "a load", "idle poll", "lookup")
+    for size in report.sizes:
+        rows = _Rows(table, size)
+        for name, standing in size.contenders.items():
+            passes, at_rest = standing.passes, standing.passes["at_rest"]
+            rows.add(
+                name,
+                _number(passes.get("store_one_job", {}).get("submit_us_per_job")),
+                _number(passes.get("load_one_job", {}).get("submit_us_per_job")),
+                _number(at_rest.get("idle_poll_us")),
+                _number(at_rest.get("lookup_us")),
+            )
+    return table
+
+
+def _against_table(report: Report) -> Table:
+    table = _table(
+        "Times a peer's speed, its owner's time a key, its CPU time a GiB",
+        *_TITLES.values(),
+        *("owner, store", "owner, load"),
+        *("CPU, store", "CPU, load"),
+    )
+    for size in report.sizes:
+        rows = _Rows(table, size)
+        for who, standing in size.contenders.items():
+            for peer, ratios in standing.against.items():
+                rows.add(
+                    f"{who} / {peer}",
+                    *(_times(ratios.get(what, {}).get("gib_per_s")) for what in _TITLES),
+                    *(
+                        _times(ratios[what].get(name))
+                        for name in ("owner_us_per_key", "cpu_s_per_gib")
+                        for what in ("store", "load")
+                    ),
+                )
+    return table
+
+
+def _remarks(report: Report) -> Iterator[str]:
+    settings = report.settings
+    yield (
+        f"Medians of {settings['rounds']} rounds, everybody in turn in each, on "
+        f"{'full' if settings['steady'] else 'empty'} stores"
+        f"{' that are kept from round to round' if settings['keep'] else ''}; "
+        f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks under way. ms: of a "
+        "job, until its result is seen. us: of the owner's thread, in all calls. x floor: as a "
+        f"multiple of {_floor_text(report)}, and x plain: of plain writes or reads, by "
+        f"{settings['threads']} threads; for the owner's time, of the time that these take. "
+        "switches: voluntary ones a job, of Python threads but the owner's, as when they wait for "
+        "the interpreter's lock. Every loaded block was compared with what was stored, after the "
+        "clock had stopped."
+    )
+    machine = report.machine
+    yield (
+        f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
+        f"load {machine['load_average']:.1f}; blocks are moved by: {machine['block_io']}"
+    )
+    for name, facts in report.contenders.items():
+        options = "".join(f", {key}={value}" for key, value in facts["options"].items())
+        yield f"{name}: in {facts['directory'] or 'memory'}{options}"
+
+
+class _Rows:
+    """Adds the rows of one block size, which is named in the first of them."""
+
+    def __init__(self, table: Table, size: SizeReport) -> None:
+        table.add_section()
+        self._table = table
+        self._label = size_text(size.block_bytes)
+
+    def add(self, name: str, *cells: str) -> None:
+        self._table.add_row(self._label, Text(name), *cells)
+        self._label = ""
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("block", ""):
+        table.add_column(column, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _floor_name(report: Report, directory: str, kind: str) -> str:
+    how = f"{kind}, direct" if report.settings["direct_floor"] else kind
+    one = len(report.sizes[0].floors) == 1
+    return f"floor, {how}" if one else f"floor, {how}, {directory}"
+
+
+def _floor_text(report: Report) -> str:
+    is_native = report.machine["block_io"] == "native"
+    return "the bare native engine with checksums" if is_native else "plain writes or reads"
+
+
+def _number(figure: Figure | None) -> str:
+    return "" if figure is None else _short(figure.median)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else _short(ratio)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= _WHOLE else f"{value:.3g}"
+
 
 DEFAULT_TIERS: Final = ("slab", "fs")
 """What is measured if nobody asks for anything."""

@@ -1,16 +1,56 @@
-"""How a command ends. Exit status: 0 fine, 1 a check failed, 2 bad input, 130 interrupted."""
+"""How a command ends. Exit status: 0 fine, 1 a check failed, 2 bad input, 130 interrupted.
+
+Ctrl-C is a request to stop, so that it never lands in the middle of an engine's call.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
 
 import typer
 from typer.core import TyperGroup
 
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
+
+
+class Interrupt:
+    """While entered, the first SIGINT only sets `is_requested`; a second one is a real one.
+
+    Where SIGINT is ignored, as a shell has it for what a script runs in its background, it stays
+    ignored.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._previous: Any = None
+        self._is_installed = False
+
+    def __enter__(self) -> Self:
+        is_main = threading.current_thread() is threading.main_thread()  # others may not
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._is_installed = True
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, _signal_number: int, _frame: FrameType | None) -> None:
+        self.is_requested = True
+        signal.signal(signal.SIGINT, self._previous)
+
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_INPUT: Final = 2

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvoffload_async.cli.output import STDOUT, write_figures
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.scratch import ScratchFolder
+from kvoffload_async.cli.settings import ScratchFolder
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.fleet import FleetOptions, FleetReport, run_fleet

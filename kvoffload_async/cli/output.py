@@ -1,13 +1,18 @@
-"""Where a command's figures go besides the terminal: a file, or standard output."""
+"""Where a command's figures go besides the terminal, and how values are shown to people."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from rich.table import Table
+from rich.text import Text
+
+from kvoffload_async.abc.maintenance import StoreMaintenance, Summary
 from kvoffload_async.errors import InputError
 
 STDOUT: Final = "-"
@@ -46,3 +51,68 @@ def as_unwritable(option: str, name: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{option} {name}: cannot be written: {error.strerror}") from error
+
+
+_PAGES: Final = (".html", ".htm")
+
+
+def drawing_module(option: str, name: str) -> Any:  # noqa: ANN401 - a module
+    """Import a module that draws.
+
+    Raises:
+        InputError: There is no matplotlib.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(
+            f"{option} needs matplotlib ({error}); pip install 'kvoffload-async[plot]'"
+        ) from error
+
+
+def check_picture(option: str, path: Path | None, module: str) -> None:
+    """Check that a picture can be drawn and written there, if there is to be one.
+
+    Raises:
+        InputError: It cannot.
+    """
+    if path is None:
+        return
+    check_writable(option, str(path))
+    known = drawing_module(option, module).check_suffix(path)
+    if known is not None:
+        raise InputError(
+            f"{option} {path}: {path.suffix!r} is no kind of picture; use one of {known}"
+        )
+
+
+def check_page(option: str, path: Path | None, module: str) -> None:
+    """Check that a page with pictures can be written there, if there is to be one.
+
+    Raises:
+        InputError: It cannot.
+    """
+    if path is None:
+        return
+    check_writable(option, str(path))
+    if path.suffix.lower() not in _PAGES:
+        raise InputError(f"{option} {path}: {path.suffix!r} is no kind of page; use .html")
+    drawing_module(option, module)
+
+
+def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Iterator[Table]:
+    """Yield a table for each kind of store, with a column for each store."""
+    for kind in dict.fromkeys(type(store) for store, _ in summaries):
+        columns = [(store.name, found) for store, found in summaries if type(store) is kind]
+        table = Table(title=columns[0][1].title, title_justify="left")
+        table.add_column("namespace", style="bold")
+        for name, _ in columns:
+            table.add_column(Text(shown(name)), justify="right", overflow="fold")
+        for rows in zip(*(found.rows for _, found in columns), strict=True):
+            table.add_row(rows[0][0], *(Text(shown(value)) for _, value in rows))
+        yield table
+
+
+def shown(name: str) -> str:
+    """Return a file's name as text that every terminal takes."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in name)

@@ -1,21 +1,58 @@
-"""From flags and a configuration file to the one configuration of a replay."""
+"""From flags and a configuration file to the one configuration of a replay.
+
+The tier of the built-in workload has a directory of its own, which is removed with the replay.
+"""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from kvoffload_async.cli.json_input import JsonInputError, parse_json
-from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.tierspec import parse_tier
-from kvoffload_async.cli.yaml_input import parse_yaml
+from kvoffload_async.cli.inputs import JsonInputError, parse_json, parse_tier, parse_yaml
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.buffer import row_stride_bytes
+
+
+class ScratchFolder:
+    """Made when it is first asked for, removed at the end, however that comes about."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether somebody has asked for it."""
+        return self._folder is not None
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        if self._folder is None:
+            # A copy that still hangs may write into it while it goes.
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="kvoffload-replay-", ignore_cleanup_errors=True
+            )
+        return self._folder.name
+
 
 STDIN = "-"
 CONFIG_VARIABLE = "KVOFFLOAD_CONFIG"

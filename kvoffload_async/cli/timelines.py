@@ -9,8 +9,7 @@ from typing import Final, Self
 
 from rich.console import Console
 
-from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable
-from kvoffload_async.cli.store_tables import shown
+from kvoffload_async.cli.output import STDOUT, as_unwritable, check_writable, shown
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.observe.trace_events import TraceEventFile

@@ -1,23 +1,279 @@
-"""`kvoffload top`: a running engine, live."""
+"""`kvoffload top`: a running engine, live, on one screen from 80 columns and 24 lines on."""
 
 from __future__ import annotations
 
 import json
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from kvoffload_async.cli.ending import EXIT_INTERRUPTED, errors_as_one_line
-from kvoffload_async.cli.top_view import picture
+from kvoffload_async.cli.output import shown
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.status import SOCKET_VARIABLE
-from kvoffload_async.observe.changes import Readings
+from kvoffload_async.observe.changes import Readings, TierCount
 from kvoffload_async.observe.status import NoAnswerError, ask, parse_report
+from kvoffload_async.statistics import (
+    EngineStatistics,
+    OffloadingStatistics,
+    PrimaryStatistics,
+    TierStatistics,
+)
+
+WIDE: Final = 110
+"""Columns from which on a tier's row has more of them."""
+MAX_TIERS: Final = 8
+MAX_SLOWEST: Final = 5
+_BAR_CHARS: Final = 24
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_LETTERS: Final = ("", "K", "M", "G", "T", "P")
+_NARROW_NAME, _WIDE_NAME = 12, 24
+_LEAST_LATENCIES: Final = 4
+
+
+def picture(
+    readings: Readings, *, width: int, height: int, path: str, complaint: str = ""
+) -> RenderableType:
+    """Return the screen.
+
+    Args:
+        readings: At least one.
+        width: Columns.
+        height: Lines.
+        path: Whose socket it is.
+        complaint: Why there is no newer reading.
+    """
+    stats = readings.last.statistics
+    top: list[RenderableType] = [
+        _title(readings, path, width),
+        Text(shown(complaint), style="bold red", no_wrap=True, overflow="ellipsis")
+        if complaint
+        else Text(),
+        *_primary(stats.primary),
+        *_requests(readings, stats),
+    ]
+    used = len(top)
+    if isinstance(stats, EngineStatistics):
+        top.append(_device(stats))
+        used += 1
+    if stats.tiers:
+        top += [Text(), _tiers(readings, stats.tiers, is_wide=width >= WIDE)]
+        used += 2 + min(len(stats.tiers), MAX_TIERS + 1)
+    slowest = _slowest(readings)
+    if slowest is not None:
+        top += [Text(), slowest]
+        used += 2 + min(len(readings.last.slowest or ()), MAX_SLOWEST)
+    room = max(_LEAST_LATENCIES, height - used - 2)
+    return Group(*top, Text(), _latencies(readings, room))
+
+
+def _title(readings: Readings, path: str, width: int) -> Text:
+    report = readings.last
+    since = timedelta(seconds=int(report.uptime_s))
+    name = report.model or "engine"
+    parts = [f"pid {report.pid}", f"up {since}", path]
+    if report.statistics.runtime is not None:
+        runtime = report.statistics.runtime
+        if width >= WIDE:
+            parts.append(f"kvoffload {runtime.version}, Python {runtime.python}")
+    line = Text.assemble((shown(name), "bold"), (shown("  " + "  ".join(parts)), "dim"))
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _primary(primary: PrimaryStatistics) -> Iterator[Text]:
+    slots = primary.slots
+    taken = primary.num_slots - slots.free
+    full = min(1.0, max(0.0, taken / primary.num_slots)) if primary.num_slots else 0.0
+    filled = round(full * _BAR_CHARS)
+    size = f" of {_size(primary.capacity_bytes)}" if primary.row_bytes else ""
+    yield Text.assemble(
+        ("primary   ", "bold"),
+        ("█" * filled, "green" if full < 1 else "yellow"),
+        ("░" * (_BAR_CHARS - filled), "dim"),
+        f" {full:4.0%}{size}, {primary.num_slots:,} blocks",
+    )
+    uses = [f"{name} {getattr(slots, name):,}" for name in ("idle", "pinned", "writing", "held")]
+    yield Text(f"          {'  '.join(uses)}  free {slots.free:,}")
+
+
+def _requests(readings: Readings, stats: OffloadingStatistics) -> Iterator[Text]:
+    evicted = readings.rate(attrgetter("primary.evicted_blocks"))
+    stored = readings.rate(attrgetter("primary.stored_blocks"))
+    loaded = readings.rate(attrgetter("primary.loaded_blocks"))
+    yield Text.assemble(
+        ("blocks    ", "bold"),
+        f"stored {_count(stored)}/s  loaded {_count(loaded)}/s  evicted {_count(evicted)}/s",
+    )
+    planner = stats.planner
+    if planner is None:
+        return
+    storing = sum(tier.cascading_blocks for tier in stats.tiers)
+    ratio = readings.share(attrgetter("planner.block_hits"), _asked_blocks)
+    refused = readings.grown(attrgetter("planner.promotions_refused"))
+    expired = readings.grown(attrgetter("planner.deferrals_expired"))
+    yield Text.assemble(
+        ("requests  ", "bold"),
+        f"{planner.requests:,} now  hit ratio ",
+        (_percent(ratio), "bold"),
+        f"  pins: stores {storing:,}, loads {stats.primary.load_pins:,}, "
+        f"waiting {planner.retained_blocks:,}",
+        (f"  no slot {refused:,.0f}" if refused else "", "yellow"),
+        (f"  too late {expired:,.0f}" if expired else "", "yellow"),
+    )
+
+
+def _device(stats: EngineStatistics) -> Text:
+    waiting = stats.waiting_loads + stats.waiting_stores
+    failed = f"  failed {stats.failed_copies:,}" if stats.failed_copies else ""
+    return Text.assemble(
+        ("device    ", "bold"),
+        f"{stats.copies:,} copies now  {waiting:,} calls waiting",
+        (failed, "red"),
+    )
+
+
+def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool) -> Table:
+    table = _table()
+    table.add_column("tier", no_wrap=True, max_width=_WIDE_NAME if is_wide else _NARROW_NAME)
+    wide = ("overdue", "owed", "corrupt") if is_wide else ()
+    for name in ("used", "hits", "load/s", "store/s", "queue", "jobs", *wide, "fail", "lost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for index, tier in enumerate(tiers[:MAX_TIERS]):
+        table.add_row(*_tier(readings, index, tier, is_wide=is_wide))
+    if len(tiers) > MAX_TIERS:
+        table.add_row(Text(f"{len(tiers) - MAX_TIERS} more", style="dim"))
+    return table
+
+
+def _tier(
+    readings: Readings, index: int, tier: TierStatistics, *, is_wide: bool
+) -> Iterator[str | Text]:
+    def of(count: TierCount) -> float:
+        return readings.grown(lambda stats: count(stats.tiers[index]))
+
+    def per_second(name: str) -> str:
+        return _short(readings.tier_rate(index, attrgetter(name)), 1024)
+
+    asked = of(lambda tier: tier.hits + tier.misses)
+    yield Text(shown(tier.name))
+    yield _fullness(tier)
+    yield f"{of(attrgetter('hits')) / asked:.0%}" if asked else "-"
+    yield per_second("loaded_bytes")
+    yield per_second("stored_bytes")
+    yield _short(tier.queued_jobs)
+    yield _short(tier.jobs_in_flight)
+    if is_wide:
+        yield _alarming(tier.overdue_jobs)
+        yield _short(tier.owed_blocks)
+        yield _alarming(of(attrgetter("corrupt_blocks")))
+    yield _alarming(of(attrgetter("failed_jobs")))
+    yield _alarming(of(attrgetter("dropped_blocks")), "yellow")
+    yield _breakers(tier)
+
+
+def _slowest(readings: Readings) -> Table | None:
+    """Return the slowest requests, where the engine records them."""
+    if not readings.last.slowest:
+        return None
+    table = _table()
+    table.add_column("slowest requests", no_wrap=True, overflow="ellipsis")
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("longest phase", no_wrap=True, overflow="ellipsis")
+    for request in readings.last.slowest[:MAX_SLOWEST]:
+        phase = Text(shown(request.longest_phase))
+        table.add_row(Text(shown(request.req_id)), _seconds(request.seconds), phase)
+    return table
+
+
+def _latencies(readings: Readings, room: int) -> Table:
+    table = _table()
+    table.add_column("slowest phases of the last minute", no_wrap=True, min_width=38)
+    for name in ("ended", "p50", "p99"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=9)
+    for latency in readings.latencies()[: room - 1]:
+        times = (_seconds(latency.p50_s), _seconds(latency.p99_s))
+        table.add_row(Text(shown(latency.phase)), f"{latency.count:,}", *times)
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+def _asked_blocks(stats: OffloadingStatistics) -> float:
+    planner = stats.planner
+    return planner.block_hits + planner.block_misses if planner is not None else 0
+
+
+def _fullness(tier: TierStatistics) -> str:
+    if tier.used_bytes is None:
+        return "-"
+    if not tier.capacity_bytes:
+        return _short(tier.used_bytes, 1024)
+    return f"{_short(tier.used_bytes, 1024)} {tier.used_bytes / tier.capacity_bytes:.0%}"
+
+
+def _breakers(tier: TierStatistics) -> Text:
+    stopped = [direction for direction, state in tier.breakers.items() if state != "closed"]
+    if not stopped:
+        return Text("ok", style="green")
+    return Text(f"no {shown(stopped[0])}" if len(stopped) == 1 else "stopped", style="bold red")
+
+
+def _alarming(count: float, style: str = "red") -> Text:
+    return Text(_short(count), style=style if count else "")
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}" if share < 1 else "100%"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 or not number else f"{number:.1f}"  # noqa: PLR2004 - two digits
+
+
+def _short(number: float, factor: int = 1000) -> str:
+    """Return a number in at most four characters; with a factor of 1024, of bytes."""
+    unit = 0
+    while number >= 999.5 and unit < len(_LETTERS) - 1:  # noqa: PLR2004 - else it is 1000
+        number /= factor
+        unit += 1
+    digits = 1 if unit and number < 9.95 else 0  # noqa: PLR2004 - else it is 10
+    return f"{number:.{digits}f}{_LETTERS[unit]}"
+
+
+def _size(num_bytes: float) -> str:
+    """Return a size in three digits or so."""
+    unit = 0
+    while num_bytes >= 999.5 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - else it is 1000
+        num_bytes /= 1024
+        unit += 1
+    digits = 0 if not unit or num_bytes >= 99.5 else 1  # noqa: PLR2004 - three digits
+    return f"{num_bytes:.{digits}f} {_UNITS[unit]}" if num_bytes else "0"
+
+
+def _seconds(seconds: float) -> str:
+    """Return a duration in three digits or so."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
+        value = seconds * factor
+        if value < 999.5 or unit == "s":  # noqa: PLR2004 - else it is 1000
+            return f"{value:.{0 if value >= 99.5 else 1}f} {unit}"  # noqa: PLR2004 - three digits
+    raise AssertionError("seconds are the last unit")
 
 
 def top(

@@ -1,17 +1,25 @@
-"""Cascades: what is stored goes on to the tiers; what finds no room there now goes later."""
+"""Cascades: what is stored goes on to the tiers, and so does the news of what was used.
+
+What finds no room in a tier's share now goes later: each tier is owed blocks, by the slot in which
+they lie.
+
+    unmarked --add--> owed --began--> under way --ended well, or given up--> unmarked
+    owed --forget (evicted)--> unmarked            under way --ended badly--> owed, last in line
+
+Each tier hears once a step of what requests have found. A tier that never hears of a use evicts
+what the primary serves all the time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
 from typing import Final
 
-from kvoffload_async.core.backlog import Backlog
 from kvoffload_async.core.ledger import JobRecord
-from kvoffload_async.core.own_context import OwnContext
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.shares import Shares
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import Shares, TierState
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
@@ -20,7 +28,266 @@ from kvoffload_async.errors import (
     TierFullError,
 )
 from kvoffload_async.statistics import DropReason
-from kvoffload_async.types import JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
+from kvoffload_async.tables.arrays import small_integers
+from kvoffload_async.tables.keymap import KeyMap
+from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.types import (
+    ENGINE_REQ_ID,
+    JobMetadata,
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+)
+
+
+class OwnContext:
+    """A request that never ends before the planner does, and that nobody else may begin.
+
+    A tier hears of its begin before the first thing that is done in it, and of its end after the
+    last one, and of neither if nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.ctx = ReqContext(ENGINE_REQ_ID)
+        self._told: list[TierState] = []
+
+    def within(self, tier: TierState) -> ReqContext:
+        """Return the context, which the tier knows from now on."""
+        if tier not in self._told:
+            self._told.append(tier)
+            tier.begin_request(self.ctx)
+        return self.ctx
+
+    def close(self) -> None:
+        """Tell the tiers that nothing follows; idempotent."""
+        told, self._told = self._told, []
+        for tier in told:
+            tier.finish_request(self.ctx)
+
+
+_OWED: Final = 1
+_UNDER_WAY: Final = 2
+_A_TRY: Final = 4
+"""A mark is one byte: what a block is, and `_A_TRY` more for each time it has failed."""
+_PROTECTED: Final = 128
+
+_MOST_TRIES: Final = 8
+_FIRST_PAUSE_S: Final = 0.25
+_LONGEST_PAUSE_S: Final = 5.0
+_SLOTS_A_STEP: Final = 4096
+"""How many slots a step looks at when the tier has failed, or works again."""
+
+Protect = Callable[[Sequence[int]], object]
+"""Protects the blocks in slots from eviction, or stops doing so."""
+
+
+class Backlog:
+    """The blocks that one tier is owed, the oldest first; what is not resident is not in here.
+
+    Bytes a slot of the primary: 9, owed or not, and nothing that the garbage collector walks.
+
+    Attributes:
+        count: How many blocks are owed.
+        since_s: Since when some have been, without a break.
+        new_blocks: How many were added since the step began by stores of the step itself.
+        is_shut: Whether the tier was out of order when it was asked last.
+        is_wanted: Whether the tier is in order: what it is owed is protected.
+        paused_until_s: When the tier, which has refused or failed, is tried again.
+    """
+
+    def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
+        """Start empty, over the primary's slots."""
+        self._protect = protect
+        self._unprotect = unprotect
+        self._num_heeded = num_slots
+        self._oldest_first = NumberLists(num_slots)
+        self._marks = small_integers(num_slots)
+        self._pause_s = _FIRST_PAUSE_S
+        self.count = 0
+        self.since_s = 0.0
+        self.new_blocks = 0
+        self.is_shut = False
+        self.is_wanted = True
+        self.paused_until_s = 0.0
+
+    # -- blocks ---------------------------------------------------------------------------------
+
+    def add(self, slots: Iterable[int], now_s: float) -> int:
+        """Owe the blocks in these slots, but for those on their way; return how many are new."""
+        marks = self._marks
+        new = [slot for slot in slots if not marks[slot] & (_OWED | _UNDER_WAY)]
+        for slot in new:
+            marks[slot] |= _OWED
+        self._append(new, now_s)
+        return len(new)
+
+    def oldest(self, count: int) -> list[int]:
+        """Return the slots of the blocks that have been owed for the longest."""
+        return list(islice(self._oldest_first.walk(), count))
+
+    def began(self, slots: Sequence[int]) -> None:
+        """Learn that a copy of the blocks in these slots is under way."""
+        marks = self._marks
+        if self.count:
+            owed = [slot for slot in slots if marks[slot] & _OWED]
+            self._remove(owed)
+            for slot in owed:
+                marks[slot] -= _OWED
+        for slot in slots:
+            marks[slot] |= _UNDER_WAY
+
+    def ended(self, slots: Iterable[int]) -> None:
+        """Learn that their copy has ended, and that nothing follows from it."""
+        marks = self._marks
+        if not self.count:
+            for slot in slots:
+                marks[slot] = 0
+            return
+        for slot in slots:
+            marks[slot] &= _OWED | _PROTECTED  # since an earlier copy of the same block has ended
+
+    def failed(self, slots: Sequence[int], now_s: float, *, counts: bool) -> int:
+        """Owe them again after a copy that failed; return how many are given up instead.
+
+        Args:
+            slots: Where the blocks lie.
+            now_s: The time.
+            counts: Whether that was one of the tries that each block has.
+        """
+        marks = self._marks
+        again: list[int] = []
+        given_up = 0
+        for slot in slots:
+            mark = marks[slot] & ~_UNDER_WAY
+            if mark & _OWED:
+                pass
+            elif mark + _A_TRY * counts < _MOST_TRIES * _A_TRY:
+                mark += _A_TRY * counts + _OWED
+                again.append(slot)
+            else:
+                mark = 0
+                given_up += 1
+            marks[slot] = mark
+        self._append(again, now_s)
+        return given_up
+
+    def forget(self, slots: Iterable[int]) -> int:
+        """Learn that the blocks in these slots were evicted; return how many had been owed."""
+        marks = self._marks
+        lost = [slot for slot in slots if marks[slot]]
+        self._remove(lost)
+        for slot in lost:
+            marks[slot] = 0
+        return len(lost)
+
+    def clear(self) -> int:
+        """Forget everything; return how many blocks were owed."""
+        lost = self.count
+        self._stop_protecting(list(self._oldest_first.walk()))
+        self._oldest_first.clear()
+        self._marks = small_integers(len(self._marks))
+        self.count = self.new_blocks = 0
+        self.is_shut = False
+        self.resume()
+        return lost
+
+    # -- protection -----------------------------------------------------------------------------
+
+    @property
+    def is_heeding(self) -> bool:
+        """Whether more calls of `heed` are needed."""
+        return self._num_heeded < len(self._marks)
+
+    def heed(self, *, is_wanted: bool) -> None:
+        """Protect what is owed, or stop doing so, as far as a step may take: slot by slot."""
+        if is_wanted != self.is_wanted:
+            self.is_wanted = is_wanted
+            self._num_heeded = 0
+        if not self.is_heeding:
+            return
+        marks = self._marks
+        slots = range(self._num_heeded, min(self._num_heeded + _SLOTS_A_STEP, len(marks)))
+        self._num_heeded = slots.stop
+        owed = [slot for slot in slots if marks[slot] & _OWED]
+        if not is_wanted:
+            self._stop_protecting(owed)
+            return
+        owed = [slot for slot in owed if not marks[slot] & _PROTECTED]
+        for slot in owed:
+            marks[slot] |= _PROTECTED
+        self._protect(owed)
+
+    # -- pauses ---------------------------------------------------------------------------------
+
+    def pause(self, now_s: float) -> None:
+        """Leave the tier alone for a moment, which grows from one pause to the next."""
+        if now_s >= self.paused_until_s:
+            self.paused_until_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def resume(self) -> None:
+        """Try the tier at once: it has just stored something."""
+        self.paused_until_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def slots(self) -> Iterator[int]:
+        """Iterate over the slots of what is owed, the oldest first. For invariants."""
+        return self._oldest_first.walk()
+
+    def protected(self) -> Iterator[int]:
+        """Iterate over the slots of what is protected. For invariants."""
+        return (slot for slot, mark in enumerate(self._marks) if mark & _PROTECTED)
+
+    def violations(self, under_way: set[int]) -> Iterator[str]:
+        """Return which of its own invariants do not hold, in words. For inspection.
+
+        Args:
+            under_way: The slots whose copies to the tier may still run.
+        """
+        owed = set(self._oldest_first.walk())
+        if len(owed) != self.count:
+            yield f"{self.count} blocks are counted as owed, but {len(owed)} are"
+        for slot, mark in enumerate(self._marks):
+            if bool(mark & _OWED) != (slot in owed):
+                yield f"slot {slot} has mark {mark}, but is {'' if slot in owed else 'not '}owed"
+            if mark & _UNDER_WAY and slot not in under_way:
+                yield f"slot {slot} is marked as under way, but no copy reads it"
+            if mark and not mark & (_OWED | _UNDER_WAY):
+                yield f"slot {slot} has mark {mark}, but is neither owed nor under way"
+            if mark & _PROTECTED and slot not in owed:
+                yield f"slot {slot} is protected, but not owed"
+            if slot in owed and not self.is_heeding and self.is_wanted != bool(mark & _PROTECTED):
+                yield f"slot {slot} has mark {mark}, but is_wanted is {self.is_wanted}"
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _append(self, slots: Sequence[int], now_s: float) -> None:
+        if not slots:
+            return
+        if not self.count:
+            self.since_s = now_s
+        self._oldest_first.append(slots)
+        self.count += len(slots)
+        if self.is_wanted:
+            for slot in slots:
+                self._marks[slot] |= _PROTECTED
+            self._protect(slots)
+
+    def _remove(self, slots: Sequence[int]) -> None:
+        self._oldest_first.remove(slots)
+        self.count -= len(slots)
+        self._stop_protecting(slots)
+
+    def _stop_protecting(self, slots: Sequence[int]) -> None:
+        marks = self._marks
+        protected = [slot for slot in slots if marks[slot] & _PROTECTED]
+        for slot in protected:
+            marks[slot] -= _PROTECTED
+        self._unprotect(protected)
+
 
 Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
 """Submits a cascade: tier, context, keys, and their slots, which are pinned."""
@@ -313,3 +580,83 @@ class Cascades:
             if backlog.count:
                 tier.counters.drop("evicted", backlog.forget(slots))
         self._watch_evictions()
+
+
+_AGAIN_AFTER_S: Final = 60.0
+_MOST_KEYS: Final = 32_768
+
+
+class RecentKeys:
+    """Lets a key through once in a while: at most once in `again_after_s`, at least in twice that.
+
+    Two tables take turns: one is filled, the other is looked at and then thrown away. Once the
+    first is full, no further keys are let through until the next turn.
+    """
+
+    def __init__(self, again_after_s: float = _AGAIN_AFTER_S, most_keys: int = _MOST_KEYS) -> None:
+        self._again_after_s = again_after_s
+        self._most_keys = most_keys
+        self._new, self._old = KeyMap(most_keys), KeyMap(most_keys)
+        self._turned_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def admitted(self, keys: Sequence[OffloadKey], now_s: float) -> list[OffloadKey]:
+        """Return the keys, which are distinct, that may pass now, in their order."""
+        if self._turned_s is None:
+            self._turned_s = now_s
+        elif now_s - self._turned_s >= self._again_after_s:
+            is_stale = now_s - self._turned_s >= 2 * self._again_after_s
+            self._old = KeyMap(self._most_keys) if is_stale else self._new
+            self._new = KeyMap(self._most_keys)
+            self._turned_s = now_s
+        seen = zip(keys, self._new.find(keys), self._old.find(keys), strict=True)
+        fresh = [key for key, new, old in seen if new is None and old is None]
+        fresh = fresh[: self._most_keys - len(self._new)]
+        self._new.update(fresh, repeat(0))
+        return fresh
+
+
+class Touches:
+    """Gathers what was used in a step, and passes it on at its end.
+
+    Thread: owner.
+    """
+
+    def __init__(self, tiers: Sequence[TierState], cascades: Cascades, own: OwnContext) -> None:
+        self._tiers = tiers
+        self._cascades = cascades
+        self._own = own
+        self._used: list[Sequence[OffloadKey]] = []
+        self._recent = [RecentKeys() for _ in tiers]
+
+    def note(self, keys: Sequence[OffloadKey]) -> None:
+        """Note keys that one request has used, head to tail."""
+        if keys and self._tiers:
+            self._used.append(keys)
+
+    def flush(self, now_s: float) -> None:
+        """Touch the blocks in every tier that has them, and offer the others to those without.
+
+        A tier whose contents are not known here is told of all, but seldom: for it, a touch may be
+        a system call or a message.
+        """
+        if not self._used:
+            return
+        # A tier takes the first as the most recent: the latest request goes first.
+        keys = list(dict.fromkeys(chain.from_iterable(reversed(self._used))))
+        self._used.clear()
+        for index, tier in enumerate(self._tiers):
+            if tier.is_exact:
+                lacking = tier.lacks(keys)
+                if lacking:
+                    self._cascades.owe(index, lacking, now_s)
+                    absent = frozenset(lacking)
+                    present = [key for key in keys if key not in absent]
+                else:
+                    present = keys
+            else:
+                present = self._recent[index].admitted(keys, now_s)
+            if present:
+                tier.touch(present, self._own.within(tier))

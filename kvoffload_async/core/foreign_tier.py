@@ -7,11 +7,10 @@ from itertools import takewhile
 
 from kvoffload_async.abc.events import JobOverdue, JobSettled
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.effects import BeginRequest, FinishRequest
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.index import ExactIndex
-from kvoffload_async.core.ledger import JobAbandoned, JobState
+from kvoffload_async.core.ledger import BeginRequest, FinishRequest, JobAbandoned, JobState
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.errors import StateError, TierError, TierTimeoutError
 from kvoffload_async.types import (

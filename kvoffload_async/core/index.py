@@ -1,25 +1,285 @@
 """What an owner knows of a tier's contents, so that a lookup never leaves the owner's thread.
 
 A tier that is changed by this instance alone has an exact index. Any other tier is probed: one
-batched existence probe for the keys that are new in a step, shared between requests.
+batched existence probe for the keys that are new in a step, shared between requests. A tier may be
+asked only where loading from it can pay: for requests that miss many blocks.
+
+Loading n blocks takes `latency + n * block_s`, computing them `n * compute_s`: loading pays from
+`latency / (compute_s - block_s)` blocks on, and never where a block takes no less time to load
+than to compute.
+
+What is measured is what a request goes through under the present load, queues included. Its blocks
+come in one job, so the time of whole jobs counts, from their arrival in the tier's queue to their
+end, and not the tier's throughput: where several jobs run at once, each takes longer than its share
+of that. A line through the recent jobs' times over their blocks (least squares, neither part of it
+negative, each job weighing nine tenths of the next) tells what grows with the blocks; what does not
+is latency, and so is the mean time of a probe. Recent jobs that are all about as large determine no
+line. What they allow for is taken at its best then, so that other sizes are tried, and measured:
+for fewer blocks that the time is all the blocks', for more that none of it is.
+
+Sources: the line is the linear cost model of a message (R. Hockney, "The communication challenge
+for MPP", Parallel Computing 20, 1994); its running sums are those of T. Finch, "Incremental
+calculation of weighted mean and variance" (2009), with decay.
+
+Heads of prompts: a batch is head to tail, grouped by KV-cache group. A group's blocks are worth
+nothing without those of the others for the same tokens, so it is cut at a token, over all groups.
+Without positions only
+the order in one group is known, and a batch of several groups is not cut.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from heapq import heappush, heapreplace
 from itertools import islice, repeat
+from math import inf
 from typing import Final
 
-from kvoffload_async.core.effects import StartProbe
-from kvoffload_async.core.heads import nearest_before
+from kvoffload_async.core.ledger import StartProbe
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import (
     LookupResult,
     OffloadKey,
     ReqContext,
+    get_offload_block_hash,
     get_offload_group_idx,
 )
+
+
+def split_where_it_fits(
+    keys: Sequence[OffloadKey], positions: Mapping[OffloadKey, int], room: int
+) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
+    """Split keys into the longest head of at most `room`, and the rest, each in their order.
+
+    Args:
+        keys: Without duplicates.
+        positions: Key -> the end token of its block.
+        room: How many blocks fit.
+    """
+    if len(keys) <= room:
+        return keys, ()
+    ends = [positions[key] for key in keys if key in positions]
+    if len(ends) < len(keys):
+        is_one_group = len({get_offload_group_idx(key) for key in keys}) == 1
+        return (keys[:room], keys[room:]) if is_one_group else ((), keys)
+    first_out = sorted(ends)[room]
+    fits = [end < first_out for end in ends]
+    return (
+        [key for key, is_in in zip(keys, fits, strict=True) if is_in],
+        [key for key, is_in in zip(keys, fits, strict=True) if not is_in],
+    )
+
+
+def those_before(
+    left_out: Sequence[OffloadKey],
+    keys: Sequence[OffloadKey],
+    positions: Mapping[OffloadKey, int],
+) -> Sequence[OffloadKey]:
+    """Return which of `keys` lie before everything that `split_where_it_fits` left out of them."""
+    if not left_out:
+        return keys
+    if left_out[0] not in positions:
+        return keys[: keys.index(left_out[0])]
+    first_out = min(positions[key] for key in left_out)
+    return [key for key in keys if positions.get(key, first_out) < first_out]
+
+
+def used_before(
+    wanted: Sequence[OffloadKey],
+    used: Iterable[OffloadKey],
+    positions: Mapping[OffloadKey, int],
+) -> Sequence[OffloadKey]:
+    """Return what a request has used of the prompt before `wanted`: its tail must not evict it."""
+    first = min(positions.get(key, 0) for key in wanted)
+    return [key for key in used if positions.get(key, first) < first]
+
+
+def nearest_before(
+    key: OffloadKey, positions: dict[OffloadKey, int], most: int
+) -> tuple[OffloadKey, ...]:
+    """Return the keys of the same group that come right before `key`, head to tail.
+
+    Positions are looked through once, from the last one on: mostly they were learned head to tail,
+    and then all but a few are passed over at the price of a comparison.
+
+    Args:
+        key: Nothing is known to come before one without a position.
+        positions: Key -> the end token of its block, of all groups, in any order.
+        most: How many keys, at most; 1 at least.
+    """
+    end = positions.get(key)
+    if end is None:
+        return ()
+    group = key.removeprefix(get_offload_block_hash(key))
+    nearest: list[tuple[int, OffloadKey]] = []
+    beyond = -inf
+    for other, position in reversed(positions.items()):
+        if beyond < position < end and other.endswith(group):
+            if len(nearest) < most:
+                heappush(nearest, (position, other))
+            else:
+                heapreplace(nearest, (position, other))
+            if len(nearest) == most:
+                beyond = nearest[0][0]
+    return tuple(other for _, other in sorted(nearest))
+
+
+FRESH_S: Final = 30.0
+"""Without a sample for so long what was measured is old: a request may explore, and the next sample
+counts alone."""
+EXPLORATION_PAUSE_S: Final = 5.0
+"""After an exploration that has found nothing to load, the next one begins so much later."""
+MOST_BLOCKS: Final = 1 << 40
+"""Nobody misses more."""
+
+_LEAST_BLOCK_S: Final = 1e-12
+_DECAY: Final = 0.9
+_LEAST_SPREAD: Final = 1 / 16
+"""Of the jobs' blocks, the square of the deviation over that of the mean: a quarter either way."""
+
+
+class Payback:
+    """Measures a tier's probes and loads; says how many blocks have to be missed.
+
+    Thread: owner.
+
+    Attributes:
+        explorations: Requests that were let through to measure anew.
+    """
+
+    def __init__(self, prefill_blocks_per_s: float) -> None:
+        """Start without a measurement: until there is one, any number of blocks pays.
+
+        Args:
+            prefill_blocks_per_s: Blocks that the accelerator computes in a second of prefill.
+        """
+        self.explorations = 0
+        self._compute_s = 1 / prefill_blocks_per_s
+        self._now_s = 0.0
+        self._probe_s = 0.0
+        self._probed_at_s = -math.inf
+        self._loads = _Line()
+        self._loaded_at_s = -math.inf
+        self._explored_at_s = -math.inf
+        self._is_exploring = False
+
+    # -- measuring ------------------------------------------------------------------------------
+
+    def advance(self, now_s: float) -> None:
+        """Note the time, once a step; what comes in until the next time has happened then."""
+        self._now_s = now_s
+
+    def probe_ended(self, seconds: float, *, worked: bool) -> None:
+        """Take in how long a probe took.
+
+        One that failed says only that it may take longer than is known, as at its deadline; what
+        fails is the breaker's.
+        """
+        is_first = self._is_old(self._probed_at_s)
+        if not worked and (is_first or seconds <= self._probe_s):
+            return
+        if is_first:
+            self._probe_s = seconds
+        else:
+            self._probe_s += (1 - _DECAY) * (seconds - self._probe_s)
+        self._probed_at_s = self._now_s
+
+    def load_ended(self, num_blocks: int, seconds: float) -> None:
+        """Take in how long a load of some blocks took that has brought all of them."""
+        if self._is_old(self._loaded_at_s):
+            self._loads = _Line()
+        self._loads.add(num_blocks, seconds)
+        self._loaded_at_s = self._now_s
+
+    # -- what follows ---------------------------------------------------------------------------
+
+    @property
+    def needed_blocks(self) -> float:
+        """The least number of blocks that pays; infinity: none does."""
+        if not self._loads.weight:
+            return 0
+        blocks = self._break_even(self._best())
+        return math.ceil(blocks) if blocks <= MOST_BLOCKS else math.inf
+
+    @property
+    def latency_s(self) -> float | None:
+        """What loading takes however few the blocks are; None: no load was measured."""
+        return self._probe_s + self._best()[0] if self._loads.weight else None
+
+    @property
+    def blocks_per_s(self) -> float | None:
+        """How fast the rest of it goes; None: no load was measured, or it is all latency."""
+        block_s = self._best()[1] if self._loads.weight else 0.0
+        return 1 / block_s if block_s > _LEAST_BLOCK_S else None
+
+    # -- exploring ------------------------------------------------------------------------------
+
+    @property
+    def may_explore(self) -> bool:
+        """Whether what was measured is old, and nobody measures it anew."""
+        pause_s = FRESH_S if self._is_exploring else EXPLORATION_PAUSE_S
+        began_ago_s = self._now_s - self._explored_at_s
+        return self._is_old(self._loaded_at_s) and began_ago_s >= pause_s
+
+    def explore(self) -> None:
+        """Let a request through."""
+        self.explorations += 1
+        self._explored_at_s = self._now_s
+        self._is_exploring = True
+
+    def exploration_ended(self) -> None:
+        """Note that the request that was let through has ended; no other waits for it any more."""
+        self._is_exploring = False
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _is_old(self, sampled_at_s: float) -> bool:
+        return self._now_s - sampled_at_s >= FRESH_S
+
+    def _break_even(self, line: tuple[float, float]) -> float:
+        fixed_s, block_s = line
+        gain_s = self._compute_s - block_s
+        return (self._probe_s + fixed_s) / gain_s if gain_s > 0 else math.inf
+
+    def _best(self) -> tuple[float, float]:
+        return min(self._loads.candidates(), key=self._break_even)
+
+
+class _Line:
+    """Seconds over blocks, of the recent loads."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self._blocks = 0.0
+        self._seconds = 0.0
+        self._blocks_squared = 0.0
+        """The sum of the squares of what is away from the mean, as is the one below."""
+        self._product = 0.0
+
+    def add(self, num_blocks: int, seconds: float) -> None:
+        self.weight = _DECAY * self.weight + 1
+        away = num_blocks - self._blocks
+        self._blocks += away / self.weight
+        self._seconds += (seconds - self._seconds) / self.weight
+        self._blocks_squared = _DECAY * self._blocks_squared + away * (num_blocks - self._blocks)
+        self._product = _DECAY * self._product + away * (seconds - self._seconds)
+
+    def candidates(self) -> tuple[tuple[float, float], ...]:
+        """Return (what does not grow with the blocks, seconds a block): one, or the extremes."""
+        blocks, seconds = self._blocks, self._seconds
+        squares = self.weight * blocks * blocks
+        if self._blocks_squared < _LEAST_SPREAD * squares:
+            return (seconds, 0.0), (0.0, seconds / blocks)
+        block_s = max(0.0, self._product / self._blocks_squared)
+        fixed_s = seconds - block_s * blocks
+        if fixed_s >= 0:
+            return ((fixed_s, block_s),)
+        # The best line through the origin.
+        through = self._product + self.weight * blocks * seconds
+        return ((0.0, through / (self._blocks_squared + squares)),)
+
 
 KeysDecided = Callable[[Sequence[OffloadKey]], object]
 """Told of keys of which more is known now; must call nothing of the core."""
@@ -315,3 +575,197 @@ class ProbedIndex(KeyIndex):
             if verdict < _PHASES and verdict != _IN_FLIGHT:
                 self._verdicts.discard([key])
                 self._pending.pop(key, None)
+
+
+class SelectiveIndex(KeyIndex):
+    """Asks another index for those requests alone that miss at least so many blocks.
+
+    What reaches a tier's index is what the primary and the nearer tiers lack. How much that is
+    for a request shows at the end of the step in which it first asks, or later, as long as nearer
+    tiers do not know all of its blocks yet: until then it is told RETRY, and afterwards MISS if it
+    is too little. A request that turns out to miss more later is answered from then on.
+
+    Thread: owner.
+
+    Attributes:
+        payback: What tells, beside the configured number, how many blocks are enough; None:
+            nothing does.
+        has_decided: Whether the end of the last step has changed the answer of some request.
+    """
+
+    def __init__(self, index: KeyIndex, min_blocks: int, payback: Payback | None = None) -> None:
+        """Ask nothing yet.
+
+        Args:
+            index: Who knows; owned by this object from now on.
+            min_blocks: Blocks that a request must miss, at least.
+            payback: See the class.
+        """
+        self.payback = payback
+        self.has_decided = False
+        self._index = index
+        self._min_blocks = min_blocks
+        self._needed_blocks: float = min_blocks
+        self._worthwhile: set[Hashable] = set()
+        self._missed: dict[Hashable, dict[OffloadKey, None]] = {}
+        """What requests have asked for that have not missed enough."""
+        self._deferred: dict[Hashable, dict[OffloadKey, None]] = {}
+        """By request, what was answered with RETRY because of too few blocks so far, and has to be
+        asked for again: of those that are not decided yet, or have been since the last step ended.
+        """
+        self._unknown: dict[Hashable, dict[OffloadKey, None]] = {}
+        """By request, what a nearer tier does not know yet."""
+        self._explorer: Hashable = None
+
+    @property
+    def decided(self) -> KeysDecided | None:
+        """Told of the keys that a probe has answered, and of those that get another answer now."""
+        return self._index.decided
+
+    @decided.setter
+    def decided(self, decided: KeysDecided | None) -> None:
+        self._index.decided = decided
+
+    @property
+    def needed_blocks(self) -> float:
+        """Blocks that a request must miss now; infinity: no number is enough."""
+        return self._needed_blocks
+
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
+        """Return what the other index says; RETRY, then MISS, where too few blocks are missed."""
+        if request in self._worthwhile:
+            return self._index.lookup(key, request)
+        missed = self._missed.get(request)
+        if missed is None:
+            missed = self._missed[request] = self._deferred[request] = {}
+        if len(missed) + (key not in missed) < self._needed_blocks:
+            missed[key] = None
+            return LookupResult.MISS if self.declines(request) else LookupResult.RETRY
+        self._ask(request)
+        return self._index.lookup(key, request)
+
+    def declines(self, request: Hashable) -> bool:
+        """Tell whether a request is told MISS because it misses too few blocks."""
+        return request in self._missed and request not in self._deferred
+
+    def expect(self, key: OffloadKey, request: Hashable) -> None:
+        """Note that a request may miss a block, of which a nearer tier does not know yet."""
+        if request not in self._worthwhile and not self.declines(request):
+            self._unknown.setdefault(request, {})[key] = None
+
+    def settle(self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult]) -> None:
+        """Take in what nearer tiers have found out; before each end of a step.
+
+        Args:
+            ask_nearer: Returns what they know of a key; RETRY: one does not know yet.
+        """
+        for request, unknown in list(self._unknown.items()):
+            known = []
+            for key in unknown:
+                answer = ask_nearer(key, request)
+                if answer is LookupResult.RETRY:
+                    break
+                known.append(key)
+                if answer is LookupResult.MISS and request in self._missed:
+                    self._missed[request][key] = None
+            for key in known:
+                del unknown[key]
+            if not unknown:
+                del self._unknown[request]
+
+    def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
+        """Blocks were stored, or found."""
+        self._index.appeared(keys)
+
+    def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
+        """Blocks are gone, or could not be loaded."""
+        self._index.vanished(keys, surely=surely)
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the keys that are known to be absent."""
+        return self._index.lacks(keys)
+
+    def peek(self, key: OffloadKey) -> LookupResult:
+        """Return what the other index knows."""
+        return self._index.peek(key)
+
+    def next_probe(self) -> StartProbe | None:
+        """End a step: decide who misses too little; return the other index's probe."""
+        self._decide(may_explore=True)
+        return self._index.next_probe()
+
+    def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
+        """A probe ended."""
+        self._index.answered(generation, present)
+
+    def left_alone(self) -> None:
+        """No probe may be started now."""
+        self._decide(may_explore=False)
+        self._index.left_alone()
+
+    def forget_request(self, request: Hashable) -> None:
+        """A request ended."""
+        self._worthwhile.discard(request)
+        self._missed.pop(request, None)
+        self._deferred.pop(request, None)
+        self._unknown.pop(request, None)
+        if self.payback is not None and request == self._explorer:
+            self._explorer = None
+            self.payback.exploration_ended()
+        self._index.forget_request(request)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the tier's contents are known here."""
+        return self._index.is_exact
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer is outstanding, or a request undecided."""
+        return bool(self._deferred) or self._index.is_waiting
+
+    @property
+    def probes_outstanding(self) -> int:
+        """Probes that have no answer yet."""
+        return self._index.probes_outstanding
+
+    def _decide(self, *, may_explore: bool) -> None:
+        """Let who was told to ask again do so: the answers are other ones from now on."""
+        if self.payback is not None:
+            self._needed_blocks = max(self._min_blocks, self.payback.needed_blocks)
+        deferred, self._deferred = self._deferred, {}
+        told: dict[OffloadKey, None] = {}
+        declined: dict[Hashable, int] = {}
+        for request, missed in deferred.items():
+            if request in self._unknown:
+                self._deferred[request] = missed
+                continue
+            told |= missed
+            if request in self._worthwhile:
+                continue
+            if len(missed) >= self._needed_blocks:
+                self._ask(request)
+            else:
+                declined[request] = len(missed)
+        if may_explore and declined:
+            self._explore(declined)
+        self.has_decided = bool(told)
+        if told and self.decided is not None:
+            self.decided(tuple(told))
+
+    def _ask(self, request: Hashable) -> None:
+        """Ask for what a request has missed so far, and from now on for all of it."""
+        self._worthwhile.add(request)
+        self._unknown.pop(request, None)
+        for key in self._missed.pop(request):
+            self._index.lookup(key, request)
+
+    def _explore(self, declined: Mapping[Hashable, int]) -> None:
+        """Ask for the largest of the requests that are declined, if what was measured is old."""
+        request = max(declined, key=declined.__getitem__)
+        payback = self.payback
+        if payback is None or declined[request] < self._min_blocks or not payback.may_explore:
+            return
+        payback.explore()
+        self._explorer = request
+        self._ask(request)

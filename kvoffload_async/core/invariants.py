@@ -1,7 +1,7 @@
 """The invariants of the planner that hold between any two calls, and their check.
 
 They run in production under `check_invariants`, at the end of every step, and in the tests, which
-have more: see `kvoffload_async.testing.invariants`.
+have more: see `tests/planner_invariants.py`.
 """
 
 from __future__ import annotations

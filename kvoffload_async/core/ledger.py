@@ -6,6 +6,8 @@
 
 QUEUED means that the owner has not handed the job over yet, so that its memory is certainly
 untouched. A DISOWNED job has been reported, but its copy still owns its memory until it settles.
+
+Effects are what the owner asks of a tier: imperative, executed in order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,52 @@ from typing import ClassVar
 
 from kvoffload_async.abc.events import JobOverdue, JobSettled
 from kvoffload_async.errors import IllegalTransitionError, StateError
-from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey
+from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey, ReqContext
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """Run a job."""
+
+    job: JobMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class StartProbe:
+    """Find out which of these blocks the tier has."""
+
+    generation: int
+    keys: tuple[OffloadKey, ...]
+    chains: tuple[tuple[OffloadKey, ...], ...] = ()
+    """The same keys as chains, head to tail, for a tier that is asked for the longest heads."""
+    before: tuple[tuple[OffloadKey, ...], ...] = ()
+    """For each chain the keys right before it, head to tail; empty for a tier that is told none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TouchBlocks:
+    """Learn that blocks were used, head to tail."""
+
+    keys: tuple[OffloadKey, ...]
+    ctx: ReqContext | None = None
+    """For a tier with a say in its jobs: within which request it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRequest:
+    """Learn that jobs may follow for the engine's own request; others' begins are told at once."""
+
+    ctx: ReqContext
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRequest:
+    """Learn that no job follows for a request; only for a tier with an index of its own."""
+
+    ctx: ReqContext
+
+
+TierEffect = StartJob | StartProbe | TouchBlocks | BeginRequest | FinishRequest
 
 
 class JobState(enum.Enum):

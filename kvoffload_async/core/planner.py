@@ -10,19 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-from kvoffload_async.core.cascades import Cascades
+from kvoffload_async.core.cascades import Cascades, OwnContext, Touches
 from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
-from kvoffload_async.core.lines import Lines
-from kvoffload_async.core.own_context import OwnContext
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.promotions import Promotions
-from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.retention import Retention
-from kvoffload_async.core.search import TierSearch
-from kvoffload_async.core.shares import PlannerLimits, Shares
-from kvoffload_async.core.tier_state import TierLookup, TierState
-from kvoffload_async.core.touches import Touches
+from kvoffload_async.core.promotions import Promotions, TierSearch
+from kvoffload_async.core.requests import Lines, RequestState, Retention
+from kvoffload_async.core.tier_state import PlannerLimits, Shares, TierLookup, TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (

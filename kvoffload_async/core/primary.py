@@ -1,7 +1,20 @@
 """The primary tier: which key lies in which slot, and who may touch it.
 
-Never evicted: a block that is writing or pinned; see `resident` for the states. Evicted last, or
-never, as `drops_owed` says: a block that a tier in order is owed.
+A block's state machine, encoded in one counter so that a batch costs one integer a key:
+
+    absent  --reserve--> writing (-1)
+    writing --written--> idle (0)         writing --failed--> absent
+    idle    --pin------> pinned (k > 0)   pinned  --unpin (last)--> idle
+    idle    --evict----> absent
+
+Never evicted: a block that is writing or pinned. What is known of a block lies in arrays by slot: a
+million blocks cost no object each that the garbage collector walks, and no step moves more than a
+few small parts of a table. Bytes a block at a million, under LRU: 164 with its key of 36, 95
+without; 38 more once blocks have come and gone.
+
+Which blocks a request used is committed to the policy once, when the request ends, in token order.
+So the ranking does not depend on the order in which transfers end, and the tail of a prompt is
+evicted before its head.
 """
 
 from __future__ import annotations
@@ -9,19 +22,22 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.core.admission import AdmissionFilter
+from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.heads import split_where_it_fits, those_before, used_before
-from kvoffload_async.core.loads import Loads
-from kvoffload_async.core.recency import RecencyLog
-from kvoffload_async.core.resident import PINS, WRITING, ResidentBlocks
-from kvoffload_async.core.slots import SlotPool
-from kvoffload_async.errors import StateError
-from kvoffload_async.tables.keymap import require_keys
+from kvoffload_async.core.index import KeysDecided, split_where_it_fits, those_before, used_before
+from kvoffload_async.errors import InvariantError, StateError
+from kvoffload_async.tables.arrays import integers, small_integers
+from kvoffload_async.tables.free import FreeNumbers
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, require_keys, too_short
+from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.types import (
     CPULoadStoreSpec,
+    LookupResult,
     Medium,
     OffloadingEvent,
     OffloadKey,
@@ -29,6 +45,531 @@ from kvoffload_async.types import (
     ReqContext,
     as_block_ids,
 )
+
+
+class AdmissionFilter:
+    """Admits a key at its `threshold`-th offer; remembers at most `tracked_keys` keys."""
+
+    def __init__(self, threshold: int, tracked_keys: int = 64_000) -> None:
+        self.threshold = threshold
+        self.tracked_keys = tracked_keys
+        self.clear()
+
+    def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the offered keys that have had enough offers, this one included."""
+        counts = self._counts_with(keys)
+        return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
+
+    def offered(self, keys: Sequence[OffloadKey]) -> None:
+        """Count one offer of each key; the keys that were offered the longest ago are forgotten."""
+        for key, count in zip(keys, self._counts_with(keys), strict=True):
+            number = self._table.get(key)
+            if number is not None:
+                self._oldest_first.remove([number])
+            else:
+                if not self._free.count:
+                    oldest = [next(self._oldest_first.walk())]
+                    self._oldest_first.remove(oldest)
+                    self._table.remove(oldest)
+                    self._free.give_back(oldest)
+                (number,) = self._free.take(1)
+                self._table.add([key], [number])
+            self._oldest_first.append([number])
+            self._counts[number] = count
+
+    def clear(self) -> None:
+        """Forget every offer."""
+        self._table = KeyTable(self.tracked_keys)
+        self._free = FreeNumbers(self.tracked_keys)
+        self._oldest_first = NumberLists(self.tracked_keys)
+        self._counts = integers(self.tracked_keys)
+
+    def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
+        counts = self._counts
+        return [1 if n is None else counts[n] + 1 for n in self._table.find(keys)]
+
+
+class Loads:
+    """The loads of live and ended requests.
+
+    Thread: owner.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[ReqContext, Counter[OffloadKey]] = {}
+        self.num_pins = 0
+        """How many pins they hold; a block may have several."""
+
+    def begin(self, ctx: ReqContext, keys: Collection[OffloadKey]) -> None:
+        """Note that a request loads blocks."""
+        if keys:
+            self._loads.setdefault(ctx, Counter()).update(keys)
+            self.num_pins += len(keys)
+
+    def end(
+        self, ctx: ReqContext, keys: Sequence[OffloadKey], *, may_be_unknown: bool
+    ) -> Collection[OffloadKey]:
+        """Note that a load has ended; return the blocks that were indeed loaded, to be unpinned.
+
+        Raises:
+            StateError: One was not, and it must not be unknown; nothing has changed.
+        """
+        loads = self._loads.get(ctx, Counter())
+        known = asked = Counter(keys)
+        if any(count > loads.get(key, 0) for key, count in asked.items()):
+            if not may_be_unknown:
+                raise StateError(f"request {ctx.req_id!r} completes a load that it did not prepare")
+            known = asked & loads
+        for key, count in known.items():
+            loads[key] -= count
+            if not loads[key]:
+                del loads[key]
+        if not loads:
+            self._loads.pop(ctx, None)
+        ended = tuple(known.elements())
+        self.num_pins -= len(ended)
+        return ended
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._loads.clear()
+        self.num_pins = 0
+
+    def total(self) -> Counter[OffloadKey]:
+        """Return how many loads pin each block."""
+        return sum(self._loads.values(), Counter())
+
+
+class RecencyLog:
+    """Logical accesses of the live requests."""
+
+    def __init__(self, rank: Callable[[Iterable[tuple[OffloadKey, bool]]], None]) -> None:
+        """Start empty.
+
+        Args:
+            rank: Takes what a request used, head to tail, and whether it found a key or stored it.
+        """
+        self._rank = rank
+        self._accesses: dict[ReqContext, dict[OffloadKey, bool]] = {}
+
+    def open(self, ctx: ReqContext) -> None:
+        """Begin a request.
+
+        Raises:
+            StateError: This very request is live; another one may have its id.
+        """
+        if ctx in self._accesses:
+            raise StateError(f"request {ctx.req_id!r} is known already")
+        self._accesses[ctx] = {}
+
+    def knows(self, ctx: ReqContext) -> bool:
+        """Tell whether the request is live."""
+        return ctx in self._accesses
+
+    def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
+        """Record that a live request used keys; the first use of a key decides how it counts.
+
+        Raises:
+            StateError: The request is not live.
+        """
+        accesses = self._accesses.get(ctx)
+        if accesses is None:
+            raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
+        if accesses:
+            for key in keys:
+                accesses.setdefault(key, reused)
+        else:
+            accesses.update(dict.fromkeys(keys, reused))
+
+    def used_by(self, ctx: ReqContext) -> Collection[OffloadKey]:
+        """Return what a live request has used so far."""
+        return self._accesses[ctx].keys()
+
+    def commit(self, ctx: ReqContext) -> list[OffloadKey]:
+        """End a request: rank what it used; return what it found, head to tail.
+
+        Raises:
+            StateError: The request is not live.
+        """
+        accesses = self._accesses.pop(ctx, None)
+        if accesses is None:
+            raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
+        positions = ctx.key_positions
+        ordered: Iterable[tuple[OffloadKey, bool]] = accesses.items()
+        if positions:
+            last = max(positions.values()) + 1
+            ordered = sorted(ordered, key=lambda access: positions.get(access[0], last))
+        self._rank(ordered)
+        return [key for key, reused in ordered if reused]
+
+    def live_requests(self) -> set[ReqContext]:
+        """Return the live requests."""
+        return set(self._accesses)
+
+
+_FREE, _TAKEN, _HELD = range(3)
+
+
+class SlotPool:
+    """Hands out `num_slots` slots.
+
+    A slot is free, taken, or *held*: no longer anybody's, but a disowned copy may still touch
+    it, so that it must not be handed out before the copy has ended.
+
+    Never-used slots are handed out first, in increasing order, so that a fresh pool gives
+    neighbouring rows, which tiers can join into one call.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._states = bytearray(num_slots)
+        self._free = FreeNumbers(num_slots)
+        self._holds: dict[int, int] = {}
+
+    @property
+    def free_count(self) -> int:
+        """Slots that `allocate` can hand out."""
+        return self._free.count
+
+    @property
+    def retained_count(self) -> int:
+        """Slots that wait for a disowned copy."""
+        return len(self._holds)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` slots.
+
+        Raises:
+            InvariantError: Fewer are free.
+        """
+        if count > self._free.count:
+            raise InvariantError(f"{count} slots asked for, {self._free.count} free")
+        slots = self._free.take(count)
+        states = self._states
+        for slot in slots:
+            states[slot] = _TAKEN
+        return slots
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Give taken slots back."""
+        states = self._states
+        for slot in slots:
+            if states[slot] != _TAKEN:  # asked here: a call a slot takes longer than the rest
+                self._expect(slot, _TAKEN)
+            states[slot] = _FREE
+        self._free.give_back(slots)
+
+    def hold(self, slots: Iterable[int]) -> None:
+        """Keep taken slots from everybody until `release`."""
+        for slot in slots:
+            self._expect(slot, _TAKEN)
+            self._states[slot] = _HELD
+            self._holds[slot] = 1
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Undo one hold of each slot; after the last one the slot is free."""
+        for slot in slots:
+            self._expect(slot, _HELD)
+            self._holds[slot] -= 1
+            if not self._holds[slot]:
+                del self._holds[slot]
+                self._states[slot] = _FREE
+                self._free.give_back([slot])
+
+    def reset(self, still_touched: Iterable[int]) -> None:
+        """Free every slot but the held ones and `still_touched`, each entry one more hold."""
+        for slot in still_touched:
+            self._holds[slot] = self._holds.get(slot, 0) + 1
+        self._states = bytearray(self.num_slots)
+        for slot in self._holds:
+            self._states[slot] = _HELD
+        every = reversed(range(self.num_slots))
+        self._free.reset(slot for slot in every if slot not in self._holds)
+
+    def free_slots(self) -> list[int]:
+        """Return the free slots. For invariants and inspection."""
+        return list(self._free)
+
+    def retained_slots(self) -> list[int]:
+        """Return the held slots. For invariants and inspection."""
+        return list(self._holds)
+
+    def _expect(self, slot: int, state: int) -> None:
+        if self._states[slot] != state:
+            raise InvariantError(f"slot {slot} is in state {self._states[slot]}, not {state}")
+
+
+class LastToGo:
+    """Slots that the policy would have had go, had a tier not been owed their blocks.
+
+    In the order in which it asked for them, which is that of its ranking. It asks for each once
+    until that is released, so nobody goes through what must stay. Bytes a slot: 9, once used.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Start empty, over the slots of the primary."""
+        self._num_slots = num_slots
+        self._in_order: NumberLists | None = None
+        self._is_member = small_integers(0)
+
+    def note(self, slot: int) -> None:
+        """Put a slot at the end."""
+        if self._in_order is None:
+            self._in_order = NumberLists(self._num_slots)
+            self._is_member = small_integers(self._num_slots)
+        if self._is_member[slot]:
+            self._in_order.remove([slot])
+        self._is_member[slot] = 1
+        self._in_order.append([slot])
+
+    def discard(self, slots: Sequence[int]) -> list[int]:
+        """Take out those of the slots that are members; return these."""
+        if self._in_order is None:
+            return []
+        is_member = self._is_member
+        members = [slot for slot in slots if is_member[slot]]
+        for slot in members:
+            is_member[slot] = 0
+        self._in_order.remove(members)
+        return members
+
+    def first(self, count: int) -> list[int]:
+        """Return the first members."""
+        return [] if self._in_order is None else list(islice(self._in_order.walk(), count))
+
+    def clear(self) -> None:
+        """Take everything out."""
+        self._in_order = None
+
+
+WRITING: Final = -1
+A_DEBT: Final = 1 << 24
+PINS: Final = A_DEBT - 1
+"""What of a counter is pins, unless it is `WRITING`."""
+
+
+class ResidentBlocks:
+    """The blocks of a cache with `num_slots` slots: what `Primary` looks up, pins and ranks.
+
+    Thread: owner.
+
+    Attributes:
+        decided: Told of keys whose writes have ended, well or not, other than by a reset.
+        counters: What it has done so far.
+    """
+
+    decided: KeysDecided | None = None
+
+    def __init__(self, num_slots: int, policy: CachePolicy) -> None:
+        """Start empty; the policy is owned from now on."""
+        self._policy = policy
+        self._blocks = KeyTable(num_slots)
+        self._parts = self._blocks.map.parts
+        self._refs = integers(num_slots)
+        """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
+        self._idle = 0
+        """Blocks that are neither pinned nor protected."""
+        self._protected = 0
+        """Blocks that are protected, and not pinned."""
+        self._last_to_go = LastToGo(num_slots)
+        self.on_evicted: Callable[[Sequence[int]], None] | None = None
+        """Told which slots are about to lose their blocks, while somebody needs to know."""
+        self.counters = PrimaryCounters()
+
+    def lookup(self, key: OffloadKey) -> LookupResult:
+        """Return HIT, HIT_PENDING or MISS."""
+        try:
+            slot = self._parts[key[0] + key[LAST_HASH_BYTE]].get(key)
+        except IndexError:
+            raise too_short([key]) from None
+        if slot is None:
+            return LookupResult.MISS
+        return LookupResult.HIT if self._refs[slot] >= 0 else LookupResult.HIT_PENDING
+
+    def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Keep readable keys in place; return their slots, in key order.
+
+        Raises:
+            StateError: A key is not readable; nothing has changed.
+        """
+        refs = self._refs
+        slots: list[int] = []
+        for slot in self._blocks.find(keys):
+            if slot is None or refs[slot] < 0:
+                key = keys[len(slots)]
+                raise StateError(f"block {key.hex()} is not readable; look it up in this step")
+            slots.append(slot)
+        self._hold(slots)
+        return slots
+
+    def unpin(self, keys: Iterable[OffloadKey]) -> None:
+        """Undo one `pin`."""
+        keys = tuple(keys)
+        refs = self._refs
+        slots: list[int] = []
+        try:
+            for key, slot in zip(keys, self._blocks.find(keys), strict=True):
+                if slot is None or refs[slot] < 1 or not refs[slot] & PINS:
+                    raise StateError(f"block {key.hex()} is not pinned")
+                slots.append(slot)
+        finally:
+            self._unhold(slots)
+
+    def protect(self, slots: Iterable[int]) -> None:
+        """Have the readable blocks in these slots go last: one more tier is owed them."""
+        refs = self._refs
+        num_idle = 0
+        for slot in slots:
+            count = refs[slot]
+            if not count:
+                num_idle += 1
+            refs[slot] = count + A_DEBT
+        self._idle -= num_idle
+        self._protected += num_idle
+
+    def unprotect(self, slots: Iterable[int]) -> None:
+        """Undo one `protect`."""
+        refs = self._refs
+        released: list[int] = []
+        for slot in slots:
+            count = refs[slot] - A_DEBT
+            refs[slot] = count
+            if not count:
+                released.append(slot)
+        self._idle += len(released)
+        self._protected -= len(released)
+        self._last_to_go.discard(released)
+        self._policy.released(released)
+
+    def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the slots of those of the keys that are readable, in their order."""
+        refs = self._refs
+        return [s for s in self._blocks.find(keys) if s is not None and refs[s] >= 0]
+
+    def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
+        """Return the keys of the blocks in slots that are taken."""
+        return self._blocks.keys_of(slots)
+
+    def slot_of(self, key: OffloadKey) -> int:
+        """Return a resident key's slot; raises StateError if it is absent."""
+        slot = self._blocks.get(key)
+        if slot is None:
+            raise StateError(f"block {key.hex()} is absent")
+        return slot
+
+    def key_of(self, slot: int) -> OffloadKey:
+        """Return the key of the block in a slot. For invariants and inspection."""
+        return self._blocks.key_of(slot)
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The ranking. For invariants and inspection."""
+        return self._policy
+
+    def ranked(self) -> list[OffloadKey]:
+        """Return the keys that the policy ranks, the best victim first.
+
+        For invariants and inspection.
+        """
+        return self._blocks.keys_of(tuple(self._policy.resident()))
+
+    def forgotten(self) -> list[OffloadKey]:
+        """Return keys that may go, but that the policy skips: there must be none.
+
+        For invariants and inspection.
+        """
+        return self._blocks.keys_of([s for s in self._policy.skipped() if not self._refs[s]])
+
+    def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
+        """Iterate over (key, slot, number of pins), -1 for writing.
+
+        For invariants and inspection.
+        """
+        refs = self._refs
+        return (
+            (key, slot, WRITING if refs[slot] < 0 else refs[slot] & PINS)
+            for key, slot in self._blocks.items()
+        )
+
+    def debts(self) -> dict[int, int]:
+        """Return the slots of protected blocks, and how many tiers are owed each.
+
+        For invariants and inspection.
+        """
+        debts = {slot: self._refs[slot] // A_DEBT for _, slot, refs in self.resident() if refs >= 0}
+        return {slot: count for slot, count in debts.items() if count}
+
+    def _sorted_out(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
+        """Return the absent ones of the keys, the readable ones, and the slots of unpinned ones."""
+        refs = self._refs
+        missing: list[OffloadKey] = []
+        readable: list[OffloadKey] = []
+        unpinned: set[int] = set()
+        unique = list(dict.fromkeys(keys))
+        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
+            if slot is None:
+                missing.append(key)
+            elif refs[slot] >= 0:
+                readable.append(key)
+                if not refs[slot] & PINS:
+                    unpinned.add(slot)
+        return missing, readable, unpinned
+
+    def _hold(self, slots: Iterable[int]) -> None:
+        """Pin the readable blocks in these slots, once each time that one is named."""
+        refs = self._refs
+        num_idle = 0
+        protected: list[int] = []
+        for slot in slots:
+            count = refs[slot]
+            if not count:
+                num_idle += 1
+            elif not count & PINS:
+                protected.append(slot)
+            refs[slot] = count + 1
+        self._idle -= num_idle
+        if protected:
+            self._protected -= len(protected)
+            self._last_to_go.discard(protected)
+
+    def _unhold(self, slots: Iterable[int]) -> None:
+        """Undo one `_hold`."""
+        refs = self._refs
+        num_idle = 0
+        released: list[int] = []
+        for slot in slots:
+            count = refs[slot] - 1
+            refs[slot] = count
+            if not count & PINS:
+                num_idle += not count
+                released.append(slot)
+        self._idle += num_idle
+        self._protected += len(released) - num_idle
+        self._policy.released(released)
+
+    def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
+        slots = []
+        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
+            if slot is None or self._refs[slot] != WRITING:
+                raise StateError(f"block {key.hex()} is not being written")
+            slots.append(slot)
+        return slots
+
+    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
+        """Tell the policy what a request used, head to tail; absent keys are left out."""
+        parts = self._parts
+        slots: list[int] = []
+        reused: list[bool] = []
+        for key, again in accesses:
+            slot = parts[key[0] + key[LAST_HASH_BYTE]].get(key)
+            if slot is not None:
+                slots.append(slot)
+                reused.append(again)
+        if self._protected:  # their turn is not what it was
+            self._policy.released(self._last_to_go.discard(slots))
+        self._policy.access(slots, reused)
 
 
 class BlockState(enum.Enum):

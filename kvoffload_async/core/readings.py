@@ -8,18 +8,18 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from kvoffload_async.core.breaker import BreakerState
 from kvoffload_async.core.counters import (
+    Histogram,
     JobDurations,
     PlannerCounters,
     PrimaryCounters,
     TierCounters,
     TierObservations,
 )
-from kvoffload_async.core.histogram import Histogram
+from kvoffload_async.core.health import BreakerState
+from kvoffload_async.core.index import SelectiveIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.selective_index import SelectiveIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.statistics import (
     DurationStatistics,

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.recorder import RequestRecorder
-from kvoffload_async.core.recording_planner import RecordingPlanner
-from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
+from kvoffload_async.core.tier_state import PlannerLimits, TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import ReqContext

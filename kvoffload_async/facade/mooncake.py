@@ -9,13 +9,19 @@ from typing import Any, Final, Unpack
 from kvoffload_async.abc.tier import KVIdentity, TierPlace
 from kvoffload_async.config import at_least, parse_name, parse_seconds, parse_size_bytes, shown
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.integrity_key import parse_key_file
 from kvoffload_async.facade.remote import check_installed, parse_url
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.storage import config_of, identity_of, named_layout
-from kvoffload_async.facade.tier_options import TierOptions, check_tier_options, defaults_of
+from kvoffload_async.facade.tier_options import (
+    TierOptions,
+    check_tier_options,
+    config_of,
+    defaults_of,
+    identity_of,
+    named_layout,
+    parse_key_file,
+)
 from kvoffload_async.tiers.mooncake.cells import Geometry
-from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
+from kvoffload_async.tiers.mooncake.process import HelperSettings, MooncakeConnection
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 _PROTOCOLS: Final = ("tcp", "rdma")

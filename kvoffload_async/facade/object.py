@@ -13,14 +13,14 @@ from kvoffload_async.config import is_encodable, or_none, parse_bool, parse_size
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.remote import (
     MAX_CERTIFICATE_BYTES,
+    RemoteOptions,
+    RemoteTierManager,
     check_installed,
     parse_url,
     read_file,
     remote_settings,
 )
-from kvoffload_async.facade.remote_tier import RemoteOptions, RemoteTierManager
-from kvoffload_async.facade.storage import named_layout
-from kvoffload_async.facade.tier_options import check_tier_options
+from kvoffload_async.facade.tier_options import check_tier_options, named_layout
 from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvoffload_async.core.admission import AdmissionFilter
-from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.primary import AdmissionFilter, Primary
 from kvoffload_async.core.readings import Figures, read_primary, take_primary
 from kvoffload_async.errors import ClosedError, ConfigError
-from kvoffload_async.facade.manager import OffloadingManager
-from kvoffload_async.facade.representation import primary_text
+from kvoffload_async.facade.manager import OffloadingManager, primary_text
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics

@@ -10,12 +10,13 @@ from typing import Any, Final
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import ExactIndex, KeyIndex, Payback, ProbedIndex, SelectiveIndex
 from kvoffload_async.core.readings import Figures, read_tier, take_tier
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError, drop_tracebacks, text_of
-from kvoffload_async.facade.representation import counted
-from kvoffload_async.facade.storage import config_of, identity_of
-from kvoffload_async.facade.tier_index import create_index, create_state
-from kvoffload_async.facade.tier_options import check_tier_options
+from kvoffload_async.facade.manager import counted
+from kvoffload_async.facade.tier_options import check_tier_options, config_of, identity_of
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.statistics import TierStatistics
@@ -34,6 +35,59 @@ from kvoffload_async.types import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+
+
+def create_index(
+    tier: AsyncTier, min_blocks: int, prefill_blocks_per_s: float | None = None
+) -> KeyIndex:
+    """Return the index of a tier that is asked for requests that miss enough blocks.
+
+    Those are `min_blocks` at least, and with `prefill_blocks_per_s` as many as loading pays for.
+    """
+    index: KeyIndex = (
+        ExactIndex()
+        if tier.capabilities.exclusive
+        else ProbedIndex(
+            tier.bounds.concurrent_probes,
+            keeps_order=tier.capabilities.probes_prefixes,
+            keys_before=tier.capabilities.keys_before,
+        )
+    )
+    if prefill_blocks_per_s is not None:
+        return SelectiveIndex(index, min_blocks, Payback(prefill_blocks_per_s))
+    return index if min_blocks == 1 else SelectiveIndex(index, min_blocks)
+
+
+def create_state(
+    name: str,
+    tier: AsyncTier,
+    index: KeyIndex,
+    slot_bytes: int,
+    *,
+    enable_kv_events: bool,
+    backpressure: Backpressure | None,
+) -> TierState:
+    """Return the state of a tier that has nothing to do yet."""
+    capabilities = tier.capabilities
+    events = EventLog(
+        capabilities.medium,
+        capabilities.locality,
+        enabled=enable_kv_events,
+        ownership=name,
+        announces_removals=capabilities.announces_removals,
+        # Else nobody bounds what would be remembered.
+        remembers=capabilities.exclusive or capabilities.announces_removals,
+    )
+    return TierState(
+        name,
+        index,
+        slot_bytes,
+        events,
+        medium=capabilities.medium,
+        locality=capabilities.locality,
+        backpressure=backpressure,
+    )
+
 
 logger = logging.getLogger(__name__)
 

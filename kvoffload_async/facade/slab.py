@@ -17,17 +17,20 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.integrity_key import check_verifies, parse_key_file
-from kvoffload_async.facade.permissions import parse_modes
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.storage import (
+from kvoffload_async.facade.tier_options import (
+    MAX_THREADS,
+    TierOptions,
+    check_verifies,
     config_of,
+    defaults_of,
     identity_of,
     named_layout,
     parse_choice,
     parse_directory,
+    parse_key_file,
+    parse_modes,
 )
-from kvoffload_async.facade.tier_options import MAX_THREADS, TierOptions, defaults_of
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.tiers.files.ops import FileOps

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any, Self
 from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.errors import ClosedError, ConfigError, TierUnavailableError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from kvoffload_async.facade.manager import OffloadingManager
-from kvoffload_async.facade.opening import naming_tier
+from kvoffload_async.facade.manager import OffloadingManager, tiers_text
 from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.reopening import create_tier
-from kvoffload_async.facade.representation import tiers_text
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.health import TierHealth
+from kvoffload_async.core.health import BreakerSettings, TierHealth
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Figures
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.facade.breaker_log import BreakerLog
-from kvoffload_async.facade.foreign import ForeignTier, is_foreign
-from kvoffload_async.facade.guard import TierGuard
+from kvoffload_async.facade.foreign import ForeignTier, TierGuard, is_foreign
 from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import JobId
+
+logger = logging.getLogger(__name__)
+
+
+class BreakerLog:
+    """Logs each opening and closing of a tier's breakers once; a try that fails is none.
+
+    Thread: owner.
+    """
+
+    def __init__(self, tiers: Sequence[TierState]) -> None:
+        self._tiers = tiers
+        self._suspended: set[tuple[int, str]] = set()
+
+    def update(self, now_s: float) -> None:
+        """Look at every breaker."""
+        for index, tier in enumerate(self._tiers):
+            health = tier.health
+            for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
+                is_known = (index, direction) in self._suspended
+                if breaker.is_closed is not is_known:
+                    continue
+                if is_known:
+                    self._suspended.remove((index, direction))
+                    open_s = now_s - breaker.opened_at_s
+                    logger.warning("tier %s: %s resumed after %.1f s", tier.name, direction, open_s)
+                    continue
+                self._suspended.add((index, direction))
+                logger.warning(
+                    "tier %s: %s are suspended, and tried again after %s s: %s; the engine does "
+                    "without them until then: mend what the error names",
+                    tier.name,
+                    direction,
+                    breaker.settings.retry_after_s,
+                    breaker.reason,
+                )
+
 
 _POLL_S: Final = 0.05
 """How often tiers are polled that do not say when they have something to report."""

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import logging
 import math
+import platform
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
+from kvoffload_async.block_io import implementation
 from kvoffload_async.config import parse_generation, parse_write_back
-from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.counters import Histogram, TierCounters
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.readings import read_planner
+from kvoffload_async.core.readings import Snapshot, read_planner, take_snapshot
 from kvoffload_async.core.recorder import RequestRecorder
-from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
+from kvoffload_async.core.tier_state import PlannerLimits
+from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.explaining import Explaining, create_planner
-from kvoffload_async.facade.generation import Generation
-from kvoffload_async.facade.loss_warnings import LossWarnings
-from kvoffload_async.facade.manager import OffloadingManager
-from kvoffload_async.facade.owner_steps import OwnerSteps
+from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.representation import planner_text
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_group import TierGroup
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
-from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     CPULoadStoreSpec,
@@ -44,6 +47,116 @@ from kvoffload_async.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN: Final = 60.0
+
+
+class LossWarnings:
+    """Warns of a tier's losses at once, and then at most once a minute.
+
+    Thread: owner.
+    """
+
+    def __init__(self, planner: Planner, now_s: float) -> None:
+        """Count from now on."""
+        self._planner = planner
+        self._counters: Sequence[TierCounters] = [tier.counters for tier in planner.tiers]
+        self._told = [0 for _ in planner.tiers]
+        self._told_s = [now_s for _ in planner.tiers]
+        self._next_s = [now_s for _ in planner.tiers]
+
+    def check(self, now_s: float, *, is_last: bool = False) -> None:
+        """Warn of what has been lost since the last warning, if it is time for one."""
+        for index, counters in enumerate(self._counters):
+            lost = counters.dropped_blocks + counters.failed_store_blocks
+            if lost > self._told[index] and (is_last or now_s >= self._next_s[index]):
+                self._warn(index, lost - self._told[index], now_s)
+                self._told[index], self._told_s[index] = lost, now_s
+                self._next_s[index] = now_s + _SECONDS_BETWEEN
+
+    def _warn(self, index: int, lost: int, now_s: float) -> None:
+        planner, counters = self._planner, self._counters[index]
+        logger.warning(
+            "tier %s: %d blocks have been lost in the last %.0f s: evicted before the tier had room"
+            " for them, or not stored when it did (%d and %d so far; %d more wait for room). If the"
+            " tier is in order, it is too slow for what is stored: raise cpu_bytes_to_use, use a"
+            " faster disk, give the tier more n_write_threads, or set write_back to wait",
+            planner.tiers[index].name,
+            lost,
+            now_s - self._told_s[index],
+            counters.dropped_blocks,
+            counters.failed_store_blocks,
+            planner.cascades.backlogs[index].count,
+        )
+
+
+class OwnerSteps:
+    """Measures what grows with the work of a step: taking in results, and the end of the step.
+
+    At the end of a step it publishes a snapshot of the planner's figures, by one assignment: what
+    another thread reads is of one moment, whatever the owner is doing, and waits for nothing.
+
+    Thread: owner, but for `published` and `read`.
+    """
+
+    def __init__(self, clock: Callable[[], float], planner: Planner) -> None:
+        self._clock = clock
+        self._planner = planner
+        self._durations = Histogram()
+        self._longest_s = self._step_s = 0.0
+        self._block_io = _block_io()
+        self.publish()
+
+    def spent(self, since_s: float) -> None:
+        """Note that the step has kept the thread since then."""
+        self._owner = threading.get_ident()
+        self._step_s += self._clock() - since_s
+
+    def ended(self, since_s: float) -> None:
+        """Note the end of the step, which has kept the thread since then, and publish."""
+        self.spent(since_s)
+        self._durations.observe(self._step_s)
+        self._longest_s = max(self._longest_s, self._step_s)
+        self._step_s = 0.0
+        self.publish()
+
+    def publish(self) -> None:
+        """Show other threads how it is now."""
+        self._owner = threading.get_ident()
+        self._published = take_snapshot(self._planner)
+
+    def published(self) -> Snapshot:
+        """Return how it is now; on another thread than the owner's, what was published last."""
+        if threading.get_ident() == self._owner:
+            self.publish()
+        return self._published
+
+    def read(self, bridge: Bridge | None) -> RuntimeStatistics:
+        """Return what was measured here, and by the bridge, if the tiers share one."""
+        version, python = _versions()
+        return RuntimeStatistics(
+            version=version,
+            python=python,
+            block_io=self._block_io,
+            loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
+            step_seconds=self._durations.read(),
+            longest_step_s=self._longest_s,
+            wake_ups=0 if bridge is None else bridge.wake_ups,
+        )
+
+
+def _block_io() -> str:
+    """Return what moves payload; tiers refuse to begin where the environment is unclear."""
+    try:
+        return implementation().name
+    except ConfigError:
+        return "python"
+
+
+@functools.cache
+def _versions() -> tuple[str, str]:
+    """Return the versions of this package and of the interpreter: read from files, once."""
+    return importlib.metadata.version("kvoffload-async"), platform.python_version()
 
 
 class TieringOffloadingManager(Explaining, OffloadingManager):

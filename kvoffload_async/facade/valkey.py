@@ -10,15 +10,15 @@ from kvoffload_async.abc.tier import AsyncTier, KVIdentity, TierPlace
 from kvoffload_async.config import or_none, parse_bool, parse_name
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.remote import (
+    RemoteOptions,
+    RemoteTierManager,
     check_installed,
     parse_file,
     parse_url,
     read_secret,
     remote_settings,
 )
-from kvoffload_async.facade.remote_tier import RemoteOptions, RemoteTierManager
-from kvoffload_async.facade.storage import named_layout
-from kvoffload_async.facade.tier_options import check_tier_options
+from kvoffload_async.facade.tier_options import check_tier_options, named_layout
 from kvoffload_async.tiers.valkey.address import Address
 from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
 

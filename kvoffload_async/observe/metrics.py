@@ -1,19 +1,135 @@
-"""Every metric: its name, what it says, its labels, and where in the statistics it comes from.
-
-Names and units follow Prometheus: seconds and bytes, `_total` for what only grows. Labels are
-tiers, directions and reasons, of which there are few; never a request or a block.
-"""
+"""Every metric: its name, what it says, its labels, and where in the statistics it comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from kvoffload_async.observe import readings
-from kvoffload_async.statistics import OffloadingStatistics, TierStatistics
+from kvoffload_async.statistics import (
+    EngineStatistics,
+    HistogramStatistics,
+    OffloadingStatistics,
+    TierStatistics,
+)
+
+BREAKER_STATES: Final = ("closed", "open", "half_open")
+
+Value = float | HistogramStatistics
+Samples = Iterable[tuple[tuple[str, ...], Value]]
+
+
+def one(path: str, part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
+    """Yield one value; none where the tree has no such part, or does not know."""
+    for name in path.split("."):
+        part = getattr(part, name, None)
+        if part is None:
+            return
+    yield (), part
+
+
+def by_name(path: str, names: Mapping[str, str], stats: OffloadingStatistics) -> Samples:
+    """Yield several fields of a part, each under a name of its own."""
+    for label, field in names.items():
+        for _, value in one(f"{path}.{field}", stats):
+            yield (label,), value
+
+
+def by_key(path: str, stats: OffloadingStatistics) -> Samples:
+    """Yield the values of a mapping."""
+    for _, mapping in one(path, stats):
+        assert isinstance(mapping, Mapping)  # noqa: S101 - for the type checker
+        for key, value in mapping.items():
+            yield (key,), value
+
+
+def of_tiers(read: Callable[[TierStatistics], Samples], stats: OffloadingStatistics) -> Samples:
+    """Yield what is read of each tier, under its name."""
+    for tier in stats.tiers:
+        for labels, value in read(tier):
+            yield (tier.name, *labels), value
+
+
+def fields_of_tier(names: Mapping[str, str], tier: TierStatistics) -> Samples:
+    """Yield several fields of a tier, each under a name of its own."""
+    return (((label,), getattr(tier, field)) for label, field in names.items())
+
+
+def keys_of_tier(field: str, tier: TierStatistics) -> Samples:
+    """Yield the values of a mapping of a tier."""
+    return (((key,), value) for key, value in getattr(tier, field).items())
+
+
+def needed_blocks(tier: TierStatistics) -> Samples:
+    """Yield how many blocks a request must miss, infinity for "no number is enough"."""
+    if tier.payback is not None:
+        needed = tier.payback.needed_blocks
+        yield (), math.inf if needed is None else needed
+
+
+def durations(phase: str, tier: TierStatistics) -> Samples:
+    """Yield the histograms of one phase of a tier, by direction."""
+    yield ("load",), getattr(tier.load_seconds, phase)
+    yield ("store",), getattr(tier.store_seconds, phase)
+
+
+def finished(tier: TierStatistics) -> Samples:
+    """Yield a tier's jobs that have their result, by direction."""
+    yield ("load",), tier.finished_loads
+    yield ("store",), tier.finished_jobs - tier.finished_loads
+
+
+def failed(tier: TierStatistics) -> Samples:
+    """Yield those of which a block failed, by direction."""
+    yield ("load",), tier.failed_loads
+    yield ("store",), tier.failed_jobs - tier.failed_loads
+
+
+def in_flight(tier: TierStatistics) -> Samples:
+    """Yield those without a result, by direction."""
+    yield ("load",), tier.loads_in_flight
+    yield ("store",), tier.jobs_in_flight - tier.loads_in_flight
+
+
+def breakers(tier: TierStatistics) -> Samples:
+    """Yield 1 for the state that each breaker of a tier is in, 0 for the others."""
+    for direction, now in tier.breakers.items():
+        yield from (((direction, state), float(state == now)) for state in BREAKER_STATES)
+
+
+def events(stats: OffloadingStatistics) -> Samples:
+    """Yield the events that nobody has read in time, by tier."""
+    yield ("primary",), stats.primary.events_dropped
+    yield from (((tier.name,), tier.events_dropped) for tier in stats.tiers)
+
+
+def info(stats: OffloadingStatistics) -> Samples:
+    """Yield 1 under the versions."""
+    if stats.runtime is not None:
+        yield (stats.runtime.version, stats.runtime.python, stats.runtime.block_io), 1.0
+
+
+def of_engine(
+    read: Callable[[EngineStatistics], Samples], stats: OffloadingStatistics
+) -> Iterator[tuple[tuple[str, ...], Value]]:
+    """Yield what only an `OffloadEngine` has."""
+    if isinstance(stats, EngineStatistics):
+        yield from read(stats)
+
+
+def waiting(stats: EngineStatistics) -> Samples:
+    """Yield the calls that wait for a permit, by direction."""
+    yield ("load",), stats.waiting_loads
+    yield ("store",), stats.waiting_stores
+
+
+def copies(stats: EngineStatistics) -> Samples:
+    """Yield the histograms of device copies, by direction."""
+    yield ("load",), stats.load_copy_seconds
+    yield ("store",), stats.store_copy_seconds
 
 
 class MetricKind(StrEnum):
@@ -40,7 +156,7 @@ class Metric:
     kind: MetricKind
     documentation: str
     labels: tuple[str, ...]
-    read: Callable[[OffloadingStatistics], readings.Samples]
+    read: Callable[[OffloadingStatistics], Samples]
 
 
 _C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
@@ -50,23 +166,23 @@ _IN_TIER: Final = {"hit": "hits", "miss": "misses", "undecided": "undecided"}
 
 
 def _plain(name: str, kind: MetricKind, documentation: str, path: str) -> Metric:
-    return Metric(name, kind, documentation, (), partial(readings.one, path))
+    return Metric(name, kind, documentation, (), partial(one, path))
 
 
 def _tier(
     name: str,
     kind: MetricKind,
     documentation: str,
-    read: str | Callable[[TierStatistics], readings.Samples],
+    read: str | Callable[[TierStatistics], Samples],
     *labels: str,
 ) -> Metric:
-    of_one = partial(readings.one, read) if isinstance(read, str) else read
+    of_one = partial(one, read) if isinstance(read, str) else read
     return Metric(
         f"kvoffload_tier_{name}",
         kind,
         documentation,
         ("tier", *labels),
-        partial(readings.of_tiers, of_one),
+        partial(of_tiers, of_one),
     )
 
 
@@ -76,7 +192,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _G,
         "Versions of the package and the interpreter, and what moves payload; always 1.",
         ("version", "python", "block_io"),
-        readings.info,
+        info,
     ),
     # The primary.
     Metric(
@@ -84,7 +200,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _G,
         "Slots of the primary tier by use.",
         ("state",),
-        partial(readings.by_name, "primary.slots", _SLOTS),
+        partial(by_name, "primary.slots", _SLOTS),
     ),
     _plain("kvoffload_primary_used_bytes", _G, "Bytes in use.", "primary.used_bytes"),
     _plain("kvoffload_primary_capacity_bytes", _G, "Bytes in all.", "primary.capacity_bytes"),
@@ -93,7 +209,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _C,
         "Lookups of blocks by what the primary had, each time that a block was asked for.",
         ("result",),
-        partial(readings.by_name, "primary", _IN_PRIMARY),
+        partial(by_name, "primary", _IN_PRIMARY),
     ),
     _plain(
         "kvoffload_primary_stored_blocks_total", _C, "Written by requests.", "primary.stored_blocks"
@@ -128,7 +244,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Lookups of blocks that were no miss, each time that a block was asked for.",
         ("result",),
         partial(
-            readings.by_name,
+            by_name,
             "planner",
             {"hit": "hits", "pending": "pending_hits", "retry": "retries"},
         ),
@@ -138,14 +254,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         _C,
         "Lookups of blocks that found nothing, by why.",
         ("reason",),
-        partial(readings.by_key, "planner.misses"),
+        partial(by_key, "planner.misses"),
     ),
     Metric(
         "kvoffload_blocks_total",
         _C,
         "Blocks that requests have found or not, each once a request.",
         ("result",),
-        partial(readings.by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
+        partial(by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
     ),
     _plain(
         "kvoffload_promotions_refused_total",
@@ -170,21 +286,21 @@ METRICS: Final[tuple[Metric, ...]] = (
         "lookups_total",
         _C,
         "Questions to the tier by its answer.",
-        partial(readings.fields_of_tier, _IN_TIER),
+        partial(fields_of_tier, _IN_TIER),
         "result",
     ),
     _tier(
         "skipped_lookups_total",
         _C,
         "Lookups for which the tier was not asked, by why.",
-        partial(readings.keys_of_tier, "skipped_lookups"),
+        partial(keys_of_tier, "skipped_lookups"),
         "reason",
     ),
     _tier(
         "needed_blocks",
         _G,
         "Blocks that a request must miss for the tier to be asked, as measured; +Inf: it is not.",
-        readings.needed_blocks,
+        needed_blocks,
     ),
     _tier(
         "load_latency_seconds",
@@ -204,13 +320,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Requests that were let through to measure anew.",
         "payback.explorations",
     ),
-    _tier("jobs_total", _C, "Jobs that have their result.", readings.finished, "direction"),
-    _tier("failed_jobs_total", _C, "Jobs of which a block failed.", readings.failed, "direction"),
+    _tier("jobs_total", _C, "Jobs that have their result.", finished, "direction"),
+    _tier("failed_jobs_total", _C, "Jobs of which a block failed.", failed, "direction"),
     _tier(
         "errors_total",
         _C,
         "Failed jobs by the class of the error.",
-        partial(readings.keys_of_tier, "failed_jobs_by_error"),
+        partial(keys_of_tier, "failed_jobs_by_error"),
         "error",
     ),
     _tier("stored_blocks_total", _C, "Blocks that stores put there.", "stored_blocks"),
@@ -225,7 +341,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "dropped_blocks_total",
         _C,
         "Blocks that left the primary before the tier had room for them, by why.",
-        partial(readings.keys_of_tier, "dropped"),
+        partial(keys_of_tier, "dropped"),
         "reason",
     ),
     _tier("late_blocks_total", _C, "Blocks stored after waiting for room.", "late_blocks"),
@@ -236,7 +352,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "failed_store_blocks",
     ),
     _tier("refused_keys_total", _C, "Announced keys that are none.", "refused_keys"),
-    _tier("jobs_in_flight", _G, "Jobs without a result.", readings.in_flight, "direction"),
+    _tier("jobs_in_flight", _G, "Jobs without a result.", in_flight, "direction"),
     _tier("queued_jobs", _G, "Jobs that the tier has not begun.", "queued_jobs"),
     _tier("overdue_jobs", _G, "Jobs given up, whose copies still run.", "overdue_jobs"),
     _tier("cascading_blocks", _G, "Blocks on their way to the tier.", "cascading_blocks"),
@@ -249,7 +365,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "breaker_state",
         _G,
         "1 for the state that the breaker of a direction is in, 0 for the others.",
-        readings.breakers,
+        breakers,
         "direction",
         "state",
     ),
@@ -257,28 +373,28 @@ METRICS: Final[tuple[Metric, ...]] = (
         "breaker_openings_total",
         _C,
         "How often the breaker of a direction has opened.",
-        partial(readings.keys_of_tier, "breaker_openings"),
+        partial(keys_of_tier, "breaker_openings"),
         "direction",
     ),
     _tier(
         "job_seconds",
         _H,
         "From a job's arrival until its bytes had stopped moving.",
-        partial(readings.durations, "total"),
+        partial(durations, "total"),
         "direction",
     ),
     _tier(
         "queue_seconds",
         _H,
         "From a job's arrival until the tier began.",
-        partial(readings.durations, "queue"),
+        partial(durations, "queue"),
         "direction",
     ),
     _tier(
         "copy_seconds",
         _H,
         "From then until its bytes had stopped moving.",
-        partial(readings.durations, "copy"),
+        partial(durations, "copy"),
         "direction",
     ),
     Metric(
@@ -286,7 +402,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         _C,
         "Events that nobody has read in time.",
         ("tier",),
-        readings.events,
+        events,
     ),
     # The threads.
     _plain(
@@ -311,14 +427,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         _H,
         "How long they took.",
         ("direction",),
-        partial(readings.of_engine, readings.copies),
+        partial(of_engine, copies),
     ),
     Metric(
         "kvoffload_waiting_calls",
         _G,
         "Calls that wait for a permit to copy, or for room.",
         ("direction",),
-        partial(readings.of_engine, readings.waiting),
+        partial(of_engine, waiting),
     ),
     _plain(
         "kvoffload_missed_events_total",

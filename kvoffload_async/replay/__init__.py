@@ -4,12 +4,9 @@
 `TraceFile` or from the built-in `ChatWorkload`.
 """
 
-from kvoffload_async.replay.passes import PassReports, replay_passes
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import ReplayOptions, replay
-from kvoffload_async.replay.source import RequestSource
-from kvoffload_async.replay.trace import TraceFile
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.run import PassReports, ReplayOptions, replay, replay_passes
+from kvoffload_async.replay.source import ChatWorkload, RequestSource, TraceFile
 
 __all__ = [
     "ChatWorkload",

@@ -18,9 +18,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
-from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.tally import DEVICE, PRIMARY
-from kvoffload_async.replay.timeline import Sample
+from kvoffload_async.replay.report import DEVICE, PRIMARY, Report, Sample
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
 
 if TYPE_CHECKING:

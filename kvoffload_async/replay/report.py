@@ -1,17 +1,136 @@
-"""The figures of one pass of a replay."""
+"""The figures of one pass of a replay, and its course: statistics at a bounded number of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.replay.tally import Tally
-from kvoffload_async.replay.timeline import Sample
+from kvoffload_async.replay.device import Prompt
+from kvoffload_async.statistics import OffloadingStatistics
+
+DEVICE: Final = "device"
+"""What the device is called among the tiers."""
+PRIMARY: Final = "primary"
+"""What the primary tier is called among the tiers."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a replay has come to; of requests that have ended.
+
+    Attributes:
+        hits: Block references found, by the tier they came from.
+        owner_ns: Nanoseconds of the owner's thread, a step.
+    """
+
+    requests: int = 0
+    block_refs: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    verified_blocks: int = 0
+    corrupt_blocks: int = 0
+    stores_refused: int = 0
+    preemptions: int = 0
+    owner_ns: array[int] = field(default_factory=lambda: array("q"))
+
+    @classmethod
+    def of_tiers(cls, names: Sequence[str], *, device_keeps: bool) -> Tally:
+        """Return a tally that names every place where hits may come from."""
+        places = (*((DEVICE,) if device_keeps else ()), PRIMARY, *names)
+        return cls(hits=Counter(dict.fromkeys(places, 0)))
+
+    def end(self, prompt: Prompt) -> None:
+        """Count a request that has ended."""
+        self.requests += 1
+        self.block_refs += prompt.refs
+        if prompt.found_on_device or prompt.found_beyond:
+            prompt.count_hits(self.hits, DEVICE, PRIMARY)
+
+
+MAX_SAMPLES: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment of a pass.
+
+    Attributes:
+        at_s: Seconds since the pass began.
+        block_refs: Block references of the requests that had ended, and `hits` those found, by
+            where they came from.
+        stats: What the manager said of itself.
+    """
+
+    at_s: float
+    block_refs: int
+    hits: Mapping[str, int]
+    stats: OffloadingStatistics
+
+
+class Timeline:
+    """Takes a sample every few steps; when there are too many, drops every other one.
+
+    What remains is evenly spread over the steps, whatever their number is.
+
+    Thread: owner.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], OffloadingStatistics],
+        tally: Tally,
+        *,
+        most: int = MAX_SAMPLES,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begin with a first sample.
+
+        Args:
+            read: Returns the statistics of the manager.
+            tally: What the requests have come to.
+            most: How many samples are kept beside the last one; an even number.
+            clock: Seconds.
+        """
+        self._read = read
+        self._tally = tally
+        self._most = most
+        self._clock = clock
+        self._start_s = clock()
+        self._steps = 0
+        self._stride = 1
+        self._samples: list[Sample] = []
+        self.note_step()
+
+    def note_step(self) -> None:
+        """Take a sample, if this step is one of those that count."""
+        if self._steps % self._stride == 0:
+            if len(self._samples) == self._most:
+                del self._samples[1::2]
+                self._stride *= 2
+            self._samples.append(self._sample())
+        self._steps += 1
+
+    def finish(self) -> tuple[Sample, ...]:
+        """Return the samples, with one of this moment at the end."""
+        return (*self._samples, self._sample())
+
+    def _sample(self) -> Sample:
+        return Sample(
+            self._clock() - self._start_s,
+            self._tally.block_refs,
+            dict(self._tally.hits),
+            self._read(),
+        )
+
 
 _TIER_FIGURES: Final = (
     *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),

@@ -1,10 +1,25 @@
-"""Where requests come from: each is the ids of its prompt's blocks, head first."""
+"""Where requests come from: serving traces, and the built-in workload.
+
+Each request is the ids of its prompt's blocks, head first. A trace has a request a line in JSON, as
+the Mooncake project publishes them. Only `hash_ids` is read: equal ids mean equal prefixes up to
+and including that block.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import stat
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+
+from kvoffload_async.errors import InputError
 
 MAX_BLOCK_ID = 2**64 - 1
 
@@ -41,3 +56,152 @@ class RequestSource(ABC):
     @abstractmethod
     def _fraction_of_all(self) -> float:
         """How much of the uncut stream has been taken."""
+
+
+STDIN = "-"
+"""The path that means standard input."""
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+"""Far above any request, and it keeps a file that is no trace from being read as one line."""
+
+
+class TraceFile(RequestSource):
+    """A trace, read line by line as it is replayed; a pipe will do. Open until `close`."""
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        """Open it.
+
+        Raises:
+            InputError: It cannot be read.
+        """
+        super().__init__(limit)
+        self._path = path
+        self._read_bytes = 0
+        try:
+            self._file = sys.stdin.buffer if str(path) == STDIN else path.open("rb")
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        status = os.fstat(self._file.fileno())
+        self._size_bytes = status.st_size
+        self._is_regular = stat.S_ISREG(status.st_mode)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def most_blocks(self) -> int | None:
+        """Read the trace once more, if that is possible.
+
+        Raises:
+            InputError: It cannot be read, or a line is malformed.
+        """
+        if not self._is_regular or str(self._path) == STDIN:
+            return None
+        with closing(TraceFile(self._path, self._limit)) as trace:
+            return max(map(len, trace), default=0)
+
+    def _requests(self) -> Iterator[Sequence[int]]:
+        is_empty = True
+        for number, line in enumerate(iter(self._read_line, b""), 1):
+            if line.isspace():
+                continue
+            try:
+                block_ids = parse_line(line)
+            except InputError as error:
+                raise InputError(f"{self._path}: Malformed line {number}: {error}") from error
+            is_empty = False
+            yield block_ids
+        if is_empty:
+            raise InputError(f"{self._path}: no request; a trace has one a line, with hash_ids")
+
+    def _read_line(self) -> bytes:
+        try:
+            line = self._file.readline(MAX_LINE_BYTES + 1)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
+        self._read_bytes += len(line)
+        return line
+
+    def _fraction_of_all(self) -> float:
+        return self._read_bytes / self._size_bytes if self._size_bytes else 0.0
+
+
+def parse_line(line: bytes) -> list[int]:
+    """Return the block ids of one line.
+
+    Raises:
+        InputError: It is no object with a list `hash_ids` of integers in the range of block ids.
+    """
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError(f"longer than {MAX_LINE_BYTES} bytes")
+    try:
+        request = json.loads(line.rstrip().decode())
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not usable JSON: {error}") from error
+    block_ids = request.get("hash_ids") if isinstance(request, dict) else None
+    if not isinstance(block_ids, list):
+        raise InputError('it must be an object with a list "hash_ids"')
+    for index, block_id in enumerate(block_ids):
+        # Not isinstance: true and false are integers to it.
+        if type(block_id) is not int or not 0 <= block_id <= MAX_BLOCK_ID:
+            raise InputError(
+                f"hash_ids[{index}] is {json.dumps(block_id)[:40]}; "
+                f"it must be an integer from 0 to {MAX_BLOCK_ID}"
+            )
+    return block_ids
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+DEFAULT_SEED = 20_250_301
+NUM_REQUESTS = 400
+SYSTEM_PROMPT_BLOCKS = (12, 8, 4)
+
+_START_SHARE = 0.25
+_SOON_SHARE = 0.6
+_NUM_SOON = 6
+_GROWTH_BLOCKS = (2, 8)
+_TURNS = (1, 9)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    blocks: list[int]
+    turns_left: int
+
+
+class ChatWorkload(RequestSource):
+    """`NUM_REQUESTS` turns of several conversations; the same ones for the same seed."""
+
+    def __init__(self, limit: int | None = None, seed: int = DEFAULT_SEED) -> None:
+        super().__init__(limit)
+        self._seed = seed
+
+    def most_blocks(self) -> int:
+        return max(SYSTEM_PROMPT_BLOCKS) + _TURNS[1] * _GROWTH_BLOCKS[1]
+
+    def _requests(self) -> Iterator[Sequence[int]]:
+        chance = random.Random(self._seed)  # noqa: S311 - reproducible, and no secret
+        new_ids = count()
+        prompts = [[next(new_ids) for _ in range(size)] for size in SYSTEM_PROMPT_BLOCKS]
+        open_ones: list[_Conversation] = []  # the latest last
+        for _ in range(NUM_REQUESTS):
+            if not open_ones or chance.random() < _START_SHARE:
+                talk = _Conversation(list(chance.choice(prompts)), chance.randint(*_TURNS))
+            else:
+                soon = chance.random() < _SOON_SHARE
+                oldest = max(0, len(open_ones) - _NUM_SOON) if soon else 0
+                talk = open_ones.pop(chance.randrange(oldest, len(open_ones)))
+            talk.blocks.extend(next(new_ids) for _ in range(chance.randint(*_GROWTH_BLOCKS)))
+            talk.turns_left -= 1
+            if talk.turns_left:
+                open_ones.append(talk)
+            yield tuple(talk.blocks)
+
+    def _fraction_of_all(self) -> float:
+        return self._taken / NUM_REQUESTS

@@ -16,8 +16,8 @@ from typing import Protocol, Self
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
-from kvoffload_async.core.effects import StartJob, StartProbe, TierEffect, TouchBlocks
-from kvoffload_async.core.histogram import Histogram
+from kvoffload_async.core.counters import Histogram
+from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool

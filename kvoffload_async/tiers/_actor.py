@@ -34,19 +34,18 @@ from kvoffload_async.errors import (
     drop_tracebacks,
     text_of,
 )
-from kvoffload_async.tiers._announcements import Watch
-from kvoffload_async.tiers._ending import (
+from kvoffload_async.tiers._environment import (
     ENDS_LOOP,
+    ActorEnvironment,
+    Watch,
     as_contained,
     contained,
     error_of,
     judged,
     log_trace,
 )
-from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers._job_log import JobLog
-from kvoffload_async.tiers._probes import Probes
-from kvoffload_async.tiers._recheck import Recheck
+from kvoffload_async.tiers._probes import Probes, Recheck
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)

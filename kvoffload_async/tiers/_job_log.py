@@ -1,4 +1,7 @@
-"""What the log says of a tier's jobs: a line each, with tier, request, blocks, time and remedy."""
+"""What the log says of a tier's jobs: a line each, with tier, request, blocks, time and remedy.
+
+A tier without room may refuse every store for a long time: that is said once in a while.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,28 @@ from kvoffload_async.errors import (
     drop_tracebacks,
     text_of,
 )
-from kvoffload_async.tiers._ending import log_trace
-from kvoffload_async.tiers._refusals import Refusals
+from kvoffload_async.tiers._environment import log_trace
 from kvoffload_async.types import JobMetadata
+
+INTERVAL_S: Final = 60.0
+"""How long nothing more is said."""
+
+
+class Refusals:
+    """Counts what a tier has refused for one reason. Thread: loop."""
+
+    def __init__(self) -> None:
+        self._said_s: float | None = None
+        self._unsaid = 0
+
+    def note(self, now_s: float) -> str | None:
+        """Count one; return what its line in the log ends with, or None if there is to be none."""
+        if self._said_s is not None and now_s < self._said_s + INTERVAL_S:
+            self._unsaid += 1
+            return None
+        self._said_s, unsaid, self._unsaid = now_s, self._unsaid, 0
+        return f" ({unsaid} more since the last time this was said)" if unsaid else ""
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from async_engine.worlds import (
 )
 
 from kvoffload_async.async_engine import EngineBounds, OffloadEngine
-from kvoffload_async.async_engine.to_thread import to_thread
+from kvoffload_async.async_engine.lifecycle import to_thread
 from kvoffload_async.errors import (
     ClosedError,
     ConfigError,

@@ -27,6 +27,7 @@ from async_engine.worlds import (
 )
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from planner_invariants import check_quiescent
 
 from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.core.invariants import check_state
@@ -37,7 +38,6 @@ from kvoffload_async.errors import (
     TransportError,
 )
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
-from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import register_kv_caches

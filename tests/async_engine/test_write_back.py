@@ -126,7 +126,7 @@ def test_an_unknown_way_is_refused_with_the_nearest_one():
 
 @on_loop
 async def test_a_store_goes_on_when_the_last_slot_of_a_failed_tier_is_looked_at(monkeypatch):
-    monkeypatch.setattr("kvoffload_async.core.backlog._SLOTS_A_STEP", 1)
+    monkeypatch.setattr("kvoffload_async.core.cascades._SLOTS_A_STEP", 1)
     config = {"cascade_fraction": 0.25, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
     config["accept_prefix"] = False
     async with opened(slots=4, tiers=[SCRIPTED], **config) as world:

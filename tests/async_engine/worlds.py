@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from planner_invariants import check_quiescent
 
 from kvoffload_async.abc.tier import Direction, TierCapabilities
 from kvoffload_async.abc.transport import TransferOutcome, Transport
@@ -20,7 +21,6 @@ from kvoffload_async.async_engine import OffloadEngine
 from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.testing import ScriptedTier
-from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.transport.settling import SettlingTransfer, failed
 from kvoffload_async.types import LookupResult, make_offload_key

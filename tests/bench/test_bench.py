@@ -301,7 +301,7 @@ def test_block_sizes_that_were_done_before_ctrl_c_are_reported(command, place, w
 
 
 def test_a_peer_is_measured_beside_and_compared_with(bench, witnesses, monkeypatch):
-    from kvoffload_async.bench.peers import PEERS, Entry
+    from kvoffload_async.bench.contender import PEERS, Entry
 
     monkeypatch.setitem(PEERS, "fake", Entry(witnesses, "FakePeer", ("speed",), "buy one"))
     report = bench("--tier", "example", "--peer", "fake:speed=3")
@@ -317,7 +317,7 @@ def test_a_peer_is_measured_beside_and_compared_with(bench, witnesses, monkeypat
 
 
 def test_for_people_there_are_tables(command, witnesses, monkeypatch):
-    from kvoffload_async.bench.peers import PEERS, Entry
+    from kvoffload_async.bench.contender import PEERS, Entry
 
     monkeypatch.setitem(PEERS, "fake", Entry(witnesses, "FakePeer", (), ""))
     result = command.run(

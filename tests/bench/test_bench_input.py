@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvoffload_async.bench import places, plan
+from kvoffload_async.bench import contender, plan
 
 UNPLAYABLE = """
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
@@ -66,7 +66,7 @@ def test_a_root_dir_that_is_a_file(command):
 
 
 def test_too_little_free_space_is_found_before_anything_is_written(command, monkeypatch):
-    monkeypatch.setattr(places, "_SPARE_BYTES", 2**60)
+    monkeypatch.setattr(contender, "_SPARE_BYTES", 2**60)
     folder = command.directory / "new"
     message = command.refusal("bench", "--tier", f"fs:root_dir={folder}")
     assert "bytes free and a round needs" in message

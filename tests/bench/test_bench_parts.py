@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.bench import floor as floor_module
-from kvoffload_async.bench.contender import UnfitError
-from kvoffload_async.bench.drive import drive, time_at_rest
-from kvoffload_async.bench.floor import PlainFloor, measure_memcpy
-from kvoffload_async.bench.payload import Payload
-from kvoffload_async.bench.places import Place
+from kvoffload_async.bench.contender import Place, UnfitError
+from kvoffload_async.bench.floor import Payload, PlainFloor, measure_memcpy
 from kvoffload_async.bench.plan import Jobs, Plan
+from kvoffload_async.bench.rounds import drive, time_at_rest
 from kvoffload_async.types import JobResult, LookupResult
 
 BLOCK = 4096

@@ -8,7 +8,7 @@ from rich.console import Console
 from kvoffload_async.bench.plan import Jobs, Plan, Work
 from kvoffload_async.bench.rounds import Samples
 from kvoffload_async.bench.run import run_bench
-from kvoffload_async.cli.bench_tables import print_tables
+from kvoffload_async.cli.bench import print_tables
 
 ROUNDS = 3
 TURNS_A_ROUND = 2  # memcpy and the tier; memory has no floor

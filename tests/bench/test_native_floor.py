@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.bench.contender import UnfitError
-from kvoffload_async.bench.payload import Payload
-from kvoffload_async.bench.places import Place
+from kvoffload_async.bench.contender import Place, UnfitError
+from kvoffload_async.bench.floor import Payload
 from kvoffload_async.bench.plan import Jobs, Plan
 
-native_floor = pytest.importorskip("kvoffload_async.bench.native_floor")
+native_floor = pytest.importorskip("kvoffload_async.bench.floor")
 
 BLOCK = 4096
 PLAN = Plan.parse(

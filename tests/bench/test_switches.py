@@ -2,7 +2,7 @@
 
 import threading
 
-from kvoffload_async.bench.switches import count_switches, switches_since
+from kvoffload_async.bench.rounds import count_switches, switches_since
 
 
 def test_each_wait_of_another_thread_counts_and_those_of_the_own_thread_do_not():
@@ -28,5 +28,5 @@ def test_each_wait_of_another_thread_counts_and_those_of_the_own_thread_do_not()
 
 def test_threads_that_began_in_between_count_from_zero_and_ended_ones_not_at_all(monkeypatch):
     counts = iter([{1: 10, 2: 5}, {1: 13, 3: 4}])
-    monkeypatch.setattr("kvoffload_async.bench.switches.count_switches", lambda: next(counts))
+    monkeypatch.setattr("kvoffload_async.bench.rounds.count_switches", lambda: next(counts))
     assert switches_since(next(counts)) == 3 + 4

@@ -61,7 +61,7 @@ WITNESSES = """
         def capacity_bytes(self, stored_bytes):
             return None
         def open(self, view, directory, stored_bytes):
-            from kvoffload_async.bench.tiers import OpenOwnTier
+            from kvoffload_async.bench.contender import OpenOwnTier
             return OpenOwnTier(ExampleSecondaryTierManager(None, view))
 """
 """A module."""

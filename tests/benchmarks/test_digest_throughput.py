@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files.digests import create_digester
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -21,7 +21,7 @@ from kvoffload_async import TieringOffloadingManager, TieringOffloadingSpec
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.replay.run import ReplayOptions, replay
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.source import ChatWorkload
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.types import ReqContext
 

@@ -32,8 +32,8 @@ import pytest
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import TierHarness, make_job
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.slab.reading import read_journal, read_manifest
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
+from kvoffload_async.tiers.slab.recovery import read_journal, read_manifest
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import make_offload_key
 

@@ -32,6 +32,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faulty_files import FaultyFileOps
+from planner_invariants import check_quiescent
 
 from kvoffload_async import OffloadEngine, TieringOffloadingSpec
 from kvoffload_async.errors import BusyError, TransportError
@@ -41,10 +43,8 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.replay.device import FramePool
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
-from kvoffload_async.replay.tally import Tally
+from kvoffload_async.replay.report import Tally
 from kvoffload_async.runtime.loop import new_event_loop
-from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.transport.paged import PagedMemory
 
 # Bounded by itself, by the time that it is given.

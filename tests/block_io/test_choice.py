@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import uvloop
 from block_io.places import DIGESTER, is_built
+from faulty_files import FaultyFileOps
 
 from kvoffload_async.block_io import choice, create_block_io, hashes, implementation
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.virtual_time import VirtualLoop
-from kvoffload_async.tiers.files.digests import KeyedDigester
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey, KeyedDigester
 from kvoffload_async.tiers.files.ops import FileOps
 
 native = pytest.mark.skipif(not is_built(), reason="the native module is not built")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from block_io.places import IMPLEMENTATIONS, ROW, is_built, key_of, place, run, until
+from faulty_files import FaultyFileOps
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.block_io import ENDED_EARLY
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 MIB = 1 << 20
 KEYS = [key_of(number) for number in range(64)]

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from block_io.places import DIGESTER, ROW, WAIT_S, is_built, key_of, run, until
+from faulty_files import FaultyFileOps
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.block_io import (
@@ -17,7 +18,6 @@ from kvoffload_async.block_io import (
     StoredFiles,
 )
 from kvoffload_async.errors import TierClosedError
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native module is not built")
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 from block_io.places import is_built, run, until
+from faulty_files import FaultyFileOps
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BusyError, TierClosedError
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 if not is_built():
     pytest.skip("the native module is not built", allow_module_level=True)

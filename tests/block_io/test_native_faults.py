@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faulty_files import FaultyFileOps
 from native_engine import (
     BLOCKS,
     ROW_BYTES,
@@ -19,8 +20,6 @@ from native_engine import (
     outcomes,
 )
 from xxh3 import addresses
-
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 
 def resized(buffer: bytearray) -> bool:

@@ -12,11 +12,10 @@ import pytest
 from preloaded import python
 from rich.console import Console
 
-from kvoffload_async.cli.json_input import JsonInputError
+from kvoffload_async.cli.inputs import JsonInputError, parse_yaml
 from kvoffload_async.cli.logs import logging_to
-from kvoffload_async.cli.yaml_input import parse_yaml
 from kvoffload_async.observe.status import ask, parse_report
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.source import ChatWorkload
 
 SETTINGS = """
 cpu_bytes_to_use: 4MiB

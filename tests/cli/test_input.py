@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvoffload_async.replay import trace as trace_module
+from kvoffload_async.replay import source as trace_module
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 from kvoffload_async.cli import catalogue
-from kvoffload_async.cli.gauge import Gauge
-from kvoffload_async.cli.interrupt import Interrupt
-from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.cli.ending import Interrupt
+from kvoffload_async.cli.inputs import parse_tier
+from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 

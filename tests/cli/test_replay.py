@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 
-from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
 
 SMALL = ("--limit", 60, "--primary-blocks", 96)
 """Few requests of the built-in workload, and a primary that is too small for them."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.source import ChatWorkload
 
 HOSTILE = "<script>alert(1)</script>\"'&$x^$\n\U0001f600\udcff.jsonl".replace("/", "\u2215")
 PANELS = (

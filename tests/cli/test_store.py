@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_async.cli import store_runs
-from kvoffload_async.cli.store_tables import shown
+from kvoffload_async.cli import store as store_command
+from kvoffload_async.cli.output import shown
 from kvoffload_async.tiers.fs.maintenance import verification
 
 
@@ -37,14 +37,14 @@ class TestInput:
         dead = store.writer()
         dead.die()
         temp = store.temp(dead.writer_id)
-        find = store_runs.find_stores
+        find = store_command.find_stores
 
         async def and_interrupt(directory):
             stores = await find(directory)
             signal.raise_signal(signal.SIGINT)
             return stores * 2
 
-        monkeypatch.setattr(store_runs, "find_stores", and_interrupt)
+        monkeypatch.setattr(store_command, "find_stores", and_interrupt)
         result = store.command.run("store", verb, store.root)
         assert result.exit_code == 130
         assert temp.exists()

@@ -11,6 +11,7 @@ import numpy as np
 from connector.sequences import TOKENS_PER_HASH, Copy, Sequence
 from connector.worlds import Watched
 from facade.worlds import SLOT_BYTES, World
+from planner_invariants import check_quiescent
 
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.facade.connector.protocol import (
@@ -20,7 +21,6 @@ from kvoffload_async.facade.connector.protocol import (
     StepOutput,
 )
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
 
 MAX_WORKERS = SLOT_BYTES // 8

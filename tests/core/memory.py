@@ -5,7 +5,8 @@ A copy between slots and the device waits in here until somebody ends it.
 
 from dataclasses import dataclass
 
-from kvoffload_async.testing.invariants.history import ContentRead, ContentWritten, History
+from planner_invariants import ContentRead, ContentWritten, History
+
 from kvoffload_async.types import OffloadKey, ReqContext
 
 

@@ -4,7 +4,7 @@ from core.terms import PENDING, RETRY, k, ks
 from core.world import World
 
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.tier_state import PlannerLimits
 
 IDLE, PINNED, ABSENT = BlockState.IDLE, BlockState.PINNED, BlockState.ABSENT
 

@@ -1,8 +1,9 @@
 """A primary with everything that it and its policy know, as one value to compare."""
 
+from planner_invariants import fingerprint
+
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.testing.invariants.history import fingerprint
 
 POLICIES = {"lru": LruPolicy, "arc": ArcPolicy}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvoffload_async.core.backlog import Backlog
+from kvoffload_async.core.cascades import Backlog
 
 
 def owed(backlog):

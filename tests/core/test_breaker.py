@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from kvoffload_async.core import breaker as module
-from kvoffload_async.core.breaker import Breaker, BreakerEvent, BreakerSettings, BreakerState
+from kvoffload_async.core import health as module
+from kvoffload_async.core.health import Breaker, BreakerEvent, BreakerSettings, BreakerState
 
 TRIED, WORKED, FAULTED = BreakerEvent.TRIED, BreakerEvent.WORKED, BreakerEvent.FAULTED
 UNDECIDED = BreakerEvent.UNDECIDED

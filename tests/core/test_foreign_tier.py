@@ -6,11 +6,10 @@ import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, job, k, ks, released, results
 from core.tiers import ForeignTier
 from core.world import World, stored_below
+from planner_invariants import BlocksTouched, RequestClosed, RequestOpened
 
-from kvoffload_async.core.effects import FinishRequest, StartJob
-from kvoffload_async.core.ledger import refused
+from kvoffload_async.core.ledger import FinishRequest, StartJob, refused
 from kvoffload_async.errors import IllegalTransitionError, StateError, TierUnavailableError
-from kvoffload_async.testing.invariants.history import BlocksTouched, RequestClosed, RequestOpened
 from kvoffload_async.types import ENGINE_REQ_ID, JobResult, LookupResult
 
 DOWN = TierUnavailableError("down")

@@ -7,15 +7,13 @@ from core.terms import HIT, MISS, PENDING, RETRY, job, k, ks
 from core.world import World, stored_below
 
 from kvoffload_async.abc.events import ProbeAnswered
-from kvoffload_async.core.breaker import BreakerSettings, BreakerState
-from kvoffload_async.core.effects import StartProbe
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.health import TierHealth
+from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import ProbedIndex
+from kvoffload_async.core.ledger import StartProbe
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import PlannerLimits, TierState
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,

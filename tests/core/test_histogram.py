@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvoffload_async.core.histogram import Histogram
+from kvoffload_async.core.counters import Histogram
 from kvoffload_async.statistics import BUCKET_BOUNDS_S, HistogramStatistics
 
 

@@ -4,13 +4,7 @@ import pytest
 from core.states import whole_state
 from core.terms import k, ks
 from core.world import World
-
-from kvoffload_async.core.effects import BeginRequest, StartProbe, TouchBlocks
-from kvoffload_async.core.primary import Primary
-from kvoffload_async.errors import InvariantError
-from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.testing.invariants import check_history
-from kvoffload_async.testing.invariants.history import (
+from planner_invariants import (
     AllQuiet,
     BlocksTouched,
     CallReturned,
@@ -36,9 +30,15 @@ from kvoffload_async.testing.invariants.history import (
     StaleCompletionSeen,
     StepClosed,
     TierPolled,
+    check_history,
     fact_of,
     fingerprint,
 )
+
+from kvoffload_async.core.ledger import BeginRequest, StartProbe, TouchBlocks
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.errors import InvariantError
+from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
 
 A, B = k("a"), k("b")

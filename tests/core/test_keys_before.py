@@ -5,8 +5,7 @@ from core.terms import MISS, RETRY, k, ks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.heads import nearest_before
-from kvoffload_async.core.index import ProbedIndex
+from kvoffload_async.core.index import ProbedIndex, nearest_before
 from kvoffload_async.types import ReqContext, make_offload_key
 
 TOKENS = 16

@@ -3,11 +3,11 @@
 import pytest
 from core.terms import PENDING, k, ks
 from core.world import World, stored_below
+from planner_invariants import JobAccepted, RequestClosed, RequestOpened
 
-from kvoffload_async.core.backlog import Backlog
-from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.cascades import LATE_BLOCKS_A_STEP
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.cascades import LATE_BLOCKS_A_STEP, Backlog
+from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import (
     CorruptBlockError,
     StateError,
@@ -15,7 +15,6 @@ from kvoffload_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvoffload_async.testing.invariants.history import JobAccepted, RequestClosed, RequestOpened
 from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
 
 

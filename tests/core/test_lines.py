@@ -6,9 +6,9 @@ import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import DOWN, World
 
-from kvoffload_async.core.lines import TURN_S
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.requests import TURN_S
+from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import BlockMissingError
 
 PATIENCE_S = 100.0

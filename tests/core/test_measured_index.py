@@ -6,10 +6,8 @@ from core.terms import HIT, MISS, RETRY, job, ks
 
 from kvoffload_async.abc.events import JobSettled, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import ExactIndex, ProbedIndex
-from kvoffload_async.core.payback import FRESH_S, Payback
+from kvoffload_async.core.index import FRESH_S, ExactIndex, Payback, ProbedIndex, SelectiveIndex
 from kvoffload_async.core.readings import read_tier, take_tier
-from kvoffload_async.core.selective_index import SelectiveIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.statistics import PaybackStatistics

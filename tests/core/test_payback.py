@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.payback import EXPLORATION_PAUSE_S, FRESH_S, Payback
+from kvoffload_async.core.index import EXPLORATION_PAUSE_S, FRESH_S, Payback
 
 SECONDS = st.floats(1e-6, 10.0)
 RATES = st.floats(0.1, 1e4)

@@ -10,18 +10,18 @@ from core.world import World
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from kvoffload_async.core.breaker import BreakerSettings, BreakerState
-from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
-from kvoffload_async.testing.invariants import check_history
-from kvoffload_async.testing.invariants.history import (
+from planner_invariants import (
     History,
     RequestDecided,
     RequestDeferred,
     RunEnded,
+    check_history,
 )
+
+from kvoffload_async.core.health import BreakerSettings, BreakerState
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.tier_state import PlannerLimits
+from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
 from kvoffload_async.types import ALL_TIERS, Locality, TierMatcher
 
 pytestmark = pytest.mark.stateful

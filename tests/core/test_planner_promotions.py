@@ -4,7 +4,7 @@ from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import DOWN, World, stored_below
 
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.types import Locality, TierMatcher
 

@@ -4,7 +4,7 @@ from core.terms import MISS, PENDING, k, ks
 from core.world import World, stored_below
 
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import TierFullError
 
 # -- storing ------------------------------------------------------------------------------------

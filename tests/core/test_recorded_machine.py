@@ -8,8 +8,7 @@ from core.test_planner_machine import PlannerMachine
 from core.test_recorder import check_timeline
 from hypothesis.stateful import invariant
 
-from kvoffload_async.core.recorder import MAX_EVENTS, RequestRecorder
-from kvoffload_async.core.recording_planner import RecordingPlanner
+from kvoffload_async.core.recorder import MAX_EVENTS, RecordingPlanner, RequestRecorder
 from kvoffload_async.timeline import JobEnded, JobStarted
 
 pytestmark = pytest.mark.stateful

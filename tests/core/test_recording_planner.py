@@ -6,11 +6,10 @@ from core.terms import HIT, MISS, PENDING, k, ks
 from core.tiers import NativeTier
 from core.world import World
 
-from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.recorder import RequestRecorder
-from kvoffload_async.core.recording_planner import RecordingPlanner
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
+from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import BlockMissingError
 from kvoffload_async.timeline import JobEnded, JobStarted, LookupEvent, Note
 from kvoffload_async.types import ReqContext

@@ -7,7 +7,7 @@ from core.world import World
 
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.tier_state import PlannerLimits
 
 # -- who goes on without loading ----------------------------------------------------------------
 

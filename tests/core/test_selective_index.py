@@ -6,8 +6,7 @@ from core.terms import HIT, MISS, RETRY, k, ks
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload_async.core.index import ExactIndex, ProbedIndex
-from kvoffload_async.core.selective_index import SelectiveIndex
+from kvoffload_async.core.index import ExactIndex, ProbedIndex, SelectiveIndex
 
 
 def selective(min_blocks=3, index=None):

@@ -6,13 +6,10 @@ from core.world import World
 
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
-from kvoffload_async.core.lines import Lines
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.promotions import Promotions
-from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.retention import Retention
-from kvoffload_async.core.shares import PlannerLimits, Shares
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.requests import Lines, RequestState, Retention
+from kvoffload_async.core.tier_state import PlannerLimits, Shares, TierState
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import Medium, ReqContext
 

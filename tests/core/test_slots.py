@@ -1,6 +1,6 @@
 import pytest
 
-from kvoffload_async.core.slots import SlotPool
+from kvoffload_async.core.primary import SlotPool
 from kvoffload_async.errors import InvariantError
 
 

@@ -4,17 +4,12 @@ import pytest
 from core.terms import MISS, PENDING, k, ks
 
 from kvoffload_async.abc.ranking import KeyRanking
-from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
-from kvoffload_async.core.lines import Lines
-from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.primary import AdmissionFilter, Primary, RecencyLog
 from kvoffload_async.core.promotions import Promotions
-from kvoffload_async.core.recency import RecencyLog
-from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.retention import Retention
-from kvoffload_async.core.shares import Shares
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.requests import Lines, RequestState, Retention
+from kvoffload_async.core.tier_state import Shares, TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 from core.terms import k, ks
 from core.world import World
-
-from kvoffload_async.core.breaker import BreakerEvent
-from kvoffload_async.core.invariants import STATE_INVARIANTS, check_state
-from kvoffload_async.core.ledger import JobRecord
-from kvoffload_async.core.requests import RequestState
-from kvoffload_async.errors import InvariantError
-from kvoffload_async.policies.arc import ArcPolicy
-from kvoffload_async.testing.invariants import (
+from planner_invariants import (
     HISTORY_INVARIANTS,
     REST_INVARIANTS,
     Rest,
     check_quiescent,
 )
+
+from kvoffload_async.core.health import BreakerEvent
+from kvoffload_async.core.invariants import STATE_INVARIANTS, check_state
+from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.requests import RequestState
+from kvoffload_async.errors import InvariantError
+from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.types import ReqContext
 
 A, B = k("a"), k("b")

@@ -9,9 +9,9 @@ from kvoffload_async.abc.events import (
     JobSettled,
     ProbeAnswered,
 )
-from kvoffload_async.core.effects import StartJob, StartProbe, TouchBlocks
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
+from kvoffload_async.core.ledger import StartJob, StartProbe, TouchBlocks
 from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import (

@@ -15,10 +15,9 @@ from kvoffload_async.abc.events import (
     JobSettled,
     ProbeAnswered,
 )
-from kvoffload_async.core.effects import StartJob, StartProbe
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ProbedIndex
-from kvoffload_async.core.ledger import JobState
+from kvoffload_async.core.ledger import JobState, StartJob, StartProbe
 from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError

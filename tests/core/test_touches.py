@@ -5,7 +5,7 @@ from itertools import pairwise
 from core.terms import PENDING, k, ks
 from core.world import World
 
-from kvoffload_async.core.touches import RecentKeys
+from kvoffload_async.core.cascades import RecentKeys
 from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
 
 

@@ -6,12 +6,10 @@ from core.terms import MISS, PENDING, RETRY, ks
 from kvoffload_async.abc.events import ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.foreign_tier import ForeignTierState
-from kvoffload_async.core.index import ProbedIndex
+from kvoffload_async.core.index import ProbedIndex, SelectiveIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.selective_index import SelectiveIndex
-from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import PlannerLimits, TierState
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import Locality, Medium, ReqContext
 

@@ -4,11 +4,10 @@ import pytest
 from core.terms import k, ks
 from core.world import DOWN, World
 
-from kvoffload_async.core.backlog import _SLOTS_A_STEP
-from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.last_to_go import LastToGo
-from kvoffload_async.core.primary import BlockState
-from kvoffload_async.core.shares import PlannerLimits
+from kvoffload_async.core.cascades import _SLOTS_A_STEP
+from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.core.primary import BlockState, LastToGo
+from kvoffload_async.core.tier_state import PlannerLimits
 
 NOT_YET = "abcd"
 

@@ -14,12 +14,10 @@ from kvoffload_async.abc.events import (
     JobSettled,
     ProbeAnswered,
 )
-from kvoffload_async.core.effects import BeginRequest, FinishRequest
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.foreign_tier import ForeignTierState
-from kvoffload_async.core.index import ExactIndex, ProbedIndex
-from kvoffload_async.core.ledger import refused
-from kvoffload_async.core.selective_index import SelectiveIndex
+from kvoffload_async.core.index import ExactIndex, ProbedIndex, SelectiveIndex
+from kvoffload_async.core.ledger import BeginRequest, FinishRequest, refused
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError
 from kvoffload_async.types import JobResult, LookupResult, Medium, OffloadKey

@@ -11,18 +11,7 @@ from core.memory import Memory, Read, Write, content
 from core.states import POLICIES, whole_state
 from core.terms import k, ks
 from core.tiers import ForeignTier, NativeTier
-
-from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
-from kvoffload_async.core.breaker import BreakerSettings
-from kvoffload_async.core.effects import FinishRequest, StartJob, StartProbe, TouchBlocks
-from kvoffload_async.core.index import ProbedIndex
-from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.shares import PlannerLimits
-from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.testing.invariants import check_history, check_quiescent
-from kvoffload_async.testing.invariants.history import (
+from planner_invariants import (
     AllQuiet,
     ContentWritten,
     CopyEnded,
@@ -34,8 +23,20 @@ from kvoffload_async.testing.invariants.history import (
     RoomAsked,
     StaleCompletionSeen,
     StepClosed,
+    check_history,
+    check_quiescent,
     fact_of,
 )
+
+from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
+from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.core.index import ProbedIndex
+from kvoffload_async.core.invariants import check_state
+from kvoffload_async.core.ledger import FinishRequest, StartJob, StartProbe, TouchBlocks
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.tier_state import PlannerLimits
+from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, ReqContext
 
 NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)

@@ -4,11 +4,11 @@ import asyncio
 import sys
 
 import numpy as np
+from faulty_files import FaultyFileOps
 from fs.places import FIELDS
 
 from kvoffload_async import FileSystemTierManager, OffloadEngine, TieringOffloadingSpec
 from kvoffload_async.errors import TierTimeoutError
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 TIMEOUT_S = 0.2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload_async import ConfigError, OffloadConfig
-from kvoffload_async.facade.storage import parse_directory
+from kvoffload_async.facade.tier_options import parse_directory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 
 CONFIG = {field.name: field.default for field in dataclasses.fields(OffloadConfig)}

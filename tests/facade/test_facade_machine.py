@@ -15,12 +15,12 @@ from facade.worlds import HIT, SLOT_BYTES, Counting, DeviceCopy, k, ks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from planner_invariants import check_quiescent
 
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.ledger import JobState
 from kvoffload_async.errors import CorruptBlockError, OffloadError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, make_job
-from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import ALL_TIERS
 
 NUMBERS = st.integers(0, 8)

@@ -4,7 +4,7 @@ import pytest
 from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, scripted
 
 from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
-from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.facade.foreign import is_foreign
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.types import JobResult, LookupResult, Medium, TierMatcher

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from facade.worlds import MISS, k, ks
 
-from kvoffload_async.core.breaker import BreakerSettings, BreakerState
 from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.health import BreakerSettings, BreakerState
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.facade.guard import TierGuard
+from kvoffload_async.facade.foreign import TierGuard
 from kvoffload_async.types import Medium, OffloadPolicy, ReqContext, RequestOffloadingContext
 
 CTX = ReqContext("r")

@@ -10,7 +10,7 @@ from kvoffload_async.facade.fs import _DEFAULTS as FS_DEFAULTS
 from kvoffload_async.facade.fs import _settings as fs_settings
 from kvoffload_async.facade.slab import _DEFAULTS as SLAB_DEFAULTS
 from kvoffload_async.facade.slab import _settings as slab_settings
-from kvoffload_async.facade.storage import identity_of
+from kvoffload_async.facade.tier_options import identity_of
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids, make_offload_key

@@ -1,7 +1,7 @@
 """A prefix that everybody uses stays in the primary, and in the tier behind it as well."""
 
 from kvoffload_async import TieringOffloadingSpec
-from kvoffload_async.core.effects import TouchBlocks
+from kvoffload_async.core.ledger import TouchBlocks
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.types import LookupResult, ReqContext
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, ks
 
-from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.errors import OffloadError, StateError, TierUnavailableError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.types import JobResult, LookupResult
@@ -328,7 +328,7 @@ def test_misuse_by_the_scheduler_still_raises(worlds):
 
 
 def test_a_breaker_that_opens_and_closes_is_logged_once_with_the_reason(worlds, caplog):
-    caplog.set_level(logging.WARNING, "kvoffload_async.facade.breaker_log")
+    caplog.set_level(logging.WARNING, "kvoffload_async.facade.tier_group")
     world = worlds(breaker=BreakerSettings(1, retry_after_s=5.0))
     world.begin("r")
     for number in range(3):  # it fails, and so do two tries
@@ -342,7 +342,7 @@ def test_a_breaker_that_opens_and_closes_is_logged_once_with_the_reason(worlds, 
     world.step()
     world.settle()
     world.poll()
-    said = [r.getMessage() for r in caplog.records if r.name.endswith("breaker_log")]
+    said = [r.getMessage() for r in caplog.records if r.name.endswith("tier_group")]
     assert said == [
         (
             "tier tier0: stores are suspended, and tried again after 5.0 s: no such device; the "

@@ -17,12 +17,12 @@ from facade.worlds import (
     k,
     ks,
 )
+from planner_invariants import check_quiescent
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.testing.invariants import check_quiescent
 from kvoffload_async.types import OffloadPolicy, TierMatcher
 
 # -- journeys -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from facade.worlds import (
 )
 
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.errors import (
     BlockMissingError,
     ClosedError,

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from files.traps import REMOVABLE, TRAPS, Outside, folder, spring
 
-from kvoffload_async.tiers.files.beneath import (
+from kvoffload_async.tiers.files.ops import (
+    FileOps,
+    NotRegularFileError,
+    names_in,
     open_by_components,
     open_by_kernel,
     suitable_opener,
 )
-from kvoffload_async.tiers.files.ops import FileOps, names_in
-from kvoffload_async.tiers.files.roots import NotRegularFileError
 
 CREATE = os.O_RDWR | os.O_CREAT
 REFUSED = (NotADirectoryError, NotRegularFileError)

@@ -6,9 +6,7 @@ import os
 import pytest
 
 from kvoffload_async.errors import ConfigError, TierFullError, TierUnavailableError
-from kvoffload_async.tiers.files.direct import DirectIo
-from kvoffload_async.tiers.files.failure import mapped, unusable
-from kvoffload_async.tiers.files.roots import NotRegularFileError
+from kvoffload_async.tiers.files.ops import DirectIo, NotRegularFileError, mapped, unusable
 
 
 def caught(code):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvoffload_async.tiers.files.verdicts import Verdict, Verification, problem_of
+from kvoffload_async.tiers.files.maintenance import Verdict, Verification, problem_of
 
 COUNTS = ("checked", "verified", "without_digest", "newer", "other_key")
 COUNTS += ("corrupt_blocks", "unreadable_blocks")

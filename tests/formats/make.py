@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from formats.samples import Opened, Sample, content
 
-from kvoffload_async.tiers.files.boot import boot_id
+from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 NUMBERS = range(24)

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from crashes import answer, crew, load, serve
+from faulty_files import FaultyFileOps
 from fs.places import Place
 from fs.spaces import rescan
 
 from kvoffload_async.errors import BlockMissingError, TierFullError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 

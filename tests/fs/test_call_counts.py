@@ -3,9 +3,9 @@
 from collections import Counter
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, Place
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
 
 K = [key_of(number) for number in range(8)]

@@ -7,11 +7,11 @@ import shutil
 import threading
 
 import pytest
+from faulty_files import FaultyFileOps, is_temp
 from fs.places import BLOCK, Place
 from fs.spaces import rescan
 
 from kvoffload_async.errors import TierUnavailableError
-from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.folders import LeafFolders

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from faulty_files import FaultyFileOps, is_temp
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import rescan, trim
 from hypothesis import settings
@@ -33,7 +34,6 @@ from kvoffload_async.errors import (
     TierFullError,
     drop_tracebacks,
 )
-from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness, content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 

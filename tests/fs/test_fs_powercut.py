@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from fs.places import KIB, Place
 from fs.spaces import rescan
+from power_cut import MetadataOrder, RecordingFileOps
 from powercuts import PER_STEP, check_each, problems, sampled, states
 from sweeps import sizes
 
 from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.testing.powercut import MetadataOrder
-from kvoffload_async.testing.recording import RecordingFileOps
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 
 pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]

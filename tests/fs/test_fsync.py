@@ -3,11 +3,11 @@
 import errno
 
 import pytest
+from faulty_files import FaultyFileOps, is_temp
 from fs.places import Place, load_key, store, store_key
 from fs.places import item as block_of
 
 from kvoffload_async.errors import TierFullError, TierUnavailableError
-from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.outcome import StoreStatus
 

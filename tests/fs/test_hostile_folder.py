@@ -9,7 +9,7 @@ from fs.places import BLOCK, Place
 
 from kvoffload_async.errors import BlockMissingError, ConfigError, TierUnavailableError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files.boot import boot_id
+from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 

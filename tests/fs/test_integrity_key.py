@@ -4,14 +4,14 @@ import errno
 import os
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, FIELDS, Place, load, load_key, store_key
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async import BlockMissingError, CorruptBlockError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import StoreStatus

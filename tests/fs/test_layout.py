@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.files.naming import safe_name
+from kvoffload_async.tiers.files.ops import safe_name
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import make_offload_key

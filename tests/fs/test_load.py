@@ -2,10 +2,10 @@ import errno
 import os
 
 import pytest
+from faulty_files import FaultyFileOps, is_block, is_direct
 from fs.places import BLOCK, item, load, load_key, store, store_key
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUnavailableError
-from kvoffload_async.testing.fileops import FaultyFileOps, is_block, is_direct
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache

@@ -4,6 +4,7 @@ import errno
 import threading
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import rescan
 from sweeps import shares
@@ -15,7 +16,6 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps

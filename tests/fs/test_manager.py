@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable
 
 import pytest
+from faulty_files import FaultyFileOps, Hang, is_block, is_temp
 from fs.places import BLOCK, Place
 
 from kvoffload_async import (
@@ -18,8 +19,6 @@ from kvoffload_async import (
 from kvoffload_async.errors import BlockMissingError
 from kvoffload_async.facade.fs import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.testing.file_rules import Hang
-from kvoffload_async.testing.fileops import FaultyFileOps, is_block, is_temp
 from kvoffload_async.testing.harness import ManagerHarness, key_of
 
 DEADLINE_S = 60.0

@@ -4,10 +4,10 @@ import json
 import os
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, Place, load_key, store_key
 
 from kvoffload_async import BlockMissingError, ConfigError, CorruptBlockError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.outcome import StoreStatus

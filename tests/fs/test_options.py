@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK
 
 from kvoffload_async import (
@@ -13,7 +14,6 @@ from kvoffload_async import (
     TieringOffloadingSpec,
 )
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.types import Locality
 

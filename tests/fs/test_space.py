@@ -5,11 +5,11 @@ import errno
 import random
 
 import pytest
+from faulty_files import FaultyFileOps, is_temp
 from fs.places import KIB, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, start, trim
 
 from kvoffload_async.errors import TierFullError
-from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.counts import parsed
 from kvoffload_async.types import make_offload_key

@@ -8,13 +8,13 @@ import itertools
 import threading
 
 import pytest
+from faulty_files import FaultyFileOps, is_temp
 from fs.places import BLOCK, TRIES, Place
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
 from log_records import errors_with_frames
 from sweeps import shares
 
 from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError, drop_tracebacks
-from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 from kvoffload_async.testing.harness import TierHarness
 
 SHARES = 12

@@ -5,11 +5,11 @@ import shutil
 import subprocess
 
 import pytest
+from faulty_files import FaultyFileOps, is_temp
 from fs.places import KIB, TRIES, Place
 from fs.spaces import K, check, evicted
 
 from kvoffload_async.errors import TierFullError
-from kvoffload_async.testing.fileops import FaultyFileOps, is_temp
 
 
 @pytest.mark.usefixtures("folders_on_disk")

@@ -5,10 +5,9 @@ import os
 import re
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, KIB
 from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, rescanned, start, trim
-
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 
 def test_a_rescan_corrects_what_strangers_have_added_and_removed(place):

@@ -1,7 +1,8 @@
 """How often the policy of a bounded namespace asks about blocks that are read or written."""
 
+from faulty_files import FileOps
+
 from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.testing.fileops import FileOps
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.counts import Usage
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings

@@ -6,10 +6,10 @@ import itertools
 import os
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, Place, item, load_key, store, store_key
 
 from kvoffload_async.errors import TierFullError, TierUnavailableError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.outcome import StoreStatus

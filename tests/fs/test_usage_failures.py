@@ -4,10 +4,9 @@ import errno
 import threading
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.counted import MANY, grown, living, opened, state
 from fs.places import BLOCK
-
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 __all__ = ["living", "opened"]
 

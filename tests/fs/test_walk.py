@@ -7,11 +7,11 @@ import os
 import shutil
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import K, check, end_of, evicted, rescan, rescanned, start
 
 from kvoffload_async.abc.events import BlocksEvicted
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module

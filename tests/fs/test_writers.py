@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import TRIES
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files import boot
-from kvoffload_async.tiers.files.boot import boot_id
+from kvoffload_async.tiers.files import identity
+from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.inventory import sweep_folders, sweep_temps, writer_of
 from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
@@ -178,7 +178,7 @@ def test_the_entry_is_removed_from_memory_even_if_not_from_disk(registered):
 
 def test_the_boot_is_known_by_the_hosts_name_where_the_kernel_does_not_tell(tmp_path, monkeypatch):
     assert boot_id() == boot_id()
-    monkeypatch.setattr(boot, "Path", lambda _path: tmp_path / "absent")
+    monkeypatch.setattr(identity, "Path", lambda _path: tmp_path / "absent")
     assert boot_id() == os.uname().nodename
 
 

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from faulty_files import FaultyFileOps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.testing.fileops import FaultyFileOps
-from kvoffload_async.tiers.files.boot import boot_id
+from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
 

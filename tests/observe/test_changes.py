@@ -8,7 +8,7 @@ from facade.worlds import EXCLUSIVE, World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.histogram import Histogram
+from kvoffload_async.core.counters import Histogram
 from kvoffload_async.observe.changes import WINDOW_S, Readings, quantile
 from kvoffload_async.observe.status import EngineReport
 from kvoffload_async.statistics import BUCKET_BOUNDS_S, HistogramStatistics

@@ -14,12 +14,9 @@ from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.object.client import ObjectConnection
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
-from kvoffload_async.tiers.remote.calls import Calls
-from kvoffload_async.tiers.remote.memory import AnswerMemory
-from kvoffload_async.tiers.remote.questions import Questions
-from kvoffload_async.tiers.remote.secrecy import Redactor
-from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
-from kvoffload_async.tiers.remote.together import run_together
+from kvoffload_async.tiers.remote.calls import Calls, run_together
+from kvoffload_async.tiers.remote.existence import AnswerMemory, Questions
+from kvoffload_async.tiers.remote.settings import Redactor, RemoteCounters, RemoteSettings
 
 CALLS = ["check", "connect", "create", "exist", "get", "put", "remove_if", "renew"]
 

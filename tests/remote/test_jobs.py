@@ -17,7 +17,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.remote.client import RefusedError
-from kvoffload_async.tiers.remote.secrecy import Redactor
+from kvoffload_async.tiers.remote.settings import Redactor
 
 K = [key_of(number) for number in range(40)]
 

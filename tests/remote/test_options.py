@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvoffload_async import ConfigError, OffloadConfig, SecondaryTierFactory
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.cli.app import app
-from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
 from kvoffload_async.facade import object as object_facade

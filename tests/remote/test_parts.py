@@ -11,14 +11,12 @@ from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.remote import memory as memory_module
-from kvoffload_async.tiers.remote.envelope import Header, is_newer, namespace_of
-from kvoffload_async.tiers.remote.limits import Limits
-from kvoffload_async.tiers.remote.memory import AnswerMemory
-from kvoffload_async.tiers.remote.prefixes import longest_present_heads
-from kvoffload_async.tiers.remote.secrecy import Redactor
-from kvoffload_async.tiers.remote.together import run_together
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.remote import existence as memory_module
+from kvoffload_async.tiers.remote.calls import Limits, run_together
+from kvoffload_async.tiers.remote.client import Header, is_newer, namespace_of
+from kvoffload_async.tiers.remote.existence import AnswerMemory, longest_present_heads
+from kvoffload_async.tiers.remote.settings import Redactor
 
 K = [key_of(number) for number in range(200)]
 

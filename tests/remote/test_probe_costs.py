@@ -19,7 +19,7 @@ from servers.valkey import ValkeyServer
 
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.remote.prefixes import longest_present_heads
+from kvoffload_async.tiers.remote.existence import longest_present_heads
 
 CHAIN = [key_of(number) for number in range(64)]
 PROBES = 10_000

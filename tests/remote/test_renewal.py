@@ -5,7 +5,7 @@ from remote.fake_store import FakeClient, LibraryError, World
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.remote import renewal as renewal_module
+from kvoffload_async.tiers.remote import tier as renewal_module
 from kvoffload_async.tiers.remote.client import RefusedError
 
 K = [key_of(number) for number in range(40)]

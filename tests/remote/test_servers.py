@@ -6,8 +6,7 @@ import pytest
 from remote.fake_store import FakeClient, World
 
 from kvoffload_async.abc.events import ProbeAnswered
-from kvoffload_async.core.breaker import BreakerSettings, BreakerState
-from kvoffload_async.core.health import TierHealth
+from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.errors import ShardUnavailableError, TierUnavailableError
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import JobResult

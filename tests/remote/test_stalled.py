@@ -4,7 +4,7 @@ import pytest
 from facade.worlds import HIT, MISS, PENDING, RETRY, World
 from remote.fake_store import FakeClient
 
-from kvoffload_async.core.breaker import BreakerSettings
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.remote.tier import RemoteTier
 

@@ -7,12 +7,11 @@ import threading
 import pytest
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.settings import Flags, resolve
+from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError, TransportError
 from kvoffload_async.replay.fleet.plan import UnboundedCache
 from kvoffload_async.replay.run import ReplayOptions, replay
-from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
 from kvoffload_async.transport.host import HostTransport
 
 ENGINES = ["sync", "async"]

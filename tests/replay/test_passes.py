@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.settings import Flags, resolve
-from kvoffload_async.replay.passes import PassReports
-from kvoffload_async.replay.run import ReplayOptions, replay
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
+from kvoffload_async.replay.run import PassReports, ReplayOptions, replay
+from kvoffload_async.replay.source import ChatWorkload
 
 
 @pytest.fixture

@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 
 from kvoffload_async import TieringOffloadingSpec
-from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.settings import Flags, resolve
+from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError
 from kvoffload_async.replay.device import FramePool
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
+from kvoffload_async.replay.report import Tally
 from kvoffload_async.replay.run import ReplayOptions, replay, stall_timeout_s, unique_names
-from kvoffload_async.replay.tally import Tally
-from kvoffload_async.replay.workload import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
 from kvoffload_async.transport.paged import PagedMemory
 
 

@@ -5,8 +5,12 @@ import os
 import pytest
 
 from kvoffload_async.errors import InputError
-from kvoffload_async.replay.trace import TraceFile
-from kvoffload_async.replay.workload import NUM_REQUESTS, SYSTEM_PROMPT_BLOCKS, ChatWorkload
+from kvoffload_async.replay.source import (
+    NUM_REQUESTS,
+    SYSTEM_PROMPT_BLOCKS,
+    ChatWorkload,
+    TraceFile,
+)
 
 
 class TestWorkload:

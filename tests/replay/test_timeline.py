@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.cli.scratch import ScratchFolder
-from kvoffload_async.cli.settings import Flags, resolve
+from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
+from kvoffload_async.replay.report import MAX_SAMPLES, Tally, Timeline
 from kvoffload_async.replay.run import ReplayOptions, replay
-from kvoffload_async.replay.tally import Tally
-from kvoffload_async.replay.timeline import MAX_SAMPLES, Timeline
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.source import ChatWorkload
 
 
 @given(steps=st.integers(0, 300), half=st.integers(1, 9))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from servers.process import ServerProcess, free_ports
 
-from kvoffload_async.tiers.mooncake.settings import MooncakeConnection
+from kvoffload_async.tiers.mooncake.process import MooncakeConnection
 
 SEGMENT_BYTES = 64 << 20
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from crashes import load, serve
+from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, FIXED, KIB, SlabStore
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierFullError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.slab import budget
+from kvoffload_async.tiers.slab import layout
 
 K = [key_of(number) for number in range(60)]
 BAD = K[1]
@@ -97,5 +97,5 @@ def work(open_store: Callable[..., TierHarness], seed: int, **given) -> dict:
 
 
 if __name__ == "__main__":
-    budget._LEAST_STRIPE = 4  # so that a store as small as this one has stripes
+    layout._LEAST_STRIPE = 4  # so that a store as small as this one has stripes
     serve(scripted=scripted, replacing=replacing, traffic=traffic, contested=contested)

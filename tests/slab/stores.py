@@ -6,16 +6,17 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from faulty_files import Hang
 
 from kvoffload_async.registry import create_policy
-from kvoffload_async.testing.file_rules import Hang
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.opening import OnMismatch
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
-from kvoffload_async.tiers.slab.reading import (
+from kvoffload_async.tiers.slab.records import keys_of, places_of
+from kvoffload_async.tiers.slab.recovery import (
     by_use,
     list_folder,
     live_in,
@@ -24,7 +25,6 @@ from kvoffload_async.tiers.slab.reading import (
     read_manifest,
     read_session,
 )
-from kvoffload_async.tiers.slab.records import keys_of, places_of
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import OffloadKey
 

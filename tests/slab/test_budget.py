@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.tiers.slab.budget import Budget, slot_bytes_of
+from kvoffload_async.tiers.slab.layout import Budget, slot_bytes_of
 
 MIB = 1 << 20
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections import Counter
 
+from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, KIB, K, entered, sound
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.slab.places import segment_of
 

@@ -6,11 +6,11 @@ import itertools
 from collections import Counter
 
 import pytest
+from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, FIXED, KIB, K, is_journal, is_segment, sound
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.tiers.slab.budget import journal_units
+from kvoffload_async.tiers.slab.layout import journal_units
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 
 CAPACITY = 8192 * KIB

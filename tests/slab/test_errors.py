@@ -6,6 +6,7 @@ import itertools
 import os
 
 import pytest
+from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, entered, flip, is_journal, sound
 
 from kvoffload_async.errors import (
@@ -15,7 +16,6 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierUnavailableError,
 )
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES

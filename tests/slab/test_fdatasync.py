@@ -4,9 +4,9 @@ import asyncio
 import errno
 
 import pytest
+from faulty_files import FaultyFileOps
 from slab.stores import K, SlabStore, entered, is_journal, is_segment, sound
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import make_job
 
 

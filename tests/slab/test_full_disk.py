@@ -6,10 +6,10 @@ import shutil
 import subprocess
 
 import pytest
+from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, KIB, SlabStore, entered, is_segment, sound
 
 from kvoffload_async.errors import TierFullError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.slab import allocator
 

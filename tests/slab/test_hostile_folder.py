@@ -4,11 +4,11 @@ import os
 import stat
 
 import pytest
+from faulty_files import FaultyFileOps
 from files.traps import REMOVABLE, TRAPS, Outside, folder, link, spring
 from slab.stores import KIB, K, SlabStore
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.slab.layout import (
     LOCK,
     MANIFEST,

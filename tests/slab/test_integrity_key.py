@@ -6,13 +6,11 @@ from slab.stores import BLOCK, FIELDS, K
 
 from kvoffload_async import ConfigError
 from kvoffload_async.testing.harness import content_of
-from kvoffload_async.tiers.files.digests import create_digester
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
-from kvoffload_async.tiers.slab.reading import read_file
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
@@ -20,6 +18,7 @@ from kvoffload_async.tiers.slab.records import (
     keys_of,
     scan,
 )
+from kvoffload_async.tiers.slab.recovery import read_file
 
 KEY, OTHER = IntegrityKey(b"k" * 16), IntegrityKey(b"o" * 16)
 BLOCKS = K[:6]

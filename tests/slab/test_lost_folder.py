@@ -6,11 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
+from faulty_files import FaultyFileOps
 from slab.stores import K
 from unmounting import unmounted
 
 from kvoffload_async.errors import TierUnavailableError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.slab import transfers
 from kvoffload_async.tiers.slab.layout import LOCK, segment_name
 

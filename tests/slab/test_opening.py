@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, flip, sound
 
 from kvoffload_async.errors import (
@@ -12,10 +13,8 @@ from kvoffload_async.errors import (
     CorruptBlockError,
     TierUnavailableError,
 )
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.slab.budget import journal_units
-from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.layout import journal_units, segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
 from kvoffload_async.types import OffloadKey
 

@@ -1,9 +1,9 @@
 import pytest
+from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, KIB
 
 from kvoffload_async import ConfigError, Locality, SecondaryTierFactory, SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.slab.opening import OnMismatch
 
 

@@ -11,9 +11,8 @@ from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, SESSION, segment_name
-from kvoffload_async.tiers.slab.reading import read_session
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
-from kvoffload_async.tiers.slab.session import Session
+from kvoffload_async.tiers.slab.recovery import Session, read_session
 
 
 def reboot(slab_store) -> None:

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from faulty_files import FaultyFileOps
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +21,6 @@ from slab.stores import BLOCK, FIXED, SlabStore, flip, sound
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierFullError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES

@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
+from power_cut import MetadataOrder, RecordingFileOps
 from powercuts import PER_STEP, check_each, problems, sampled, states
 from slab.stores import BLOCK, FIXED, KIB, SlabStore, sound
 from sweeps import sizes
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.testing.powercut import MetadataOrder
-from kvoffload_async.testing.recording import RecordingFileOps
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL
 from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
 

@@ -4,17 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from power_cut import MetadataOrder
 from powercuts import PER_STEP, check_each, sampled, states
 from slab.stores import SlabStore
 from slab.test_slab_powercut import OPTIONS, K, recorded, stores, stores_and_evicts
 from sweeps import sizes
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.testing.powercut import MetadataOrder
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import SESSION
-from kvoffload_async.tiers.slab.reading import read_manifest
-from kvoffload_async.tiers.slab.session import Session
+from kvoffload_async.tiers.slab.recovery import Session, read_manifest
 
 pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.tiers.slab.places import place_of
-from kvoffload_async.tiers.slab.runs import Run, joined
-from kvoffload_async.tiers.slab.slots import FreeRuns
+from kvoffload_async.tiers.slab.catalog import FreeRuns
+from kvoffload_async.tiers.slab.places import Run, joined, place_of
 
 EXTENT = 1 << 20
 """Longer than any job, where it is not about extents."""

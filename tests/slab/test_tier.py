@@ -5,16 +5,15 @@ import errno
 import os
 
 import pytest
+from faulty_files import FaultyFileOps, is_direct
 from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, entered, is_segment, sound
 
 from kvoffload_async.abc.events import BlocksEvicted
 from kvoffload_async.errors import (
     TierFullError,
 )
-from kvoffload_async.testing.fileops import FaultyFileOps, is_direct
 from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.tiers.slab.budget import Budget
-from kvoffload_async.tiers.slab.layout import segment_name
+from kvoffload_async.tiers.slab.layout import Budget, segment_name
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
 
 # -- the capacity, and who goes -------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffload_async.abc import ranking as ranking_module
 from kvoffload_async.abc.ranking import KeyRanking, nobodies
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.generation import Generation
+from kvoffload_async.facade.manager import Generation
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.tables.arrays import integers, long_integers, objects, small_integers

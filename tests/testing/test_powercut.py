@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from kvoffload_async.testing.changes import PAGE_BYTES
-from kvoffload_async.testing.powercut import MetadataOrder, PowerCuts
-from kvoffload_async.testing.recording import RecordingFileOps
+from power_cut import PAGE_BYTES, MetadataOrder, PowerCuts, RecordingFileOps
 
 ORDERED, UNORDERED = MetadataOrder.JOURNALLED, MetadataOrder.UNORDERED
 

@@ -9,7 +9,7 @@ from slab.stores import flip
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES
+from kvoffload_async.tiers.slab.manifest import HEADER_BYTES
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
 
 BLOCK = 4096

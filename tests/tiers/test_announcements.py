@@ -11,7 +11,7 @@ from kvoffload_async.abc.events import (
 )
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers._announcements import Announcements
+from kvoffload_async.tiers._environment import Announcements
 from kvoffload_async.types import OffloadKey
 
 A, B, C = K = [key_of(number) for number in range(3)]

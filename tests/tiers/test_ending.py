@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvoffload_async.errors import JobCancelledError, TierFullError, TierUnavailableError
-from kvoffload_async.tiers._ending import error_of
+from kvoffload_async.tiers._environment import error_of
 
 
 class Mute(Exception):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import rescan
 from powercuts import problems
@@ -12,10 +13,8 @@ from slab.stores import SlabStore
 from sweeps import shares
 
 from kvoffload_async.abc.maintenance import Problem
-from kvoffload_async.core.breaker import BreakerSettings, BreakerState
-from kvoffload_async.core.health import TierHealth
+from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.errors import TierFullError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import ManagerHarness, key_of
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance

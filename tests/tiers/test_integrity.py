@@ -9,8 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvoffload_async import ConfigError
-from kvoffload_async.tiers.files.digests import BlockDigester, create_digester
-from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
+from kvoffload_async.tiers.files.digests import (
+    BlockDigester,
+    IntegrityKey,
+    create_digester,
+    read_key_file,
+)
 from kvoffload_async.types import OffloadKey
 
 SECRET = bytes(range(32))

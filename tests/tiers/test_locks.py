@@ -5,8 +5,8 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
+from faulty_files import FaultyFileOps
 
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.tiers.files.locks import LockedFile, locked
 
 LIMIT_S = 5.0

@@ -6,13 +6,13 @@ import gc
 import logging
 
 import pytest
+from faulty_files import FaultyFileOps
 from fs.places import Place
 from log_records import errors_with_frames
 from slab.stores import SlabStore
 
 from kvoffload_async.abc.tier import AsyncTier, Direction, TierBounds, TierCapabilities
 from kvoffload_async.errors import BlockMissingError
-from kvoffload_async.testing.fileops import FaultyFileOps
 from kvoffload_async.testing.harness import ManagerHarness, key_of
 from kvoffload_async.types import Locality
 

@@ -4,7 +4,7 @@ import pytest
 from transport.worlds import DEADLINE_S, FLAT, Device
 
 from kvoffload_async.block_io import choice
-from kvoffload_async.transport import copying
+from kvoffload_async.transport import host
 
 FLAT_BYTES = sum(shape.page_items for group in FLAT.groups for shape in group)
 """Of a device block."""
@@ -17,7 +17,7 @@ def moves(request):
         patch.setenv(choice.VARIABLE, {"native": "", "python": "0"}[request.param])
         if choice.implementation().name != request.param:
             pytest.skip("the native module was not built")
-        patch.setattr(copying, "LEAST_BYTES", 2 * FLAT_BYTES)
+        patch.setattr(host, "LEAST_BYTES", 2 * FLAT_BYTES)
         yield request.param
 
 

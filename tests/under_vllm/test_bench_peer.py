@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvoffload_async.bench.peers import load_peer
+from kvoffload_async.bench.contender import load_peer
 from kvoffload_async.cli.app import app
-from kvoffload_async.cli.tierspec import parse_tier
+from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.errors import InputError
 
 SMALL = (

@@ -11,12 +11,12 @@ from vllm_world import keys_of, make_config
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import KVOffloadSpec
 from kvoffload_async.integrations.vllm.identity import (
+    Fingerprint,
     Identity,
     IdentityOptions,
     ModelContent,
     identify,
 )
-from kvoffload_async.integrations.vllm.model_fingerprint import Fingerprint
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
 
 KEYS = keys_of(1, 2, 3)

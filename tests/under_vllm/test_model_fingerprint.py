@@ -11,8 +11,8 @@ import pytest
 from tiny_model import CONFIG, save_tiny_model
 from vllm.engine.arg_utils import EngineArgs
 
-from kvoffload_async.integrations.vllm import model_fingerprint
-from kvoffload_async.integrations.vllm.model_fingerprint import Fingerprint, fingerprint_model
+from kvoffload_async.integrations.vllm import identity
+from kvoffload_async.integrations.vllm.identity import Fingerprint, fingerprint_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,9 +201,7 @@ def test_a_snapshot_of_the_hub_is_found(tmp_path):
 
 def test_a_disk_that_hangs_makes_the_content_unknown(folder, monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(
-        model_fingerprint, "fingerprint_files", lambda _path, **_: release.wait(20.0)
-    )
+    monkeypatch.setattr(identity, "fingerprint_files", lambda _path, **_: release.wait(20.0))
     found = fingerprint_model(config_of(folder), timeout_s=0.01)
     release.set()
     assert found == Fingerprint(unknown="the model's files could not be read within 0.01 s")

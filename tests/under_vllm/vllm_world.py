@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from faulty_files import FaultyFileOps
 from vllm.v1.kv_offload import config
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -19,7 +20,6 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvoffload_async.integrations.vllm import FsTier
 from kvoffload_async.runtime.shared_region import file_name
-from kvoffload_async.testing.fileops import FaultyFileOps
 
 DEADLINE_S = 20.0
 SLOT_BYTES = 8192

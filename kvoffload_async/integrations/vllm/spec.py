@@ -21,25 +21,22 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
-from kvoffload_async.facade.opening import naming_tier
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.status import EngineStatus
-from kvoffload_async.facade.storage import parse_directory
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options, naming_tier
+from kvoffload_async.facade.tier_options import parse_directory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
     IdentityOptions,
     ModelContent,
-    identify,
-)
-from kvoffload_async.integrations.vllm.manager import KVOffloadManager
-from kvoffload_async.integrations.vllm.others import (
     identified,
+    identify,
     of_this_process,
     takes_identity,
 )
+from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,

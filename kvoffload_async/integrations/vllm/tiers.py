@@ -10,8 +10,7 @@ from vllm.v1.kv_offload import base
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import convert
-from kvoffload_async.integrations.vllm.identity import Identity
-from kvoffload_async.integrations.vllm.others import of_this_process
+from kvoffload_async.integrations.vllm.identity import Identity, of_this_process
 from kvoffload_async.integrations.vllm.tier import VllmTier
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import make_offload_key

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 from kvoffload_async.async_engine import EngineRequest, OffloadEngine
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import BusyError, StalledError, TransportError
-from kvoffload_async.replay.device import FramePool
-from kvoffload_async.replay.drivers.room import require_room
-from kvoffload_async.replay.prompt import Prompt
-from kvoffload_async.replay.tally import Tally
+from kvoffload_async.replay.device import FramePool, Prompt, require_room
+from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import LookupResult, OffloadKey
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before

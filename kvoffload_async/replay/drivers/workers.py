@@ -10,7 +10,7 @@ from kvoffload_async.errors import StalledError
 from kvoffload_async.facade.connector.protocol import ConnectorOutput, OffloadingConnectorMetadata
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.tally import Tally
+from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import JobId
 
 if TYPE_CHECKING:  # torch is loaded with the first memory, not before

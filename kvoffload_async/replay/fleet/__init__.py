@@ -1,11 +1,10 @@
 """Several processes replay one trace, each with a primary and a slab, over one shared tier.
 
 `run_fleet` is the parent's part: `plan` says which process gets which tiers and requests, `process`
-starts and watches the processes, `member` is what runs in them, `protocol` what both speak, and
-`report` what comes of it.
+starts and watches the processes and holds the protocol, `member` is what runs in a process, and
+`run` makes the passes and their report.
 """
 
-from kvoffload_async.replay.fleet.report import FleetReport
-from kvoffload_async.replay.fleet.run import FleetOptions, run_fleet
+from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport, run_fleet
 
 __all__ = ["FleetOptions", "FleetReport", "run_fleet"]

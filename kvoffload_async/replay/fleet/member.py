@@ -18,7 +18,7 @@ from typing import BinaryIO, Final
 
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.fleet.protocol import DONE, ENDED, FAILED, READY, Start, answer
+from kvoffload_async.replay.fleet.process import DONE, ENDED, FAILED, READY, Start, answer
 from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import ReplayOptions, replay
 from kvoffload_async.replay.source import RequestSource

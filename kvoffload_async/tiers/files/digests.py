@@ -1,4 +1,4 @@
-"""The checksum of a block, bound to its key and layout.
+"""The checksum of a block, bound to its key and layout, and the integrity key that makes it a MAC.
 
 The right bytes under a wrong name, or of another layout, do not verify. Without an integrity key
 that is against accidents, since everybody can compute a checksum. With one it is a MAC, and against
@@ -11,13 +11,96 @@ layout and the block's key, each behind its length as 8 bytes, little-endian, an
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat as stat_module
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 import xxhash
 
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    from hashlib import blake2b
+
+
+LEAST_KEY_BYTES: Final = 16
+MOST_KEY_BYTES: Final = 64
+KEY_ID_BYTES: Final = 8
+
+_FOR_ID: Final = b"kvoffload-key-id"
+_LINE_ENDS: Final = b"\r\n"
+_REMEDY: Final = "`(umask 077; openssl rand -hex 32 > FILE)` makes one"
+
+
+class IntegrityKey:
+    """A secret, and what may be shown of it. Its bytes are in no text, `repr` included.
+
+    Attributes:
+        id: `KEY_ID_BYTES` that tell this key from others, and say nothing else of it.
+    """
+
+    __slots__ = ("_secret", "id")
+
+    def __init__(self, secret: bytes) -> None:
+        """Take a secret of `LEAST_KEY_BYTES` to `MOST_KEY_BYTES`."""
+        self._secret = secret
+        self.id = hashlib.blake2b(key=secret, digest_size=KEY_ID_BYTES, person=_FOR_ID).digest()
+
+    def __repr__(self) -> str:
+        return f"IntegrityKey(id={self.id.hex()!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an integrity key is not written anywhere")
+
+    def mac(self, purpose: bytes, num_bytes: int) -> blake2b:
+        """Return a hash object that computes a MAC of this length, for one purpose."""
+        return hashlib.blake2b(key=self._secret, digest_size=num_bytes, person=purpose)
+
+
+def read_key_file(path: str) -> IntegrityKey:
+    """Return the key in a file: its bytes, without line ends behind them.
+
+    Raises:
+        ConfigError: It cannot be read, has too few or too many bytes, or is not kept secret: others
+            than its owner and group may use it, or its owner is another user.
+    """
+    try:
+        # A pipe or a device must not keep this waiting; a symbolic link is the operator's.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            _check_secrecy(path, os.fstat(fd))
+            content = os.read(fd, MOST_KEY_BYTES + len(_LINE_ENDS) + 1)
+        finally:
+            os.close(fd)
+    except ConfigError:  # which is a ValueError, too
+        raise
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        _refuse(path, f"cannot be read ({why})", f"give a file with a key: {_REMEDY}")
+    secret = content.rstrip(_LINE_ENDS)
+    if len(secret) < LEAST_KEY_BYTES:
+        _refuse(path, f"has only {len(secret)} bytes", f"a key has 16 to 64: {_REMEDY}")
+    if len(secret) > MOST_KEY_BYTES:
+        _refuse(path, f"has more than {MOST_KEY_BYTES} bytes", f"a key has 16 to 64: {_REMEDY}")
+    return IntegrityKey(secret)
+
+
+def _check_secrecy(path: str, status: os.stat_result) -> None:
+    if not stat_module.S_ISREG(status.st_mode):
+        _refuse(path, "is not a regular file", f"give a file with a key: {_REMEDY}")
+    if status.st_mode & stat_module.S_IRWXO:
+        mode = stat_module.S_IMODE(status.st_mode)
+        _refuse(path, f"is open to every user (mode {mode:04o})", "run `chmod o= FILE` on it")
+    if status.st_uid not in {0, os.geteuid()}:
+        _refuse(path, "belongs to another user", "give a file of your own, or of root")
+
+
+def _refuse(path: str, why: str, remedy: str) -> NoReturn:
+    raise ConfigError(f"integrity_key_file: {path!r} {why}; {remedy}")
+
 
 DIGEST_BYTES = 16
 

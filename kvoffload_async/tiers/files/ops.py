@@ -4,8 +4,15 @@ A tier enters its root; then every path beneath that is resolved from a descript
 no symbolic link, and only regular files are opened. Before, and for other paths, the root is `/`.
 `locate` is what native code needs in place of a path.
 
+A path is opened in one call by the kernel's `openat2`, or, where that does not exist or is not
+allowed, one component after the other.
+
 Nothing else in `fs` and `slab` calls `os`: a test's fault layer replaces this object and can fail,
-cut short, hang or kill the process at any of them. Thread: any.
+cut short, hang or kill the process at any of them.
+
+Thread: any; calls release the interpreter's lock.
+
+Source: openat2(2); its number is the same on every architecture but Alpha.
 """
 
 from __future__ import annotations
@@ -14,15 +21,490 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import logging
 import os
 import stat as stat_module
-from collections.abc import Iterator, Sequence
-from typing import Final
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeVar
 
-from kvoffload_async.tiers.files.beneath import Opener
-from kvoffload_async.tiers.files.modes import Modes
-from kvoffload_async.tiers.files.roots import NotRegularFileError, Root
-from kvoffload_async.tiers.files.tree import Tree
+from kvoffload_async.errors import ConfigError, TierError, TierFullError, TierUnavailableError
+from kvoffload_async.tiers.files.modes import OTHERS_BITS, Modes, give_mode
+
+_MAX_NAME_BYTES = 200
+
+
+def safe_name(model_name: str) -> str:
+    """Return a model's name as one path component, whatever characters it has."""
+    flat = model_name.replace("/", "_").replace("\0", "_")
+    return flat.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore")
+
+
+Opener = Callable[[int, str, int], int]
+"""(descriptor of a directory, relative name, flags without O_CREAT) -> a new descriptor."""
+
+FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_OPENAT2: Final = 437
+_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = [
+    ctypes.c_long,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+]
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+_HOW_BYTES: Final = ctypes.sizeof(_OpenHow)
+
+
+@functools.cache
+def _how(flags: int) -> _OpenHow:
+    """Return the kernel's argument for some flags; it is only read, so threads share it."""
+    return _OpenHow(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
+
+
+def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
+    """Open a name beneath a directory in one call; OSError with ELOOP if there is a link."""
+    encoded = os.fsencode(name)
+    if b"\0" in encoded:
+        raise ValueError("embedded null byte")
+    how = ctypes.byref(_how(flags | os.O_CLOEXEC))
+    while True:
+        fd: int = _syscall(_OPENAT2, root_fd, encoded, how, _HOW_BYTES)
+        if fd >= 0:
+            return fd
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), name)
+
+
+def open_by_components(root_fd: int, name: str, flags: int) -> int:
+    """Open a name beneath a directory, one folder after the other.
+
+    Raises:
+        OSError: With ENOTDIR if there is a link on the way, ELOOP if there is one at its end.
+    """
+    *folders, last = name.split("/")
+    if ".." in {*folders, last} or name.startswith("/"):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), name)
+    folder_fd = root_fd
+    try:
+        for folder in folders:
+            next_fd = os.open(folder, FOLDER_FLAGS, dir_fd=folder_fd)
+            if folder_fd != root_fd:
+                os.close(folder_fd)
+            folder_fd = next_fd
+        return os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+    finally:
+        if folder_fd != root_fd:
+            os.close(folder_fd)
+
+
+def suitable_opener(root_fd: int) -> Opener:
+    """Return the better of the two that works here: filters of system calls forbid what is new."""
+    try:
+        os.close(open_by_kernel(root_fd, ".", FOLDER_FLAGS))
+    except OSError:
+        return open_by_components
+    return open_by_kernel
+
+
+T = TypeVar("T")
+
+_KEPT_FOLDERS: Final = 4
+"""A rename is between two, and a store that evicts alternates between as many."""
+
+
+class NotRegularFileError(OSError):
+    """What lies in the place of a file of ours, or on the way there, is none of ours."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.ENXIO, "a link, folder, pipe or device is in a file's place", path)
+
+
+class Root:
+    """A directory beneath which paths are resolved.
+
+    Attributes:
+        path: What it is called.
+        prefix: How paths beneath it begin.
+        fd: Its descriptor, closed with the last user of this object: whoever is in a call then
+            must not find another file under that number.
+        modes: Of what is made in it.
+        open: Opens a relative name beneath it.
+    """
+
+    __slots__ = ("fd", "modes", "open", "path", "prefix")
+
+    def __init__(self, path: str, modes: Modes, opener: Opener | None) -> None:
+        """Open it, links followed; raises OSError."""
+        self.fd = -1
+        self.path = path
+        self.prefix = path.rstrip("/") + "/"
+        self.modes = modes
+        self.fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.open = opener or suitable_opener(self.fd)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def make_root(path: str, mode: int) -> None:
+    """Make a directory and those above it; raises OSError."""
+    try:
+        os.mkdir(path, mode & 0o777)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_root(path.rpartition("/")[0] or "/", mode)
+        make_root(path, mode)
+        return
+    if mode & OTHERS_BITS:  # which the process's umask may have taken away
+        os.chmod(path, mode)
+
+
+class FolderDescriptors(threading.local):
+    """The folders in which a call works: each opened for one call, or kept during a batch."""
+
+    _kept: dict[str, int] | None = None
+    _stale: Sequence[int] = ()
+
+    def at(self, path: str, call: Callable[[int, str], T], open_folder: Callable[[str], int]) -> T:
+        """Return what a call returns that is given the folder of a path, and the name in it.
+
+        A folder that was kept may have been removed meanwhile, and made again: if the call does
+        not find what it needs, it is made once more in the folder that is there now. What was
+        removed stays open until the end of the batch: a call around this one may be using it.
+        """
+        folder, _, name = path.rpartition("/")
+        folder = folder or "/"
+        if name in {"", ".", ".."}:
+            raise OSError(errno.EINVAL, "no name of a file", path)
+        kept = self._kept
+        if kept is None:
+            fd = open_folder(folder)
+            try:
+                return call(fd, name)
+            finally:
+                os.close(fd)
+        if folder in kept:
+            fd = kept[folder] = kept.pop(folder)  # the last used at the end
+            try:
+                return call(fd, name)
+            except FileNotFoundError:
+                if kept.get(folder) == fd:  # else a call within this one has found it gone
+                    self._stale = (*self._stale, kept.pop(folder))
+        if folder not in kept:
+            fd = open_folder(folder)
+            if len(kept) == _KEPT_FOLDERS:
+                os.close(kept.pop(next(iter(kept))))
+            kept[folder] = fd
+        return call(kept[folder], name)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Keep the last few folders that this thread uses meanwhile."""
+        kept = self._kept = {}
+        try:
+            yield
+        finally:
+            stale, self._stale, self._kept = self._stale, (), None
+            for fd in (*kept.values(), *stale):
+                os.close(fd)
+
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+def mapped(error: OSError) -> TierError:
+    """Return the error as a tier reports it."""
+    kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
+    tier_error = kind(str(error))
+    tier_error.__cause__ = error.with_traceback(None)  # its frames hold the primary's memory
+    error.__context__ = None
+    return tier_error
+
+
+def unusable(root_dir: str, error: OSError) -> ConfigError:
+    """Return the error of a tier whose directory cannot be used."""
+    remedy = "give a directory that this process may write"
+    if isinstance(error, (NotRegularFileError, NotADirectoryError)):
+        remedy = "remove that, or give another directory"
+    failure = ConfigError(f"root_dir: {root_dir!r} cannot be used ({error}); {remedy}")
+    failure.__cause__ = error
+    return failure
+
+
+logger = logging.getLogger(__name__)
+
+
+class DirectIo:
+    """The flag for `open`. One of several threads may give up while others are in a call.
+
+    Attributes:
+        flag: `O_DIRECT`, or 0. Read it once an operation: `refused` is about that value.
+    """
+
+    def __init__(self, *, wanted: bool, where: str) -> None:
+        """Start with what is wanted; `where` is for the warning."""
+        self.flag = os.O_DIRECT if wanted else 0
+        self._where = where
+
+    def refused(self, flag: int, error: OSError) -> bool:
+        """Tell whether an error means that `flag` does not work here; then it is given up.
+
+        It can at the opening and at every transfer: alignment of memory and length is each
+        filesystem's own.
+        """
+        if not flag or error.errno != errno.EINVAL:
+            return False
+        if self.flag:
+            self.flag = 0
+            logger.warning(
+                "%s: direct I/O does not work here (%s); using the page cache",
+                self._where,
+                str(error),  # who keeps the log must not keep the frames
+            )
+        return True
+
+
+Entry = tuple[str, os.stat_result]
+"""A path, and what it is; a link is not followed."""
+
+_NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}
+"""What opening says of a link, a socket or pipe, a folder, a device."""
+
+_ALWAYS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LIST_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_DEPTH: Final = 16
+"""No tier makes folders so deep; each that is walked takes a descriptor."""
+
+_TRIES: Final = 8
+"""How often a file may come and go while it is opened."""
+
+
+class Tree:
+    """What lies beneath the roots that were entered; elsewhere, and before, the root is `/`."""
+
+    def __init__(self, opener: Opener | None = None) -> None:
+        """Start at `/`; `opener` is used in place of the best that works."""
+        self._folders = FolderDescriptors()
+        self._opener = opener
+        self._mutex = threading.Lock()
+        self._roots: tuple[Root, ...] = ()
+
+    def enter(self, path: str, modes: Modes, *, make: bool) -> None:
+        """See `FileOps.enter`."""
+        path = path.rstrip("/") or "/"
+        if make:
+            make_root(path, modes.of_folder())
+        entered = Root(path, modes, self._opener)
+        with self._mutex:  # the longest first, and of several with one name the newest
+            roots = (entered, *self._roots)
+            self._roots = tuple(sorted(roots, key=lambda root: len(root.path), reverse=True))
+
+    def leave(self, path: str) -> None:
+        """See `FileOps.leave`."""
+        path = path.rstrip("/") or "/"
+        with self._mutex:
+            left = next((root for root in self._roots if root.path == path), None)
+            self._roots = tuple(root for root in self._roots if root is not left)
+
+    def locate(self, path: str) -> tuple[Root, str]:
+        """See `FileOps.locate`."""
+        for root in self._roots:
+            if path.startswith(root.prefix):
+                return root, path[len(root.prefix) :].lstrip("/") or "."
+            if path == root.path:
+                return root, "."
+        if not path.startswith("/"):
+            raise OSError(errno.EINVAL, "no absolute path", path)
+        return Root("/", Modes(), self._opener), path.lstrip("/") or "."
+
+    def at(self, path: str, call: Callable[[int, str], T]) -> T:
+        """Return what a call returns that is given the folder of a path, and the name in it."""
+        return self._folders.at(path, call, self.open_folder)
+
+    def batch(self) -> contextlib.AbstractContextManager[None]:
+        """See `FileOps.batch`."""
+        return self._folders.batch()
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def open(self, path: str, flags: int) -> int:
+        """See `FileOps.open`."""
+        if not flags & os.O_CREAT:
+            return self._open_there(path, flags)
+        if flags & os.O_EXCL:
+            return self._create(path, flags)
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return self._open_there(path, flags & ~os.O_CREAT)
+            with contextlib.suppress(FileExistsError):
+                return self._create(path, flags | os.O_EXCL)
+        raise OSError(errno.EAGAIN, "the file comes and goes", path)
+
+    def stat(self, path: str) -> os.stat_result:
+        """Return what a path is, not following a link."""
+        root, name = self.locate(path)
+        if name == ".":
+            return os.fstat(root.fd)
+        return self.at(path, _stat)
+
+    def move(self, source: str, target: str, call: Callable[[int, str, int, str], None]) -> None:
+        """Make a call about a name in one folder and a name in another."""
+        self.at(
+            source,
+            lambda source_fd, old: self.at(
+                target, lambda target_fd, new: call(source_fd, old, target_fd, new)
+            ),
+        )
+
+    def _open_there(self, path: str, flags: int) -> int:
+        root, name = self.locate(path)
+        kind = stat_module.S_IFDIR if flags & os.O_DIRECTORY else stat_module.S_IFREG
+        try:
+            fd = root.open(root.fd, name, flags & ~os.O_TRUNC | _ALWAYS)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise NotRegularFileError(path) from error
+            error.filename = path
+            raise
+        try:
+            is_wanted = stat_module.S_IFMT(os.fstat(fd).st_mode) == kind
+            if is_wanted and flags & os.O_TRUNC:
+                os.ftruncate(fd, 0)
+        except OSError:
+            os.close(fd)
+            raise
+        if not is_wanted:
+            os.close(fd)
+            raise NotRegularFileError(path)
+        return fd
+
+    def _create(self, path: str, flags: int) -> int:
+        modes = self.locate(path)[0].modes
+
+        def create(folder_fd: int, name: str) -> int:
+            folder = os.fstat(folder_fd)
+            mode = modes.of_file(folder)
+            fd = os.open(name, flags | _ALWAYS, mode, dir_fd=folder_fd)
+            try:
+                if mode & OTHERS_BITS:
+                    give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+
+        return self.at(path, create)
+
+    # -- folders --------------------------------------------------------------------------------
+
+    def make_folder(self, path: str) -> None:
+        """See `FileOps.mkdir`."""
+        modes = self.locate(path)[0].modes
+
+        def make(folder_fd: int, name: str) -> None:
+            folder = os.fstat(folder_fd)
+            mode = modes.of_folder(folder)
+            os.mkdir(name, mode & 0o777, dir_fd=folder_fd)
+            if not mode & ~stat_module.S_IRWXU:
+                return
+            with contextlib.suppress(FileNotFoundError):  # others sweep empty folders
+                fd = os.open(name, _LIST_FLAGS, dir_fd=folder_fd)
+                try:
+                    give_mode(fd, mode, folder, is_given=modes.dir_mode is not None)
+                finally:
+                    os.close(fd)
+
+        self.at(path, make)
+
+    def make_folders(self, path: str) -> None:
+        """See `FileOps.make_folders`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.close(self.open_folder(path))
+            return
+        self.make_folders(path.rpartition("/")[0] or "/")
+        with contextlib.suppress(FileExistsError):
+            self.make_folder(path)
+        os.close(self.open_folder(path))
+
+    def open_folder(self, path: str, flags: int = FOLDER_FLAGS) -> int:
+        """Return a descriptor of a folder; NotADirectoryError if there is a link."""
+        root, name = self.locate(path)
+        try:
+            return root.open(root.fd, name, flags)
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+                raise NotADirectoryError(
+                    errno.ENOTDIR, "a link or file is in a folder's place", path
+                ) from error
+            error.filename = path
+            raise
+
+    def entries(self, folder: str) -> list[Entry]:
+        """See `FileOps.entries`."""
+        fd = self.open_folder(folder, _LIST_FLAGS)
+        try:
+            return list(_entries(fd, folder))
+        finally:
+            os.close(fd)
+
+    def walk(self, folder: str) -> Iterator[Entry]:
+        """See `FileOps.walk`."""
+        try:
+            fd = self.open_folder(folder, _LIST_FLAGS)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            yield from _walk(fd, folder, _MAX_DEPTH)
+        finally:
+            os.close(fd)
+
+
+def _stat(folder_fd: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+
+
+def _entries(fd: int, folder: str) -> Iterator[Entry]:
+    with os.scandir(fd) as found:
+        for entry in found:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield f"{folder}/{entry.name}", status
+
+
+def _walk(fd: int, folder: str, depth: int) -> Iterator[Entry]:
+    for path, status in _entries(fd, folder):
+        yield path, status
+        if depth and stat_module.S_ISDIR(status.st_mode):
+            try:
+                inner_fd = os.open(path.rpartition("/")[2], _LIST_FLAGS, dir_fd=fd)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            try:
+                yield from _walk(inner_fd, path, depth - 1)
+            finally:
+                os.close(inner_fd)
+
 
 _RENAME_NOREPLACE: Final = 1
 _KEEP_SIZE: Final = 1

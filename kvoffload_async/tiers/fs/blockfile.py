@@ -12,11 +12,14 @@ import stat as stat_module
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
-from kvoffload_async.tiers.files.direct import DirectIo
-from kvoffload_async.tiers.files.failure import mapped
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.files.roots import NotRegularFileError
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.files.ops import (
+    DirectIo,
+    FileOps,
+    NotRegularFileError,
+    disk_bytes,
+    mapped,
+)
 from kvoffload_async.tiers.fs.digest_attribute import (
     ATTRIBUTE,
     AttributeDigester,

@@ -9,8 +9,12 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from kvoffload_async.tiers.files.digests import DIGEST_BYTES, create_digester
-from kvoffload_async.tiers.files.integrity import KEY_ID_BYTES, IntegrityKey
+from kvoffload_async.tiers.files.digests import (
+    DIGEST_BYTES,
+    KEY_ID_BYTES,
+    IntegrityKey,
+    create_digester,
+)
 from kvoffload_async.types import OffloadKey
 
 ATTRIBUTE = "user.kvoffload.xxh3"

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvoffload_async.tiers.files.naming import safe_name
+from kvoffload_async.tiers.files.ops import safe_name
 from kvoffload_async.types import (
     OffloadKey,
     get_offload_block_hash,

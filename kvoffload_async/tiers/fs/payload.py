@@ -14,8 +14,7 @@ from kvoffload_async.block_io import Attribute, FileBatch, FileIo, create_file_i
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.grouping import GroupedCall
-from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.files.roots import Root
+from kvoffload_async.tiers.files.ops import FileOps, Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.layout import Namespace

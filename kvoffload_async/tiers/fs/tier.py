@@ -22,12 +22,11 @@ from kvoffload_async.errors import (
     TierFullError,
     TierTimeoutError,
 )
-from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.failure import mapped, unusable
+from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.grouping import SharedThread
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.identity import Anchor
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of

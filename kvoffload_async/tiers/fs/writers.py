@@ -31,10 +31,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 
-from kvoffload_async.tiers.files.boot import boot_id
+from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import locked
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.files.roots import NotRegularFileError
+from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, disk_bytes
 
 HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0

@@ -13,10 +13,14 @@ import os
 import stat as stat_module
 from collections.abc import Sequence
 
-from kvoffload_async.tiers.files.direct import DirectIo
-from kvoffload_async.tiers.files.failure import mapped
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, sync_folder
-from kvoffload_async.tiers.files.roots import NotRegularFileError
+from kvoffload_async.tiers.files.ops import (
+    DirectIo,
+    FileOps,
+    NotRegularFileError,
+    disk_bytes,
+    mapped,
+    sync_folder,
+)
 from kvoffload_async.tiers.fs.digest_attribute import (
     ATTRIBUTE,
     AttributeDigester,

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.remote.envelope import Bytes
+from kvoffload_async.tiers.remote.client import Bytes
 
 HEAD_BYTES: Final = 256
 """Room for a header and its key."""

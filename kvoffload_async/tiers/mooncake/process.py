@@ -1,7 +1,7 @@
 """A helper process as the engine sees it: started, asked, killed where it does not answer.
 
 Nothing that it sends is believed: an answer that is not one to an open call, of the size that the
-call has, is the end of it.
+call has, is the end of it. After a helper has ended, whoever asks next has another one started.
 """
 
 from __future__ import annotations
@@ -9,18 +9,66 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError
+from kvoffload_async.abc.tier import Direction, IoRunner
+from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError, drop_tracebacks
+from kvoffload_async.tiers.mooncake import helper
 from kvoffload_async.tiers.mooncake.cells import Geometry, Parts, SharedCells
 from kvoffload_async.tiers.mooncake.helper import JOIN, LENGTH, frame
-from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
+
+_COMMAND: Final = (sys.executable, "-P", helper.__file__)
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeConnection:
+    """How to join a store.
+
+    Attributes:
+        master: Host and port of the master.
+        metadata_url: Where the transfer engines of the store find each other.
+        host: The name by which others reach this host.
+        segment_bytes: Memory that the helper gives to the store.
+        protocol: `"tcp"` or `"rdma"`.
+        rdma_devices: Their names, joined by commas; for `"rdma"`.
+        replicas: Copies of each block, in the memory of as many clients.
+    """
+
+    master: str
+    metadata_url: str
+    host: str = "127.0.0.1"
+    segment_bytes: int = 0
+    protocol: str = "tcp"
+    rdma_devices: str = ""
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HelperSettings:
+    """What a helper process has, and how long it may take.
+
+    Attributes:
+        buffer_bytes: Memory that it shares with the engine.
+        call_timeout_s: Seconds for one call; then it is killed.
+        start_timeout_s: Seconds to start another one and to join with it.
+        leave_timeout_s: Seconds to leave the store when the tier closes; then it is killed.
+        command: What is run; the numbers of the parent and of the socket are added.
+    """
+
+    buffer_bytes: int = 64 << 20
+    call_timeout_s: float = 10.0
+    start_timeout_s: float = 30.0
+    leave_timeout_s: float = 5.0
+    command: tuple[str, ...] = _COMMAND
+
 
 MOST_NAMES: Final = 4096
 """Of one call."""
@@ -297,3 +345,113 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._helper.end("it has ended")
+
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+
+
+class HelperSupervisor:
+    """Has one helper at a time. Thread: loop.
+
+    Attributes:
+        starts: Helpers that were started.
+        ends: Those that have ended by themselves, or were killed.
+    """
+
+    def __init__(
+        self,
+        connection: MooncakeConnection,
+        settings: HelperSettings,
+        row_bytes: int,
+        io: IoRunner,
+    ) -> None:
+        """Start none yet."""
+        self.starts = 0
+        self.ends = 0
+        self._connection = connection
+        self._settings = settings
+        self._row_bytes = row_bytes
+        self._io = io
+        self._helper: Helper | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._pause_s = 0.0
+        self._next_start_s = 0.0
+
+    async def open(self) -> None:
+        """Start the first one, and let it join; raises ConfigError, TierUnavailableError."""
+        await self._start()
+
+    def helper(self) -> Helper:
+        """Return the helper that has joined.
+
+        Raises:
+            TierUnavailableError: There is none; another one is started in the background.
+        """
+        helper = self._helper
+        if helper is not None and helper.is_joined and not helper.why_ended:
+            return helper
+        loop = asyncio.get_running_loop()
+        if self._starting is None and loop.time() >= self._next_start_s:
+            if helper is not None and helper.is_joined:
+                self.ends += 1
+                logger.warning("mooncake: %s (status %s)", helper.why_ended, helper.status)
+            self._starting = loop.create_task(self._replace(), name="mooncake:helper")
+        why = "none has been started" if helper is None else helper.why_ended or "it joins"
+        raise TierUnavailableError(f"mooncake: there is no helper process: {why}")
+
+    async def close(self) -> None:
+        """End what runs; idempotent."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait({starting})
+        helper = self._helper
+        if helper is not None:
+            await helper.leave()
+            await helper.gone()
+            self._helper = None
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        old = self._helper
+        if old is not None:  # its memory is free before the next one's is taken
+            await old.gone()
+            self._helper = None
+
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:  # which may go on after a cancellation, so it leaves the helper here
+            self._helper = Helper(self._connection, self._settings, self._row_bytes, loop)
+
+        helper: Helper | None = None
+        try:
+            await self._io.run(Direction.NONE, begin)
+            self.starts += 1
+            helper = self._helper
+            if helper is not None:
+                await helper.join()
+        except BaseException as error:
+            if (helper := self._helper) is not None:
+                helper.end(f"it could not join ({error})")
+            raise
+
+    async def _replace(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self._start()
+        except (ConfigError, TierError, TimeoutError) as error:
+            self._pause_s = min(2 * self._pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            why = str(error) or "it takes too long"
+            logger.warning("mooncake: no helper can be started: %s", why)
+            drop_tracebacks(error)
+        else:
+            self._pause_s = 0.0
+            logger.warning("mooncake: another helper has joined %s", self._connection.master)
+        finally:
+            self._next_start_s = loop.time() + self._pause_s
+            self._starting = None

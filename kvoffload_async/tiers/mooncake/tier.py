@@ -25,13 +25,17 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES, Parts
-from kvoffload_async.tiers.mooncake.process import MOST_NAMES, Helper
-from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
-from kvoffload_async.tiers.mooncake.supervisor import HelperSupervisor
-from kvoffload_async.tiers.remote.envelope import Bytes, Envelopes, namespace_of
-from kvoffload_async.tiers.remote.together import run_together
+from kvoffload_async.tiers.mooncake.process import (
+    MOST_NAMES,
+    Helper,
+    HelperSettings,
+    HelperSupervisor,
+    MooncakeConnection,
+)
+from kvoffload_async.tiers.remote.calls import run_together
+from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _NO_HANDLE: Final = -200

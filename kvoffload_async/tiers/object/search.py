@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from math import ceil, log2
 from typing import Final
 
-from kvoffload_async.tiers.object.chains import Chains, is_lead
-from kvoffload_async.tiers.object.packs import MOST_BLOCKS
+from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Chains, is_lead
 from kvoffload_async.types import OffloadKey
 
 _FEWEST: Final = 8

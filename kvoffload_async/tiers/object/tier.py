@@ -17,14 +17,12 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.object.chains import Chains, is_lead
-from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Packs, is_pack
+from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Chains, Packs, is_lead, is_pack
 from kvoffload_async.tiers.object.search import HeadSearch, longest_heads
-from kvoffload_async.tiers.remote.client import RemoteClient, Value
-from kvoffload_async.tiers.remote.envelope import Bytes
+from kvoffload_async.tiers.remote.calls import run_together
+from kvoffload_async.tiers.remote.client import Bytes, RemoteClient, Value
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
-from kvoffload_async.tiers.remote.together import run_together
 from kvoffload_async.types import JobMetadata, OffloadKey
 
 if TYPE_CHECKING:

@@ -1,12 +1,45 @@
-"""How a remote tier works, and what it counts."""
+"""How a remote tier works, what it counts, and the secrets that no text of it may contain."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
+from urllib.parse import quote, quote_plus
 
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.remote.secrecy import Redactor
+from kvoffload_async.config import HIDDEN, without_user_info
+from kvoffload_async.tiers.files.digests import IntegrityKey
+
+_LEAST_CHARS: Final = 3
+
+
+class Redactor:
+    """Hides known secrets in texts; its own `repr` has none. Thread: any."""
+
+    __slots__ = ("_secrets",)
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        """Hide these, as they are and as a URL would quote them.
+
+        Shorter ones than three characters hide nothing: they would be found in every other word.
+        """
+        forms: set[str] = set()
+        for secret in secrets:
+            forms |= {secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]}
+        self._secrets = sorted(
+            (form for form in forms if len(form) >= _LEAST_CHARS), key=len, reverse=True
+        )
+
+    def __repr__(self) -> str:
+        return f"Redactor({len(self._secrets)} secrets)"
+
+    def __call__(self, text: object) -> str:
+        """Return a text, or what an error says, without the secrets."""
+        shown = without_user_info(str(text))
+        for secret in self._secrets:
+            shown = shown.replace(secret, HIDDEN)
+        return shown
+
 
 _MIB: Final = 1 << 20
 

@@ -128,7 +128,7 @@ Capacity
 ========
 
 `capacity_bytes` bounds what the folder takes on disk, as allocated: the segments with the extents
-that the filesystem needs for them, two journals, and the small files; see `budget`. If it is
+that the filesystem needs for them, two journals, and the small files; see `layout`. If it is
 smaller at the opening than what is there, segments are given up, those first whose blocks were last
 used the longest ago on average, and the last one is only made shorter. Segments are allocated when
 there is no free slot and before anything is evicted: as many at once as threads move blocks,

@@ -14,9 +14,9 @@ from functools import partial
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.errors import TierError, TierFullError
-from kvoffload_async.tiers.files.anchor import LostDirectoryError
-from kvoffload_async.tiers.files.failure import mapped
-from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.files.identity import LostDirectoryError
+from kvoffload_async.tiers.files.ops import mapped
+from kvoffload_async.tiers.slab.layout import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import keys_of

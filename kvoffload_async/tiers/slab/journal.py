@@ -3,9 +3,9 @@
 Written by the threads that store, one append a job, under a lock. Removals are noted, and written
 before the slots that they free are written to again: whoever is about to do that calls `flush`.
 
-When half of the log is full, the next journal is begun beside it; see `checkpoint`. Every append
-then writes a part of that as well, in proportion to itself: so much that it is complete before the
-log is full. `tend`, which no store waits for, has it on the device and renames it over the other.
+When half of the log is full, the next journal is begun beside it (`NextJournal`). Every append then
+writes a part of that as well, in proportion to itself: so much that it is complete before the log
+is full. `tend`, which no store waits for, has it on the device and renames it over the other.
 """
 
 from __future__ import annotations
@@ -17,24 +17,341 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from kvoffload_async.tiers.files.anchor import Anchor
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES
+from kvoffload_async.tiers.files.identity import Anchor
 from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
-from kvoffload_async.tiers.slab.budget import journal_units, log_units
-from kvoffload_async.tiers.slab.checkpoint import NextJournal
-from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL
-from kvoffload_async.tiers.slab.places import Place
+from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, journal_units, log_units
+from kvoffload_async.tiers.slab.places import Place, joined, place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
+    CHECKPOINT_FRAME_RECORDS,
+    DIGEST_AT,
+    KEY_AT,
+    RECORD,
     RECORD_BYTES,
+    SUSPECT,
     PackedRun,
+    RecordRows,
     Records,
+    checkpoint,
     checkpoint_units,
     frame,
+    picked,
     places_of,
     removal_records,
 )
-from kvoffload_async.tiers.slab.table import RecordTable
+
+MAX_USE: Final = (1 << 32) - 1
+_HALVED_FROM: Final = 1 << 31
+_HEAD_BYTES: Final = 4
+_REPLAY_SLOTS: Final = 1 << 14
+"""Slots that one step takes in: nobody waits longer than that for the interpreter."""
+
+Uses = npt.NDArray[np.uint32]
+"""The tick of each slot's last use, shape `[slots]`."""
+
+
+class _Part:
+    """The records of one segment.
+
+    Attributes:
+        heads: The first four bytes of each record: kind, bytes of the key, flags. 0: no block.
+        digests: The checksum of each.
+        keys: The key of each, zeros behind it; as wide as the longest one so far.
+        uses: The tick of each one's last use.
+    """
+
+    __slots__ = ("_digest_bytes", "digests", "heads", "keys", "uses")
+
+    def __init__(self, slots: int) -> None:
+        self.heads: npt.NDArray[np.uint32] = np.zeros(slots, dtype=np.uint32)
+        self.digests = np.zeros((slots, DIGEST_BYTES), dtype=np.uint8)
+        self.keys = np.zeros((slots, 0), dtype=np.uint8)
+        self.uses: Uses = np.zeros(slots, dtype=np.uint32)
+        self._digest_bytes = self.digests.reshape(-1).data
+
+    def put(self, slot: int, packed: bytes) -> None:
+        columns = np.frombuffer(packed, dtype=np.uint8).reshape(-1, RECORD_BYTES)
+        self._widen(max(packed[1::RECORD_BYTES]))
+        self._take(slice(slot, slot + len(columns)), columns)
+
+    def fill(self, slots: npt.NDArray[np.int64], records: Records) -> None:
+        self._widen(int(records["key_bytes"].max()))
+        self._take(slots, records.view(np.uint8).reshape(-1, RECORD_BYTES))
+        self.uses[slots] = records["use"]
+
+    def _take(self, slots: slice | npt.NDArray[np.int64], columns: npt.NDArray[np.uint8]) -> None:
+        self.keys[slots] = columns[:, KEY_AT : KEY_AT + self.keys.shape[1]]
+        self.digests[slots] = columns[:, DIGEST_AT : DIGEST_AT + DIGEST_BYTES]
+        self.heads[slots] = columns[:, :_HEAD_BYTES].copy().view(np.uint32)[:, 0]
+
+    def _widen(self, key_bytes: int) -> None:
+        slots, width = self.keys.shape
+        if key_bytes > width:
+            wider = np.zeros((slots, key_bytes), dtype=np.uint8)
+            wider[:, :width] = self.keys
+            self.keys = wider
+
+    def stored_digests(self, slot: int, count: int) -> bytes:
+        return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + count) * DIGEST_BYTES])
+
+    def records(self, segment: int, start: int, stop: int) -> Records:
+        """Return the records of the blocks in a range of slots."""
+        heads = self.heads[start:stop].copy()
+        slots = np.flatnonzero(heads)
+        records: Records = np.zeros(len(slots), dtype=RECORD)
+        columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)
+        columns[:, :_HEAD_BYTES] = heads[slots].view(np.uint8).reshape(-1, _HEAD_BYTES)
+        slots += start
+        records["place"] = slots + place_of(segment, 0)
+        records["use"] = self.uses[slots]
+        columns[:, DIGEST_AT : DIGEST_AT + DIGEST_BYTES] = self.digests[slots]
+        columns[:, KEY_AT : KEY_AT + self.keys.shape[1]] = self.keys[slots]
+        return records
+
+
+class RecordTable:
+    """The records of the blocks that are there, and when each was last used. Thread: any."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Part] = {}
+        self.tick = 1
+        """Of the next use; about, with several threads."""
+        self.has_suspects = False
+        """Whether there may be blocks that must be verified in any case."""
+
+    def add_segment(self, segment: int, slots: int) -> None:
+        """Add a segment, without blocks."""
+        self._parts[segment] = _Part(slots)
+
+    def drop_segment(self, segment: int) -> None:
+        """Forget a segment and its blocks."""
+        del self._parts[segment]
+
+    def slots(self) -> dict[int, int]:
+        """Return how many slots each segment has."""
+        return {segment: len(part.heads) for segment, part in list(self._parts.items())}
+
+    def fill(self, units: Records, rows: RecordRows) -> None:
+        """Take in those of a journal's records that are of blocks."""
+        last_use = 0
+        for start in range(0, len(rows), _REPLAY_SLOTS):
+            records = picked(units, rows[start : start + _REPLAY_SLOTS])
+            segments = segment_of(records["place"])
+            for segment in _distinct(segments):
+                is_mine = segments == segment
+                mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
+                self._parts[segment].fill(slot_of(mine["place"]), mine)
+            self.has_suspects = self.has_suspects or bool((records["flags"] & SUSPECT).any())
+            last_use = max(last_use, int(records["use"].max()))
+        self.tick = max(self.tick, min(last_use + 1, MAX_USE))
+
+    def put(self, place: Place, packed: bytes) -> None:
+        """Write the packed records of a run that begins at a place."""
+        self._parts[segment_of(place)].put(slot_of(place), packed)
+        self.use(place, len(packed) // RECORD_BYTES)
+
+    def remove(self, places: Sequence[Place]) -> bytes:
+        """Note that places have no block; return the records that say so."""
+        ascending = sorted(places)
+        for run in joined(ascending, 0, len(ascending)):
+            slot = slot_of(run.place)
+            self._parts[segment_of(run.place)].heads[slot : slot + run.length] = 0
+        return removal_records(ascending)
+
+    def use(self, place: Place, count: int = 1) -> None:
+        """Note that a run was used now."""
+        slot = slot_of(place)
+        self._parts[segment_of(place)].uses[slot : slot + count] = self.tick
+        self.tick = min(self.tick + 1, MAX_USE)
+
+    def halve_uses(self) -> None:
+        """Make room for more ticks, if there soon is none; the order is kept, but for the last bit.
+
+        To be called before all records are written: those on disk still have the old ticks.
+        """
+        if self.tick >= _HALVED_FROM:
+            for part in list(self._parts.values()):
+                part.uses >>= np.uint32(1)
+            self.tick >>= 1
+
+    def uses(self) -> dict[int, Uses]:
+        """Return the ticks of each segment's slots, as they are and go on changing."""
+        return {segment: part.uses for segment, part in list(self._parts.items())}
+
+    def digests(self, place: Place, count: int) -> bytes:
+        """Return the checksums of a run, one behind the other."""
+        return self._parts[segment_of(place)].stored_digests(slot_of(place), count)
+
+    def is_suspect(self, place: Place, count: int) -> bool:
+        """Tell whether one of a run must be verified in any case."""
+        slot = slot_of(place)
+        heads = self._parts[segment_of(place)].heads[slot : slot + count]
+        return bool((heads >> np.uint32(16) & np.uint32(SUSPECT)).any())
+
+    def records_in(self, segment: int) -> Records:
+        """Return the records of the blocks in a segment."""
+        part = self._parts[segment]
+        return part.records(segment, 0, len(part.heads))
+
+    def records_between(self, segment: int, start: int, stop: int) -> Records:
+        """Return the records of the blocks in some slots; none if the segment is gone."""
+        part = self._parts.get(segment)
+        return np.zeros(0, dtype=RECORD) if part is None else part.records(segment, start, stop)
+
+    def num_live(self) -> int:
+        """Return how many blocks there are."""
+        return sum(int(np.count_nonzero(part.heads)) for part in list(self._parts.values()))
+
+    def live(self) -> Records:
+        """Return all records, the least recently used first. For inspection."""
+        found = [np.zeros(0, dtype=RECORD), *(self.records_in(segment) for segment in self._parts)]
+        records: Records = np.concatenate(found)
+        return records[np.argsort(records["use"], kind="stable")]
+
+
+def split_digests(digests: bytes) -> list[bytes]:
+    """Return the single checksums of several, one behind the other."""
+    starts: Iterable[int] = range(0, len(digests), DIGEST_BYTES)
+    return [digests[start : start + DIGEST_BYTES] for start in starts]
+
+
+def _distinct(numbers: npt.NDArray[np.integer]) -> list[int]:
+    """Return each number once; `np.unique` imports a module when it is first called."""
+    ascending = np.sort(numbers)
+    is_first = np.concatenate([ascending[:1] == ascending[:1], ascending[1:] != ascending[:-1]])
+    distinct: list[int] = ascending[is_first].tolist()
+    return distinct
+
+
+_COMPACTION_SLOTS: Final = 1 << 13
+"""How many slots are looked at, and their records written, at a time."""
+
+_SYNC_BYTES: Final = 8 << 20
+"""How much of it may wait for the device before somebody waits for it."""
+
+
+class NextJournal:
+    """A journal that is not in use yet.
+
+    Attributes:
+        fd: Its file, open.
+        size_bytes: How long it is.
+        sequence: The number of its last frame.
+        synced_bytes: How much of it is on the device.
+        is_syncing: Whether a thread waits for the device without the journal's lock.
+        is_abandoned: Whether it will never be in use; who is syncing closes it then.
+    """
+
+    def __init__(
+        self, ops: FileOps, path: str, table: RecordTable, seed: int, max_units: int
+    ) -> None:
+        """Make the file, all of its space allocated; raises OSError.
+
+        Args:
+            ops: The system calls.
+            path: Of the file; what is there is replaced.
+            table: What is to be written.
+            seed: Of the frames.
+            max_units: Allocated; no more is written.
+        """
+        self._ops = ops
+        self._table = table
+        self._seed = seed
+        self._max_units = max_units
+        self._todo: deque[tuple[int, int, int]] = deque()
+        self.num_slots = 0
+        """How many there were to look at."""
+        self.num_seen = 0
+        self.has_begun = False
+        self.sequence = 0
+        self.size_bytes = 0
+        self.synced_bytes = 0
+        self.is_syncing = False
+        self.is_abandoned = False
+        self.fd = ops.create_anew(path)
+        try:
+            ops.reserve(self.fd, max_units * RECORD_BYTES)
+        except OSError:
+            ops.close(self.fd)
+            raise
+
+    def grow(self, max_units: int) -> None:
+        """Allocate more; raises OSError."""
+        self._ops.reserve(self.fd, max_units * RECORD_BYTES)
+        self._max_units = max_units
+
+    def begin(self, sequence: int) -> None:
+        """Begin with the blocks that are there now, with numbers higher than this one."""
+        self.sequence = sequence
+        self.has_begun = True
+        self._table.halve_uses()
+        for segment, slots in self._table.slots().items():
+            for start in range(0, slots, _COMPACTION_SLOTS):
+                self._todo.append((segment, start, min(slots, start + _COMPACTION_SLOTS)))
+            self.num_slots += slots
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is in it that is in the journal in use."""
+        return not self._todo
+
+    @property
+    def unsynced_bytes(self) -> int:
+        """How much is not on the device."""
+        return self.size_bytes - self.synced_bytes
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to wait for the device, or to put it in use."""
+        if self.is_syncing or not self.has_begun:
+            return False
+        return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
+
+    def fits(self, units: int) -> bool:
+        """Tell whether an append of so many units fits, beside all that is still to be written."""
+        left = checkpoint_units(self.num_slots - self.num_seen)
+        return self.size_bytes // RECORD_BYTES + left + units <= self._max_units
+
+    def advance(self, body: bytes, num_seen: int) -> None:
+        """Append records, and go on until so many slots have been looked at; raises OSError."""
+        frames = bytearray()
+        if body:
+            self.sequence += 1
+            frames += frame(self.sequence, body, self._seed)
+        num_seen = -(-num_seen // CHECKPOINT_FRAME_RECORDS) * CHECKPOINT_FRAME_RECORDS
+        while self._todo and self.num_seen < num_seen:
+            segment, start, stop = self._todo.popleft()
+            middle = min(stop, start + num_seen - self.num_seen)
+            if middle < stop:
+                self._todo.appendleft((segment, middle, stop))
+            self.num_seen += middle - start
+            frames += self._framed(self._table.records_between(segment, start, middle))
+            if len(frames) >= _COMPACTION_SLOTS * RECORD_BYTES:
+                self._write(frames)
+                frames = bytearray()
+        if frames:
+            self._write(frames)
+
+    def _framed(self, records: Records) -> bytes:
+        frames = list(checkpoint(self.sequence + 1, records, self._seed))
+        self.sequence += len(frames)
+        return b"".join(frames)
+
+    def _write(self, frames: bytearray) -> None:
+        self.size_bytes += write_all(self._ops, self.fd, frames, self.size_bytes)
+
+    def sync(self) -> None:
+        """Wait until what is written now is on the device. Thread: any; raises OSError."""
+        size_bytes = self.size_bytes
+        self._ops.fdatasync(self.fd)
+        self.synced_bytes = size_bytes
+
 
 logger = logging.getLogger(__name__)
 

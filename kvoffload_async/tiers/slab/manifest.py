@@ -1,9 +1,14 @@
-"""The manifest: what a store is, written once. Pure: bytes in, values out."""
+"""The manifest, written once, says what a store is; the header of a segment, whose segment it is.
+
+A segment that was swapped with another one, or comes from another store, is refused by its header,
+and not only found out by the checksums of its blocks. Pure: bytes in, values out.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import struct
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +24,48 @@ from kvoffload_async.tiers.files.features import (
     check_format,
 )
 from kvoffload_async.tiers.slab.records import seed_of
-from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES
+
+HEADER_BYTES: Final = 4096
+"""A page, so that slots stay aligned to pages."""
+
+_MAGIC: Final = b"KVSLABS1"
+_HEADER = struct.Struct("<8s16sqQ")
+_CHECK = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment says of itself.
+
+    Attributes:
+        store_uuid: The store's.
+        number: The segment's.
+        slot_bytes: Bytes of a slot.
+    """
+
+    store_uuid: str
+    number: int
+    slot_bytes: int
+
+    def encode(self) -> bytes:
+        """Return the header's bytes."""
+        fields = _HEADER.pack(
+            _MAGIC, uuid.UUID(self.store_uuid).bytes, self.number, self.slot_bytes
+        )
+        check = _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+        return (fields + check).ljust(HEADER_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, content: bytes) -> Self | None:
+        """Return the header that a segment begins with, or None if it begins with none."""
+        if len(content) < HEADER_BYTES:
+            return None
+        magic, store_uuid, number, slot_bytes = _HEADER.unpack_from(content)
+        (check,) = _CHECK.unpack_from(content, _HEADER.size)
+        if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(content[: _HEADER.size]):
+            return None
+        return cls(str(uuid.UUID(bytes=store_uuid)), number, slot_bytes)
+
 
 FORMAT = "kvoffload-slab"
 VERSION = 2

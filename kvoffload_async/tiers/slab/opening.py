@@ -14,39 +14,38 @@ from dataclasses import dataclass
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.boot import boot_id
-from kvoffload_async.tiers.files.digests import create_digester
-from kvoffload_async.tiers.files.direct import DirectIo
+from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
-from kvoffload_async.tiers.slab.batches import DataPath
-from kvoffload_async.tiers.slab.budget import Budget
+from kvoffload_async.tiers.files.identity import Anchor, boot_id
+from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, write_all
 from kvoffload_async.tiers.slab.catalog import Catalog
-from kvoffload_async.tiers.slab.journal import Journal
+from kvoffload_async.tiers.slab.journal import Journal, RecordTable
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
     LOCK,
     MANIFEST,
     SESSION,
     TEMP_SUFFIX,
+    Budget,
     StoreLayout,
     segment_name,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.places import segment_of
-from kvoffload_async.tiers.slab.reading import (
+from kvoffload_async.tiers.slab.recovery import (
     Folder,
+    Recovered,
+    Recovery,
+    Session,
     list_folder,
     live_in,
     read_journal,
     read_manifest,
+    write_header,
+    write_session,
 )
-from kvoffload_async.tiers.slab.recovery import Recovered, Recovery
 from kvoffload_async.tiers.slab.segments import Segments
-from kvoffload_async.tiers.slab.session import Session, write_header, write_session
-from kvoffload_async.tiers.slab.table import RecordTable
+from kvoffload_async.tiers.slab.transfers import DataPath
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A place: the slot of a segment where a block lies, as one integer.
+"""A place: the slot of a segment where a block lies, as one integer; and runs of them.
 
 Slots of one segment are neighbours as integers; the last of a segment and the first of the next
 never are, so that a run of places is always within one file.
@@ -6,8 +6,10 @@ never are, so that a run of places is always within one file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Final, TypeVar
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from operator import sub
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,3 +70,32 @@ class SlotNumbers:
         """Yield each segment, in their order, with its first number and that behind its last."""
         stops = self._starts + self._sizes
         yield from zip(self._segments.tolist(), self._starts.tolist(), stops.tolist(), strict=True)
+
+
+class Run(NamedTuple):
+    """Blocks whose places are neighbours.
+
+    Attributes:
+        place: The first one's place.
+        start: The first one's position among the blocks that were joined.
+        length: How many they are.
+    """
+
+    place: Place
+    start: int
+    length: int
+
+
+def joined(places: Sequence[Place], start: int, stop: int) -> Sequence[Run]:
+    """Return the maximal runs of neighbours among `places[start:stop]`, which ascend."""
+    if start < stop and places[stop - 1] - places[start] == stop - 1 - start:
+        return [Run(places[start], start, stop - start)]  # ascending and distinct: all neighbours
+    runs: list[Run] = []
+    # The same for all of a run, and more for those behind it.
+    surplus = list(map(sub, places[start:stop], range(stop - start)))
+    at, end = 0, len(surplus)
+    while at < end:
+        behind = bisect_right(surplus, surplus[at], at)
+        runs.append(Run(places[start + at], start + at, behind - at))
+        at = behind
+    return runs

@@ -13,14 +13,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvoffload_async.block_io import Run as Extent
-from kvoffload_async.tiers.files.anchor import Anchor
-from kvoffload_async.tiers.files.direct import DirectIo
-from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.files.identity import Anchor
+from kvoffload_async.tiers.files.ops import DirectIo, FileOps, write_all
 from kvoffload_async.tiers.slab.layout import segment_name
-from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
-from kvoffload_async.tiers.slab.runs import Run
-from kvoffload_async.tiers.slab.segment_header import SegmentHeader
+from kvoffload_async.tiers.slab.manifest import Manifest, SegmentHeader
+from kvoffload_async.tiers.slab.places import Run, segment_of, slot_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,23 +26,21 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tables.arrays import MAX_NUMBERS
-from kvoffload_async.tiers.files.failure import unusable
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps, unusable
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
-from kvoffload_async.tiers.slab.batches import (
-    Blocks,
-    LoadBatch,
-    StoreBatch,
-    in_order_of_places,
-)
-from kvoffload_async.tiers.slab.budget import Budget
-from kvoffload_async.tiers.slab.layout import StoreLayout
+from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
 from kvoffload_async.tiers.slab.places import Place
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
-from kvoffload_async.tiers.slab.transfers import create_transfers
+from kvoffload_async.tiers.slab.transfers import (
+    Blocks,
+    LoadBatch,
+    StoreBatch,
+    create_transfers,
+    in_order_of_places,
+)
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20

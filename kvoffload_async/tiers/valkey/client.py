@@ -17,9 +17,8 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
-from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server, Value
-from kvoffload_async.tiers.remote.envelope import Bytes
-from kvoffload_async.tiers.remote.together import run_together
+from kvoffload_async.tiers.remote.calls import run_together
+from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Server, Value
 from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes, ValkeyConnection
 from kvoffload_async.types import OffloadKey
 

@@ -4,7 +4,7 @@ import json
 import os
 import time
 
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.source import ChatWorkload
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.usage import read_usage
 from kvoffload_async.tiers.fs.writers import WriterRegistry

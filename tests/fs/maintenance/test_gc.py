@@ -5,7 +5,7 @@ import os
 import pytest
 from fs.maintenance.stores import HOUR_S
 
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.source import ChatWorkload
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 

@@ -13,7 +13,7 @@ from servers.process import wait_until
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.mooncake import helper
-from kvoffload_async.tiers.mooncake.settings import HelperSettings, MooncakeConnection
+from kvoffload_async.tiers.mooncake.process import HelperSettings, MooncakeConnection
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 K = [key_of(number) for number in range(40)]

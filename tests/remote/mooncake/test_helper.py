@@ -34,7 +34,7 @@ from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.testing.harness import TierHarness, content_of
 from kvoffload_async.tiers._environment import ActorEnvironment
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.mooncake import helper as helper_module
 from kvoffload_async.tiers.mooncake.cells import Geometry, SharedCells
 

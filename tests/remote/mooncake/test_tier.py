@@ -22,8 +22,8 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.mooncake.settings import HelperSettings
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.mooncake.process import HelperSettings
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 pytest.importorskip("mooncake.store", reason="needs the extra mooncake", exc_type=ImportError)

@@ -3,8 +3,8 @@
 import pytest
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object import chains as module
-from kvoffload_async.tiers.object.chains import Chains
+from kvoffload_async.tiers.object import packs as module
+from kvoffload_async.tiers.object.packs import Chains
 
 K = [key_of(number) for number in range(20)]
 

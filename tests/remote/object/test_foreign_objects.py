@@ -9,11 +9,9 @@ from remote.object.tiers import BLOCK_BYTES, K, head, loads, objects, stored
 
 from kvoffload_async.errors import CorruptBlockError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.object.chains import Chains
-from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
-from kvoffload_async.tiers.object.names import name_of
-from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES, Packs
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection, name_of
+from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES, Chains, Packs
 from kvoffload_async.tiers.remote.client import Value
 
 LAYOUT = "0123456789abcdef" * 2

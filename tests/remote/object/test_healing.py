@@ -11,8 +11,7 @@ from remote.object.tiers import names_in
 from servers.scripted_http import ScriptedServer
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
-from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
-from kvoffload_async.tiers.object.names import renewal_name_of
+from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection, renewal_name_of
 from kvoffload_async.tiers.remote.client import RefusedError
 
 

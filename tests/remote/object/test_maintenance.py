@@ -13,9 +13,13 @@ from typer.testing import CliRunner
 from kvoffload_async.cli.app import app
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.object.client import ObjectConnection
-from kvoffload_async.tiers.object.names import key_of_name, name_of, renewal_name_of
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.object.client import (
+    ObjectConnection,
+    key_of_name,
+    name_of,
+    renewal_name_of,
+)
 
 K = [key_of(number) for number in range(10)]
 BLOCK_BYTES = 4096

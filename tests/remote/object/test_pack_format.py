@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.files.digests import create_digester
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.object.packs import (
     MOST_BLOCKS,
     MOST_PAYLOAD_BYTES,

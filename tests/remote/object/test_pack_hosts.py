@@ -13,8 +13,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.object.chains import is_lead
-from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES
+from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES, is_lead
 
 # -- hosts that pack otherwise --------------------------------------------------------------------
 

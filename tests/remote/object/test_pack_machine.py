@@ -12,10 +12,9 @@ from remote.object.tiers import names_in, tier_on
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.object.chains import is_lead
-from kvoffload_async.tiers.object.client import ObjectConnection
-from kvoffload_async.tiers.object.names import name_of
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.object.client import ObjectConnection, name_of
+from kvoffload_async.tiers.object.packs import is_lead
 from kvoffload_async.tiers.object.search import most_questions
 
 pytestmark = pytest.mark.slow

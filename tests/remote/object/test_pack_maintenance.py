@@ -6,9 +6,9 @@ from remote.object.tiers import tier_on
 
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.object.chains import is_lead
-from kvoffload_async.tiers.object.names import name_of
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.object.client import name_of
+from kvoffload_async.tiers.object.packs import is_lead
 
 K = [key for key in map(key_of, range(50)) if not is_lead(key, 64)][:10]
 BLOCK_BYTES = 4096

@@ -8,7 +8,7 @@ from remote.object.tiers import BLOCK_BYTES, K, damage, head, loads, objects, st
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.chains import is_lead
+from kvoffload_async.tiers.object.packs import is_lead
 from kvoffload_async.types import make_offload_key
 
 LEAD = next(key for key in map(key_of, range(1000)) if is_lead(key, 64))

@@ -16,7 +16,7 @@ from kvoffload_async import GcOptions, MaintenanceControl, Removal, Summary, fin
 from kvoffload_async.cli.app import app
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files.integrity import IntegrityKey
+from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.object import maintenance
 
 K = [key_of(number) for number in range(10)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object import search
-from kvoffload_async.tiers.object.chains import Chains, is_lead
+from kvoffload_async.tiers.object.packs import Chains, is_lead
 from kvoffload_async.tiers.object.search import HeadSearch, longest_heads, most_questions
 
 CHAIN = [key_of(number) for number in range(256)]

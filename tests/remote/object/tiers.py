@@ -3,7 +3,7 @@
 import obstore
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.chains import is_lead
+from kvoffload_async.tiers.object.packs import is_lead
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 

@@ -14,8 +14,7 @@ import pytest
 from kvoffload_async import OffloadConfig
 from kvoffload_async.errors import InputError, OffloadError, StalledError
 from kvoffload_async.replay.fleet import FleetOptions, run_fleet
-from kvoffload_async.replay.fleet.process import MemberProcess
-from kvoffload_async.replay.fleet.protocol import READY, Start
+from kvoffload_async.replay.fleet.process import READY, MemberProcess, Start
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +151,7 @@ def test_a_tier_that_cannot_be_opened_is_said_in_one_error(tmp_path):
 
 
 def start_of(settings):
-    from kvoffload_async.replay.fleet.protocol import settings_of
+    from kvoffload_async.replay.fleet.process import settings_of
 
     return Start(config=settings_of(settings), most_blocks=4, verify=True, layers=2)
 

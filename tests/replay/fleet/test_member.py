@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from kvoffload_async.replay.fleet.member import PipedRequests, serve
-from kvoffload_async.replay.fleet.protocol import Start
+from kvoffload_async.replay.fleet.process import Start
 
 
 def said_by_a_member(tmp_path, *requests, **settings):

@@ -7,7 +7,7 @@ import pytest
 from kvoffload_async import ConfigError, OffloadConfig
 from kvoffload_async.errors import InputError
 from kvoffload_async.replay.fleet.plan import AFFINITY, RANDOM, Equipment, UnboundedCache, spread
-from kvoffload_async.replay.workload import ChatWorkload
+from kvoffload_async.replay.source import ChatWorkload
 
 
 def config(*tiers):

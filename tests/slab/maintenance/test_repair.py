@@ -13,6 +13,7 @@ from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import read_contents
+from kvoffload_async.tiers.slab.manifest import HEADER_BYTES
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     RECORD_BYTES,
@@ -21,7 +22,6 @@ from kvoffload_async.tiers.slab.records import (
     places_of,
     put_records,
 )
-from kvoffload_async.tiers.slab.segment_header import HEADER_BYTES
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
 
 _numbers = itertools.count()

@@ -16,8 +16,8 @@ from functools import partial
 
 from kvoffload_async.abc.maintenance import Finding, GcOptions, Problem, Removal
 from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.maintenance import Verdict
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
-from kvoffload_async.tiers.files.verdicts import Verdict
 from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.inventory import writer_of
 from kvoffload_async.tiers.fs.maintenance.inspection import Writers, judge_writers, sort_temps

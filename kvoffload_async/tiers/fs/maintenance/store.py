@@ -18,8 +18,8 @@ from kvoffload_async.abc.maintenance import (
     StoreMaintenance,
     Summary,
 )
+from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo, figures_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.format import check_namespace

@@ -9,10 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvoffload_async.abc.maintenance import Problem
-from kvoffload_async.tiers.files.integrity import IntegrityKey
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, Verification
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.files.verdicts import Verdict, Verification
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
 from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.tiers.fs.maintenance.scan import FoundBlock

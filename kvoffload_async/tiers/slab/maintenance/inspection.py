@@ -1,18 +1,46 @@
-"""What is in a slab store, in figures, and what is wrong with it."""
+"""Inspects a slab store, in figures, and verifies every block against its digest.
+
+Both are safe while a tier is at work: a block is removed from the journal before its slot is
+written to again. So a block that does not verify is wrong only if the journal, read once more,
+still has it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, Verification, problem_of
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
     SlabStore,
+    key_problem,
     read_contents,
     user_of,
 )
-from kvoffload_async.tiers.slab.records import HAS_DIGEST, SUSPECT
+from kvoffload_async.tiers.slab.manifest import Manifest
+from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
+from kvoffload_async.tiers.slab.records import (
+    HAS_DIGEST,
+    KEYED,
+    RECORD_BYTES,
+    SUSPECT,
+    Records,
+    keys_of,
+    places_of,
+)
+from kvoffload_async.types import OffloadKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,3 +164,249 @@ def _problems(contents: Contents, user: str | None) -> list[str]:
     if contents.found.temps and user is None:
         problems.append(f"{len(contents.found.temps)} files that a killed writer has left")
     return problems
+
+
+BATCH_BYTES: Final = 4 << 20
+"""What a thread reads before it looks whether to go on."""
+
+_LOOKS: Final = 3
+"""How often a block of a store at work is read before it is called wrong."""
+
+Rows = npt.NDArray[np.int64]
+Judgement = tuple[Verdict, str]
+"""A verdict and, of a bad block, the reason."""
+
+DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
+"""What may be only that a block was replaced meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadSlot:
+    """A block that is not as it should be, and why; the key in hex digits."""
+
+    key: str
+    segment: int
+    slot: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}"
+
+    @property
+    def what(self) -> str:
+        """Which block."""
+        return f"{self.key} (segment {self.segment}, slot {self.slot})"
+
+
+@dataclass(slots=True, kw_only=True)
+class SlabVerification(Verification[BadSlot]):
+    """What reading the blocks has shown; `changed` were removed or replaced meanwhile."""
+
+    changed: int = 0
+
+
+class Judged:
+    """What is found about each of the records that were checked, in a few bytes each.
+
+    Thread: one at a time.
+    """
+
+    def __init__(self, checker: SlotChecker | None, count: int) -> None:
+        """Begin with nothing judged; without a checker nothing ever is."""
+        self._checker = checker
+        self._verdicts = np.zeros(count, dtype=np.uint8)  # of a `Verdict`, 0: none yet
+        self._reasons = np.zeros(count, dtype=np.int32)
+        self._texts: dict[str, int] = {"": 0}
+
+    def take_in(self, judgements: Mapping[int, Judgement]) -> None:
+        """Note judgements by row, in the place of earlier ones."""
+        for row, (verdict, reason) in judgements.items():
+            self._verdicts[row] = verdict.value
+            self._reasons[row] = self._texts.setdefault(reason, len(self._texts))
+
+    def are(self, *verdicts: Verdict) -> npt.NDArray[np.bool_]:
+        """Tell of each row whether its verdict is one of these."""
+        return np.isin(self._verdicts, [verdict.value for verdict in verdicts])
+
+    def bad(self, *verdicts: Verdict) -> Iterator[tuple[Verdict, BadSlot]]:
+        """Yield the blocks of these verdicts, in the order of the records."""
+        texts = list(self._texts)
+        if self._checker is not None:
+            for row in np.flatnonzero(self.are(*verdicts)).tolist():
+                bad = self._checker.named(row, texts[self._reasons[row]])
+                yield Verdict(self._verdicts[row]), bad
+
+    @property
+    def is_good(self) -> npt.NDArray[np.bool_]:
+        """Which blocks may be kept."""
+        return self.are(Verdict.VERIFIED, Verdict.WITHOUT_DIGEST)
+
+    @property
+    def is_unreadable(self) -> npt.NDArray[np.bool_]:
+        """Of which blocks nobody knows."""
+        return self.are(Verdict.UNREADABLE)
+
+    @property
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong, in the order of the records."""
+        for verdict, bad in self.bad(*DOUBTFUL):
+            yield problem_of(verdict, bad)
+
+    def verification(self, max_listed: int | None) -> SlabVerification:
+        """Return the figures, which list that many blocks of a kind."""
+        counts = {verdict: int(self.are(verdict).sum()) for verdict in Verdict}
+        read = (Verdict.VERIFIED, Verdict.WITHOUT_DIGEST, Verdict.CORRUPT)
+        return SlabVerification(
+            max_listed=max_listed,
+            checked=sum(counts[verdict] for verdict in read),
+            verified=counts[Verdict.VERIFIED],
+            without_digest=counts[Verdict.WITHOUT_DIGEST],
+            newer=counts[Verdict.NEWER],
+            other_key=counts[Verdict.OTHER_KEY],
+            corrupt_blocks=counts[Verdict.CORRUPT],
+            unreadable_blocks=counts[Verdict.UNREADABLE],
+            corrupt=[bad for _, bad in islice(self.bad(Verdict.CORRUPT), max_listed)],
+            unreadable=[bad for _, bad in islice(self.bad(Verdict.UNREADABLE), max_listed)],
+            changed=counts[Verdict.GONE],
+        )
+
+
+async def verify_slab(
+    io: MaintenanceIo, store: SlabStore, contents: Contents, key: IntegrityKey | None
+) -> Judged:
+    """Read and judge every block; incomplete once stopped.
+
+    Where `key_problem` finds one, nothing is read: nobody can tell then.
+
+    Raises:
+        OSError: The journal cannot be read again.
+    """
+    live = contents.live
+    if contents.manifest is None:
+        return Judged(None, len(live))
+    if key_problem(contents, key):
+        judged = Judged(None, len(live))
+        judged.take_in(dict.fromkeys(range(len(live)), (Verdict.OTHER_KEY, "")))
+        return judged
+    checker = await io.run(SlotChecker, io.ops, store, contents.manifest, live, key)
+    judged = Judged(checker, len(live))
+    io.control.expect(len(live))
+    await _check(io, checker, judged, np.argsort(live["place"], kind="stable"))
+    for _ in range(_LOOKS - 1):
+        doubtful = np.flatnonzero(judged.are(*DOUBTFUL))
+        if not len(doubtful) or io.control.should_stop():
+            break
+        now = await io.run(read_contents, io.ops, store, contents.manifest)
+        is_here = await io.run(_are_in, live[doubtful], now.live)
+        judged.take_in(dict.fromkeys(doubtful[~is_here].tolist(), (Verdict.GONE, "")))
+        io.control.expect(int(is_here.sum()))
+        await _check(io, checker, judged, doubtful[is_here])
+    return judged
+
+
+class SlotChecker:
+    """Judges single blocks. Thread: any."""
+
+    def __init__(
+        self,
+        ops: FileOps,
+        store: SlabStore,
+        manifest: Manifest,
+        live: Records,
+        key: IntegrityKey | None,
+    ) -> None:
+        self._ops = ops
+        self._folder = store.folder
+        self._manifest = manifest
+        self._digester = create_digester(manifest.layout, key)
+        self._keys: Sequence[OffloadKey] = keys_of(live)
+        self._places: Sequence[Place] = places_of(live)
+        self._flags: Sequence[int] = live["flags"].tolist()
+        self._digests = live["digest"]
+
+    def named(self, row: int, reason: str) -> BadSlot:
+        """Return a block by the names that people can use."""
+        place = self._places[row]
+        return BadSlot(self._keys[row].hex(), segment_of(place), slot_of(place), reason)
+
+    def batches(self, rows: Rows) -> Iterator[list[int]]:
+        """Yield rows of one segment each, as many as one thread should read at a time."""
+        size = max(1, BATCH_BYTES // self._manifest.block_bytes)
+        batch: list[int] = []
+        for row in rows.tolist():
+            is_other = batch and segment_of(self._places[row]) != segment_of(self._places[batch[0]])
+            if is_other or len(batch) == size:
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+    def check(self, batch: Sequence[int]) -> dict[int, Judgement]:
+        """Judge blocks of one segment, each on its own."""
+        path = f"{self._folder}/{segment_name(segment_of(self._places[batch[0]]))}"
+        try:
+            fd = self._ops.open(path, os.O_RDONLY)
+        except OSError as error:
+            return dict.fromkeys(batch, _unreadable(error))
+        try:
+            buffer = memoryview(bytearray(self._manifest.block_bytes))
+            return {row: self._judge(fd, row, buffer) for row in batch}
+        finally:
+            self._ops.close(fd)
+
+    def _judge(self, fd: int, row: int, buffer: memoryview) -> Judgement:
+        offset = self._manifest.offset_of(slot_of(self._places[row]))
+        done = 0
+        try:
+            while done < len(buffer):
+                count = self._ops.pread_into(fd, buffer[done:], offset + done)
+                if count == 0:
+                    return Verdict.CORRUPT, f"ends after {done} bytes"
+                done += count
+        except OSError as error:
+            return _unreadable(error)
+        return self._compare(row, buffer)
+
+    def _compare(self, row: int, data: memoryview) -> Judgement:
+        flags, is_keyed = self._flags[row], self._digester.is_keyed
+        if not flags & HAS_DIGEST:
+            if flags & SUSPECT:
+                return Verdict.CORRUPT, "recorded before damage, and without a checksum"
+            if not is_keyed:
+                return Verdict.WITHOUT_DIGEST, ""
+        if bool(flags & KEYED) is not is_keyed:
+            return Verdict.CORRUPT, "its checksum is made without the integrity key"
+        if self._digester.digest(self._keys[row], data) != self._digests[row].tobytes():
+            return Verdict.CORRUPT, "wrong checksum"
+        return Verdict.VERIFIED, ""
+
+
+async def _check(io: MaintenanceIo, checker: SlotChecker, judged: Judged, rows: Rows) -> None:
+    async with aclosing(io.share_out(checker.batches(rows), checker.check)) as checked:
+        async for batch, judgements in checked:
+            judged.take_in(judgements)
+            io.control.advance(len(batch))
+
+
+def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
+    """Tell of each record whether it is among those of a store, in which each has its place."""
+    if not len(live):
+        return np.zeros(len(records), dtype=np.bool_)
+    by_place = np.argsort(live["place"], kind="stable")
+    at = np.searchsorted(live["place"], records["place"], sorter=by_place)
+    there = live[by_place[np.minimum(at, len(live) - 1)]]
+    is_same: npt.NDArray[np.bool_] = (_identities(records) == _identities(there)).all(axis=1)
+    return is_same
+
+
+def _identities(records: Records) -> npt.NDArray[np.uint8]:
+    """Return the bytes of records that make them that of one block in one place."""
+    same = records.copy()
+    same["flags"] = 0
+    same["use"] = 0
+    return same.view(np.uint8).reshape(-1, RECORD_BYTES)
+
+
+def _unreadable(error: OSError) -> Judgement:
+    return Verdict.UNREADABLE, error.strerror or str(error)

@@ -1,45 +1,254 @@
-"""The maintenance of slab stores; see `StoreMaintenance`."""
+"""The maintenance of slab stores, and the changes to a store that `gc` and `repair` make.
+
+What is kept is written beside the old file and renamed over it, so that a repair that is killed
+leaves what it found. Changes are made on an I/O thread, one at a time; calls block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import stat as stat_module
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar, Final, Self
 
 import anyio.to_thread
+import numpy as np
 
 from kvoffload_async.abc.maintenance import (
+    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
     Problem,
+    Removal,
     RepairOptions,
+    Rewrite,
     StoreMaintenance,
     Summary,
 )
-from kvoffload_async.tiers.files.integrity import IntegrityKey, read_key_file
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo, figures_of
-from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.slab.layout import MANIFEST
-from kvoffload_async.tiers.slab.maintenance.changes import Changes
-from kvoffload_async.tiers.slab.maintenance.inspection import inspect_slab
-from kvoffload_async.tiers.slab.maintenance.manifests import (
-    decode_given,
-    newer_format,
-    recover_manifest,
+from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
+from kvoffload_async.tiers.files.identity import boot_id
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, figures_of, problem_of
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, write_all
+from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, SESSION, TEMP_SUFFIX
+from kvoffload_async.tiers.slab.maintenance.inspection import (
+    BadSlot,
+    Judged,
+    inspect_slab,
+    inspection_of,
+    verify_slab,
 )
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
     SlabStore,
+    decode_given,
     find_slab_stores,
     key_problem,
     locked,
+    newer_format,
     read_contents,
+    recover_manifest,
     user_of,
 )
-from kvoffload_async.tiers.slab.maintenance.verification import verify_slab
 from kvoffload_async.tiers.slab.manifest import Manifest
+from kvoffload_async.tiers.slab.records import (
+    CHECKPOINT_FRAME_RECORDS,
+    SUSPECT,
+    Records,
+    checkpoint,
+)
+from kvoffload_async.tiers.slab.recovery import Session
+
+
+@dataclass(slots=True)
+class Changed:
+    """What was removed from one store, written anew, or would be.
+
+    Attributes:
+        name: The store's folder's name.
+        dry_run: Whether nothing was changed.
+        blocks: Blocks that are kept.
+        temps: Files that a killed writer had left.
+        unknown_files: Files that are no part of a store.
+        dropped: Blocks that do not verify, or cannot be read.
+        manifest_rebuilt: Whether the manifest was written anew.
+        journal_rebuilt: Whether the journal was.
+        freed_bytes: Disk bytes of the files; the places of dropped blocks stay, free.
+        failures: What could not be done, and why.
+    """
+
+    name: str
+    dry_run: bool = False
+    blocks: int = 0
+    temps: list[str] = field(default_factory=list)
+    unknown_files: list[str] = field(default_factory=list)
+    dropped: list[BadSlot] = field(default_factory=list)
+    manifest_rebuilt: bool = False
+    journal_rebuilt: bool = False
+    freed_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures for people."""
+        return [
+            ("blocks kept", f"{self.blocks:,}"),
+            ("blocks dropped", f"{len(self.dropped):,}"),
+            ("files of killed writers", f"{len(self.temps):,}"),
+            ("unknown files", f"{len(self.unknown_files):,}"),
+            ("bytes of files", f"{self.freed_bytes:,}"),
+            ("manifest written anew", "yes" if self.manifest_rebuilt else "no"),
+            ("journal written anew", "yes" if self.journal_rebuilt else "no"),
+        ]
+
+
+class Changes:
+    """Changes one store, or finds what would be changed.
+
+    Attributes:
+        changed: What came of it so far.
+    """
+
+    def __init__(self, ops: FileOps, store: SlabStore, *, dry_run: bool = False) -> None:
+        self.changed = Changed(store.name, dry_run)
+        self._ops = ops
+        self._store = store
+        self._findings: list[Finding] = []
+
+    def take_findings(self) -> list[Finding]:
+        """Return what was found and done since the last call."""
+        findings, self._findings = self._findings, []
+        return findings
+
+    def fail(self, text: str, what: str = "") -> None:
+        """Note what could not be done."""
+        self.changed.failures.append(text)
+        self._findings.append(Problem(text, what))
+
+    def rebuild(self, contents: Contents, judged: Judged, *, is_recovered: bool) -> None:
+        """Write what was found to be lost or damaged anew, and look whether all is right then.
+
+        Args:
+            contents: What is there; its manifest is known.
+            judged: Which blocks verify.
+            is_recovered: Whether the store has no readable manifest itself.
+        """
+        manifest, scanned, changed = contents.manifest, contents.scanned, self.changed
+        if manifest is None:
+            return
+        self._drop(judged, Verdict.CORRUPT)
+        self._drop(judged, Verdict.UNREADABLE)
+        kept = contents.live[judged.is_good]
+        kept["flags"] &= np.uint16(0xFFFF ^ SUSPECT)  # they have verified
+        is_damaged = (
+            changed.dropped
+            or scanned.is_damaged
+            or not contents.is_trusted
+            or contents.journal_bytes != scanned.end_bytes
+            or not contents.found.has_journal
+        )
+        try:
+            if is_recovered:
+                self._replace(MANIFEST, [manifest.encode()])
+                changed.manifest_rebuilt = True
+            if is_damaged:
+                self._write_journal(contents, kept)
+            for name in contents.found.temps:
+                self._remove(name, changed.temps, "left by a killed writer")
+            now = read_contents(self._ops, self._store)
+        except OSError as error:
+            self.fail(f"cannot be written: {error.strerror or error}")
+            return
+        changed.blocks = len(now.live)
+        for problem in inspection_of(self._store, now, None).problems:
+            self.fail(problem)
+        if len(now.live) != len(kept):
+            self.fail(f"{len(now.live)} blocks are there instead of {len(kept)}")
+
+    def drop_corrupt(self, contents: Contents, judged: Judged) -> None:
+        """Drop the blocks that do not verify; those that cannot be read stay.
+
+        Raises:
+            OSError: The journal cannot be written.
+        """
+        for verdict, bad in judged.bad(Verdict.UNREADABLE):
+            self.fail(problem_of(verdict, bad).text, bad.what)
+        self._drop(judged, Verdict.CORRUPT)
+        if not self.changed.dropped:
+            return
+        kept = contents.live[judged.is_good | judged.is_unreadable]
+        self.changed.blocks = len(kept)
+        if not self.changed.dry_run:
+            self._write_journal(contents, kept)
+            return
+        self._findings += (problem_of(verdict, bad) for verdict, bad in judged.bad(Verdict.CORRUPT))
+
+    def remove_files(self, contents: Contents, options: GcOptions) -> None:
+        """Remove what killed writers have left and, where that is wanted, unknown files."""
+        for name in contents.found.temps:
+            self._remove(name, self.changed.temps, "left by a killed writer")
+        if self.changed.dry_run:
+            for name in self.changed.temps:
+                self._findings.append(Problem(f"left by a killed writer: {name}", name))
+        if not options.unknown_files:
+            return
+        for name in contents.found.unknown_files:
+            status = self._ops.stat(f"{self._store.folder}/{name}")
+            is_old = time.time() - status.st_mtime >= options.older_than_s
+            if is_old and not stat_module.S_ISDIR(status.st_mode):
+                self._remove(name, self.changed.unknown_files, "no part of a store")
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _drop(self, judged: Judged, verdict: Verdict) -> None:
+        for _, bad in judged.bad(verdict):
+            self.changed.dropped.append(bad)
+            self._findings.append(Removal(bad.what, bad.reason))
+
+    def _remove(self, name: str, removed: list[str], reason: str) -> None:
+        path = f"{self._store.folder}/{name}"
+        try:
+            size_bytes = disk_bytes(self._ops.stat(path))
+            if not self.changed.dry_run:
+                self._ops.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.fail(f"{name}: cannot be removed: {error.strerror or error}", name)
+            return
+        removed.append(name)
+        self.changed.freed_bytes += size_bytes
+        self._findings.append(Removal(name, reason, size_bytes))
+
+    def _write_journal(self, contents: Contents, kept: Records) -> None:
+        """Write a journal that says where these blocks are, and nothing else."""
+        if contents.manifest is None:
+            return
+        seed = contents.manifest.journal_seed
+        sequence = contents.scanned.sequence
+        self._replace(JOURNAL, checkpoint(sequence + 1, kept, seed))
+        # What is suspect is marked so in the journal now, and the rest was read in this boot.
+        frames = -(-len(kept) // CHECKPOINT_FRAME_RECORDS)
+        self._replace(SESSION, Session(boot_id(), sequence + frames).encode(seed))
+        self.changed.journal_rebuilt = True
+
+    def _replace(self, name: str, parts: Iterable[bytes]) -> None:
+        """Write a file beside the old one, and rename it over that once it is on the device."""
+        ops, path = self._ops, f"{self._store.folder}/{name}"
+        fd = ops.create_anew(path + TEMP_SUFFIX)
+        try:
+            offset = 0
+            for part in parts:
+                offset += write_all(ops, fd, part, offset)
+            ops.fdatasync(fd)
+        finally:
+            ops.close(fd)
+        ops.rename(path + TEMP_SUFFIX, path)
+        self._findings.append(Rewrite(name))
+
 
 _PROBLEMS_AT_ONCE: Final = 1000
 

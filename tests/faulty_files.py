@@ -1,14 +1,4 @@
-"""The system calls of the tiers on disk, with faults: calls are counted, rules say what fails.
-
-    ops = FaultyFileOps()
-    ops.fail(errno.ENOSPC, on="pwrite", times=1)   # the first write finds the disk full
-    hang = ops.hang(on="open")                     # an open does not return ...
-    hang.release()                                 # ... before this
-    FsTier(settings, create_policy, ops)
-
-A rule names a method, a call's number (all methods counted together, from 1), or a predicate.
-Calls are numbered and rules are matched under a lock; the calls themselves run side by side.
-"""
+"""The system calls of the tiers on disk, with faults: calls are counted, rules say what fails."""
 
 from __future__ import annotations
 
@@ -19,10 +9,74 @@ import stat as stat_module
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvoffload_async.testing.file_rules import FileCall, Hang, Rule
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileCall:
+    """One call, as rules see it.
+
+    Attributes:
+        number: Counted over all methods, from 1.
+        name: The method.
+        path: What it is about; for a descriptor, what that was opened as.
+        flags: The flags of `open`; for a descriptor, those that it was opened with.
+        thread_id: Who called.
+    """
+
+    number: int
+    name: str
+    path: str
+    flags: int
+    thread_id: int
+
+
+@dataclass(slots=True, eq=False)
+class Hang:
+    """Calls that do not return until they are released.
+
+    Attributes:
+        entered: Set when the first call hangs.
+    """
+
+    entered: threading.Event = field(default_factory=threading.Event)
+    _released: threading.Event = field(default_factory=threading.Event)
+
+    def release(self) -> None:
+        """Let the calls go on, now and from now on."""
+        self._released.set()
+
+    def wait(self) -> None:
+        """Hang."""
+        self.entered.set()
+        self._released.wait()
+
+
+@dataclass(slots=True, eq=False)
+class Rule:
+    """Which calls it takes, how many of them, and what it does to these."""
+
+    on: frozenset[str] | None
+    at: int | None
+    when: Callable[[FileCall], bool] | None
+    times: int | None
+    act: Callable[[], None] | None = None
+    max_bytes: int | None = None
+    kills_torn: bool = False
+
+    def takes(self, call: FileCall) -> bool:
+        """Tell whether the rule is for a call; if so, that counts."""
+        if self.times == 0 or (self.on is not None and call.name not in self.on):
+            return False
+        if self.at not in {None, call.number} or not (self.when is None or self.when(call)):
+            return False
+        if self.times is not None:
+            self.times -= 1
+        return True
+
 
 _TEARABLE = {"pwrite", "pwritev", "fallocate"}
 _ABSENT = {errno.ENODATA, errno.EOPNOTSUPP}

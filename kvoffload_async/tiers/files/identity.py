@@ -1,15 +1,26 @@
-"""Whether a tier's directory is still the one that was opened, and its files still have names.
+"""Which boot of which kernel this is, and whether a tier's directory is still the one it opened.
 
-A path that leads elsewhere after an unmount takes files without an error, and so does an open file
-that was deleted: nobody would find them again.
+What was written in another boot may have been lost. A path that leads elsewhere after an unmount
+takes files without an error, and so does an open file that was deleted: nobody would find them
+again.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.files.ops import FileOps
+
+
+def boot_id() -> str:
+    """Return what is unique to this boot of this kernel; the host's name where there is nothing."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class LostDirectoryError(OSError):

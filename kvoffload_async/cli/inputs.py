@@ -1,0 +1,211 @@
+"""Input written by hand: JSON, YAML with what JSON can say, and `TYPE:key=value,...` for a tier.
+
+All of it is read strictly, so that every mistake has its message.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any, Final, NoReturn
+
+from kvoffload_async.config import HIDDEN, without_user_info
+from kvoffload_async.errors import InputError
+
+_MAX_DEPTH: Final = 32
+"""Of objects and lists in each other; a configuration needs five."""
+
+
+class JsonInputError(ValueError):
+    """A text is not what JSON allows, or what this package reads of it; the message says why."""
+
+
+def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
+    """Return the value of a JSON text.
+
+    Raises:
+        JsonInputError: It is no JSON, an object has a key twice, a number is none that can be
+            written down, or it is nested too deeply.
+    """
+    check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_as_object,
+            parse_constant=_reject_number,
+            parse_float=_as_float,
+            parse_int=_as_integer,
+        )
+    except JsonInputError:
+        raise
+    except ValueError as error:
+        raise JsonInputError(f"not JSON: {error}") from error
+    check_value(value)
+    return value
+
+
+_BRACKET_OR_STRING: Final = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*+"')
+_STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def check_depth(steps: Iterable[int]) -> None:
+    """Raise JsonInputError where objects and lists are nested too deeply.
+
+    Before anything recurses into them: at Python's limit of recursion, finalizers and callbacks of
+    the garbage collector fail, too, whosever they are.
+
+    Args:
+        steps: 1 where an object or list begins, -1 where it ends.
+    """
+    if any(depth > _MAX_DEPTH for depth in accumulate(steps)):
+        raise _too_deep()
+
+
+def _too_deep() -> JsonInputError:
+    return JsonInputError(f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them")
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise JsonInputError(f"the key {key!r} is given twice in one object; keep one of them")
+        found[key] = value
+    return found
+
+
+def _reject_number(text: str) -> NoReturn:
+    raise JsonInputError(f"{text} is no number that JSON has; write a finite one")
+
+
+def _as_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        _reject_number(text if len(text) < _SHORT else text[:_SHORT] + "...")
+    return value
+
+
+def _as_integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise JsonInputError(f"a number of {len(text)} digits is too large: {text[:_SHORT]}...")
+    return int(text)
+
+
+_SHORT: Final = 40
+_MAX_DIGITS: Final = 100
+
+
+def check_value(value: object) -> None:
+    """Raise JsonInputError if a value is nested too deeply, or is none that JSON has."""
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        below: list[object] = []
+        for one in level:
+            if isinstance(one, dict):
+                below += one.values()
+            elif isinstance(one, list):
+                below += one
+            elif isinstance(one, float) and not math.isfinite(one):
+                _reject_number(str(one))
+            elif not isinstance(one, str | int | float | None):
+                raise JsonInputError(f"{one} is read as a {type(one).__name__}; quote it")
+        if not below:
+            return
+        level = below
+    raise _too_deep()
+
+
+def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
+    """Return the value of a YAML text, of the types that JSON has.
+
+    Raises:
+        JsonInputError: It is no YAML, it has an alias or a tag, a mapping has a key twice or one
+            that is no text, a value is none that JSON has, it is nested too deeply, or PyYAML is
+            not installed.
+    """
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise JsonInputError(
+            f"YAML needs PyYAML ({error}); pip install 'kvoffload-async[yaml]', or write JSON"
+        ) from error
+    try:
+        check_depth(_steps(text, yaml))
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml)
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, JsonInputError):
+            raise
+        raise JsonInputError(f"not YAML: {' '.join(str(error).split())}") from error
+    check_value(value)
+    return value
+
+
+def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's own
+    """Yield 1 where a mapping or list begins and -1 where it ends; refuse an alias.
+
+    PyYAML's parser keeps a list of its states, and its composer calls itself.
+    """
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):  # a few lines of them can blow up
+            raise JsonInputError("an alias (*name) is not allowed; write the value again")
+        if isinstance(event, yaml.CollectionStartEvent):
+            yield 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            yield -1
+
+
+def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
+    """Refuse keys that hide one another, and those that are no text."""
+    if isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            _check_keys(one, yaml)
+    elif isinstance(node, yaml.MappingNode):
+        keys: set[str] = set()
+        for key, one in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                raise JsonInputError(f"the key {key.value!r} is no text; quote it")
+            if key.value in keys:
+                raise JsonInputError(f"the key {key.value!r} is given twice; keep one of them")
+            keys.add(key.value)
+            _check_keys(one, yaml)
+
+
+_SECRET: Final = re.compile("((?:secret|password|token|account_key|sas_key)[a-z_]*=)[^,]*")
+
+
+def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
+    """Return a tier's configuration; `flag` is where the text was given.
+
+    A value is what JSON says where it is a JSON scalar (`4`, `0.5`, `true`, `"text"`, `null`), else
+    the text itself. A comma always ends a value; what needs one goes into a configuration file.
+
+    Raises:
+        InputError: There is no type, or an option is not `key=value`, or comes twice.
+    """
+    shown = _SECRET.sub(rf"\1{HIDDEN}", without_user_info(text))
+    tier_type, _, rest = text.partition(":")
+    if not tier_type:
+        raise InputError(f"{flag} {shown!r}: no type; give TYPE[:key=value,...]")
+    config: dict[str, Any] = {"type": tier_type}
+    for option in rest.split(",") if rest else ():
+        key, equals, value = option.partition("=")
+        if not key or not equals:
+            got = without_user_info(option)
+            raise InputError(f"{flag} {shown!r}: expected key=value, got {got!r}")
+        if key in config:
+            raise InputError(f"{flag} {shown!r}: {key!r} is given twice")
+        config[key] = _scalar(value)
+    return config
+
+
+def _scalar(text: str) -> object:
+    try:
+        value = parse_json(text)
+    except JsonInputError:  # `NaN` and `Infinity` among them: they stay text
+        return text
+    return text if isinstance(value, list | dict) else value

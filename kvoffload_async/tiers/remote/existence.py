@@ -1,0 +1,260 @@
+"""Which blocks a remote store has: asked as rarely as possible, and remembered for a while.
+
+Keys are chained hashes: where a block is present, so are, as a rule, those before it. So the
+longest present head of a chain is found with O(log n) questions. What breaks the rule (a head that
+was evicted or never stored) costs a failed load, and no wrong byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Final
+
+from kvoffload_async.errors import ShardUnavailableError, TierError
+from kvoffload_async.tiers.remote.calls import Calls, run_together
+from kvoffload_async.tiers.remote.client import RemoteClient, Server
+from kvoffload_async.tiers.remote.settings import RemoteCounters
+from kvoffload_async.types import OffloadKey
+
+MOST_ANSWERS: Final = 1 << 18
+"""Bound on the answers of each kind: the oldest are forgotten first."""
+
+
+class _Answers:
+    """Keys in the order of their expiry, which is that of their entry: all live equally long."""
+
+    def __init__(self, lifetime_s: float) -> None:
+        self._lifetime_s = lifetime_s
+        self._expiry: dict[OffloadKey, float] = {}
+
+    def add(self, keys: Iterable[OffloadKey], now_s: float) -> None:
+        if not self._lifetime_s:
+            return
+        expiry_s = now_s + self._lifetime_s
+        for key in keys:
+            self._expiry.pop(key, None)
+            self._expiry[key] = expiry_s
+        outdated = 0
+        for expired_s in self._expiry.values():
+            if expired_s > now_s:
+                break
+            outdated += 1
+        surplus = max(outdated, len(self._expiry) - MOST_ANSWERS)
+        for key in list(islice(self._expiry, max(0, surplus))):
+            del self._expiry[key]
+
+    def discard(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            self._expiry.pop(key, None)
+
+    def clear(self) -> None:
+        self._expiry.clear()
+
+    def has(self, key: OffloadKey, now_s: float) -> bool:
+        return self._expiry.get(key, now_s) > now_s
+
+    def __len__(self) -> int:
+        return len(self._expiry)
+
+
+class AnswerMemory:
+    """Which blocks were there, and which not, for as long as that is to be believed.
+
+    What other hosts store is seen once a negative answer has expired.
+
+    Thread: loop.
+    """
+
+    def __init__(self, present_s: float, absent_s: float, clock: Callable[[], float]) -> None:
+        """Start empty.
+
+        Args:
+            present_s: Seconds that a positive answer is believed; 0: never.
+            absent_s: Seconds that a negative answer is believed; 0: never.
+            clock: Returns monotonic seconds.
+        """
+        self._present = _Answers(present_s)
+        self._absent = _Answers(absent_s)
+        self._clock = clock
+
+    def get(self, key: OffloadKey) -> bool | None:
+        """Return whether a block was there, or None if nobody knows."""
+        now_s = self._clock()
+        if self._present.has(key, now_s):
+            return True
+        return False if self._absent.has(key, now_s) else None
+
+    def appeared(self, keys: Iterable[OffloadKey]) -> None:
+        """Note blocks that are there."""
+        keys = tuple(keys)
+        self._absent.discard(keys)
+        self._present.add(keys, self._clock())
+
+    def vanished(self, keys: Iterable[OffloadKey]) -> None:
+        """Note blocks that are not there."""
+        keys = tuple(keys)
+        self._present.discard(keys)
+        self._absent.add(keys, self._clock())
+
+    def emptied(self) -> None:
+        """Forget every positive answer: the store has lost its contents."""
+        self._present.clear()
+
+    def __len__(self) -> int:
+        return len(self._present) + len(self._absent)
+
+
+Ask = Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]]
+"""Returns those of the keys that are present."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """Between `low` keys, which are present, and `high`, from which on none is known to be."""
+
+    chain: Sequence[OffloadKey]
+    low: int = 0
+    high: int = 0
+    asked: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.low >= self.high
+
+    @property
+    def next_index(self) -> int:
+        """The first key, the last one, then the middle of the rest: most chains are all or none."""
+        if self.asked == 0:
+            return self.low
+        if self.asked == 1:
+            return self.high - 1
+        return (self.low + self.high) // 2
+
+    def learn(self, index: int, *, is_present: bool) -> None:
+        self.asked += 1
+        if is_present:
+            self.low = max(self.low, index + 1)
+        else:
+            self.high = min(self.high, index)
+
+
+async def longest_present_heads(chains: Sequence[Sequence[OffloadKey]], ask: Ask) -> list[int]:
+    """Return for each chain how many of its first keys are taken to be present.
+
+    Args:
+        chains: Keys of each, head to tail.
+        ask: Asked for one key a chain in each round; equal keys are asked once. At most
+            2 + ceil(log2(n - 1)) rounds for chains of n keys.
+    """
+    searches = [_Search(chain, high=len(chain)) for chain in chains]
+    while True:
+        wanted = [(search, search.next_index) for search in searches if not search.is_done]
+        if not wanted:
+            return [search.low for search in searches]
+        keys = list(dict.fromkeys(search.chain[index] for search, index in wanted))
+        present = await ask(keys)
+        for search, index in wanted:
+            search.learn(index, is_present=search.chain[index] in present)
+
+
+_KEYS_A_CALL: Final = 1024
+_CALLS_AT_ONCE: Final = 16
+_SHARE_OF_TIME: Final = 0.8
+
+
+class Questions:
+    """Asks a client what is there, and remembers the answers. Thread: loop."""
+
+    def __init__(
+        self, client: RemoteClient, calls: Calls, memory: AnswerMemory, counters: RemoteCounters
+    ) -> None:
+        self._client = client
+        self._calls = calls
+        self._memory = memory
+        self._counters = counters
+
+    async def ask(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
+        """Return those of the keys that are there; what was answered lately is not asked again.
+
+        Raises:
+            TierError: No server answered every question.
+        """
+        present: set[OffloadKey] = set()
+        unknown: list[OffloadKey] = []
+        for key in keys:
+            remembered = self._memory.get(key)
+            if remembered is None:
+                unknown.append(key)
+            elif remembered:
+                present.add(key)
+        if not unknown:
+            self._counters.remembered_keys += len(keys)
+            return present
+        emptied = self._counters.emptied
+        try:
+            found = await self.ask_anew(unknown, deadline_s)
+        except ShardUnavailableError:  # a miss: who asks again gets no answer, and never decides
+            found = set()
+        if self._counters.emptied != emptied:  # what was remembered is not to be believed
+            return found | await self.ask_anew(list(present), deadline_s)
+        self._counters.remembered_keys += len(keys) - len(unknown)
+        return found | present
+
+    async def ask_anew(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
+        """Return those of the keys that are there, whatever was answered before.
+
+        Where one of several servers does not answer, nobody knows of its keys: they are not
+        returned, nor remembered as absent, and counted.
+
+        Raises:
+            TierError: No server answered every question.
+        """
+        self._counters.probed_keys += len(keys)
+        step = _KEYS_A_CALL if self._client.answers_many else 1
+        present: set[OffloadKey] = set()
+        num_answered = 0
+        servers = self._client.by_server(keys)
+        errors: dict[Server, TierError] = {}
+        if len(servers) > 1:  # who waits for all of them has then the answers of those that answer
+            now_s = asyncio.get_running_loop().time()
+            deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
+        gate = asyncio.Semaphore(_CALLS_AT_ONCE)
+
+        async def ask(server: Server, portion: Sequence[OffloadKey]) -> None:
+            nonlocal num_answered
+            async with gate:
+                if server in errors:
+                    return
+                call = partial(self._client.exist, portion)
+                try:
+                    if server is not None:
+                        await self._calls.check([server], deadline_s)
+                    found = await self._calls.run(call, deadline_s, server=server)
+                except TierError as error:
+                    errors.setdefault(server, self._calls.fault_of(server, error))
+                    return
+            num_answered += len(portion)
+            present.update(found)
+            self._memory.appeared(found)
+            self._memory.vanished(found.symmetric_difference(portion))
+
+        portions = [
+            (server, [keys[i] for i in indices[first : first + step]])
+            for server, indices in servers.items()
+            for first in range(0, len(indices), step)
+        ]
+        if len(portions) == 1:
+            await ask(*portions[0])
+        else:
+            await run_together((ask(*portion) for portion in portions), "remote:question")
+        self._counters.unanswered_keys += len(keys) - num_answered
+        try:
+            if errors and len(errors) == len(servers):
+                raise next(iter(errors.values()))
+        finally:
+            errors.clear()  # they hold this frame, and what its callers hold
+        return present
