@@ -79,11 +79,11 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.statistics import (
+    BreakEvenStatistics,
     DurationStatistics,
     EngineStatistics,
     HistogramStatistics,
     OffloadingStatistics,
-    PaybackStatistics,
     PlannerStatistics,
     PrimaryStatistics,
     RuntimeStatistics,
@@ -132,6 +132,7 @@ __all__ = [
     "BlockCopies",
     "BlockIDsLoadStoreSpec",
     "BlockMissingError",
+    "BreakEvenStatistics",
     "BusyError",
     "CPULoadStoreSpec",
     "CPUOffloadingSpec",
@@ -182,7 +183,6 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingManager",
     "OffloadingStatistics",
-    "PaybackStatistics",
     "PlannerStatistics",
     "PrepareStoreOutput",
     "PrimaryStatistics",

@@ -275,8 +275,8 @@ class OffloadConfig:
             them. By default `OffloadEngine` waits and a scheduler's manager drops; one that is to
             wait refuses such a store, and the scheduler offers it again in the next step.
         deferral_timeout_s: Seconds that a request may be deferred in all.
-        breaker_fault_threshold: Faults in a row after which a tier is left alone.
-        breaker_retry_s: Seconds until a tier that was left alone is tried again.
+        breaker_fault_threshold: Faults in a row after which a tier is suspended.
+        breaker_retry_s: Seconds until a tier that was suspended is tried again.
         drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
         shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
         prefault: Touch the primary's memory at the start.

@@ -160,7 +160,7 @@ class PrimaryStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaybackStatistics:
+class BreakEvenStatistics:
     """Where loading from a tier pays, as measured lately; see `prefill_blocks_per_s`.
 
     Attributes:
@@ -218,7 +218,7 @@ class TierStatistics:
         overdue_jobs: Jobs that were given up, and whose copies still run. Gauge.
         cascading_blocks: Blocks of stores whose copies may still run. Gauge.
         promoting_blocks: Slots of the primary that its loads occupy. Gauge.
-        owed_blocks: Blocks that wait in the primary for room in the tier. Gauge.
+        pending_blocks: Blocks that wait in the primary for room in the tier. Gauge.
         breakers: "closed", "open" or "half_open", for each of "load" and "store". Gauge.
         breaker_openings: How often each of them has opened.
         probes_outstanding: Existence probes without an answer. Gauge.
@@ -228,7 +228,7 @@ class TierStatistics:
         load_seconds: How long loads took.
         store_seconds: How long stores took.
         gauges: What the tier says of itself; see `AsyncTier.gauges`.
-        payback: Where loading pays; None: nobody measures that.
+        break_even: Where loading pays; None: nobody measures that.
     """
 
     name: str
@@ -265,7 +265,7 @@ class TierStatistics:
     overdue_jobs: int
     cascading_blocks: int
     promoting_blocks: int
-    owed_blocks: int
+    pending_blocks: int
     breakers: Mapping[str, str]
     breaker_openings: Mapping[str, int]
     probes_outstanding: int
@@ -275,7 +275,7 @@ class TierStatistics:
     load_seconds: DurationStatistics
     store_seconds: DurationStatistics
     gauges: Mapping[str, float] = field(default_factory=dict)
-    payback: PaybackStatistics | None = None
+    break_even: BreakEvenStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

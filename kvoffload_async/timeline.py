@@ -25,7 +25,7 @@ NoteKind = Literal[
     "evicted",
     "left_out",
     "nothing_to_store",
-    "owed",
+    "pending",
     "pinned",
     "refused",
     "released",
@@ -123,8 +123,8 @@ class Note:
         kind: What: `waits` for a permit, `scheduled` (it waits for no lookup any more), `pinned`
             and `unpinned` (blocks that it loads), `reserved` (slots to store into), `evicted` (what
             made room for that), `left_out` and `refused` (no room for some, or any),
-            `nothing_to_store`, `stored`, `store_failed`, `owed` (blocks that a tier does not take
-            now), `released` (the copy of an overdue job has ended), `reset`.
+            `nothing_to_store`, `stored`, `store_failed`, `pending` (blocks that wait for a tier),
+            `released` (the copy of an overdue job has ended), `reset`.
         num_blocks: How many blocks.
         tier: Which tier it concerns.
         reason: Why, where there are several reasons.
@@ -351,7 +351,7 @@ _NOTES: Final[Mapping[NoteKind, str]] = {
     "evicted": "{blocks} are evicted to make room",
     "left_out": "no room for {blocks}: left out, to be offered again",
     "nothing_to_store": "{blocks} offered for storing: all are there",
-    "owed": "{tier}: {blocks} have to wait: {reason}",
+    "pending": "{tier}: {blocks} have to wait: {reason}",
     "pinned": "{blocks} pinned, to be loaded",
     "refused": "no room for {blocks}: not stored now",
     "released": "{tier}: the copy of {blocks} that was given up has ended",

@@ -207,7 +207,7 @@ class JobResult:
         queue_time: Of these, the seconds until the tier began, where known.
         transfer_bytes: Bytes moved, where known.
         error: Why it failed: the first failed block's error, or the job's.
-        disowned: True if the copy is still running: it was reported because its deadline had
+        orphaned: True if the copy is still running: it was reported because its deadline had
             passed. Its slots must not be used again before the job is released.
     """
 
@@ -217,7 +217,7 @@ class JobResult:
     transfer_time: float | None = None
     transfer_bytes: int | None = None
     error: Exception | None = None
-    disowned: bool = False
+    orphaned: bool = False
     queue_time: float | None = field(default=None, compare=False)
 
 

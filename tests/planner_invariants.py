@@ -44,12 +44,12 @@ class ResultTaken:
 
     tier: int
     job_id: JobId
-    disowned: bool = False
+    orphaned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
-    """The copy of a disowned job has ended."""
+    """The copy of an orphaned job has ended."""
 
     tier: int
     job_id: JobId
@@ -325,7 +325,7 @@ def fingerprint(primary: Primary) -> Hashable:
 def one_result_a_job(history: History) -> Iterator[str]:
     """P1: at most one at any time, exactly one when all is quiet."""
     yield from _one_answer_a_job(history)
-    yield from _one_release_a_disowned_job(history)
+    yield from _one_release_an_orphaned_job(history)
 
 
 def only_idle_blocks_are_evicted(history: History) -> Iterator[str]:
@@ -501,32 +501,34 @@ def outcomes_agree(history: History) -> Iterator[str]:
 
 
 def _one_answer_a_job(history: History) -> Iterator[str]:
-    owed: set[tuple[int, JobId]] = set()
+    pending: set[tuple[int, JobId]] = set()
     for fact in history:
         match fact:
             case JobAccepted(tier, job_id):
-                if (tier, job_id) in owed:
+                if (tier, job_id) in pending:
                     yield f"tier {tier} accepted job {job_id} twice"
-                owed.add((tier, job_id))
+                pending.add((tier, job_id))
             case ResultTaken(tier, job_id):
-                if (tier, job_id) not in owed and history.is_complete:
+                if (tier, job_id) not in pending and history.is_complete:
                     yield f"tier {tier} answered job {job_id}, which it did not owe"
-                owed.discard((tier, job_id))
+                pending.discard((tier, job_id))
             case AllQuiet():
-                yield from (f"tier {tier} never answered job {job}" for tier, job in sorted(owed))
+                yield from (
+                    f"tier {tier} never answered job {job}" for tier, job in sorted(pending)
+                )
             case _:
                 pass
 
 
-def _one_release_a_disowned_job(history: History) -> Iterator[str]:
+def _one_release_an_orphaned_job(history: History) -> Iterator[str]:
     late: set[tuple[int, JobId]] = set()
     for fact in history:
         match fact:
-            case ResultTaken(tier, job_id, disowned=True):
+            case ResultTaken(tier, job_id, orphaned=True):
                 late.add((tier, job_id))
             case CopyEnded(tier, job_id):
                 if (tier, job_id) not in late and history.is_complete:
-                    yield f"tier {tier} released job {job_id}, which was not disowned"
+                    yield f"tier {tier} released job {job_id}, which was not orphaned"
                 late.discard((tier, job_id))
             case AllQuiet():
                 yield from (f"tier {tier} never released job {job}" for tier, job in sorted(late))
@@ -557,8 +559,8 @@ def no_job_is_left(rest: Rest) -> Iterator[str]:
     planner = rest.planner
     if planner.jobs:
         yield f"jobs {sorted(planner.jobs)} have no result"
-    if planner.disowned:
-        yield f"the copies of jobs {sorted(planner.disowned)} have not ended"
+    if planner.orphaned:
+        yield f"the copies of jobs {sorted(planner.orphaned)} have not ended"
 
 
 def nothing_is_in_use(rest: Rest) -> Iterator[str]:
@@ -584,20 +586,20 @@ def nothing_is_lost(rest: Rest) -> Iterator[str]:
         return
     planner = rest.planner
     for index, contents in enumerate(rest.tier_contents):
-        owed = set(planner.primary.keys_of(tuple(planner.cascades.backlogs[index].slots())))
+        pending = set(planner.primary.keys_of(tuple(planner.cascades.queues[index].slots())))
         counters, counted = planner.tiers[index].counters, rest.counted[index]
         for key in rest.kept:
-            if key not in contents and key not in owed and key not in counted:
-                yield f"block {key.hex()} is neither in tier {index} nor owed, and not counted"
+            if key not in contents and key not in pending and key not in counted:
+                yield f"block {key.hex()} is neither in tier {index} nor pending, and not counted"
         if len(counted) > counters.dropped_blocks + counters.failed_store_blocks:
             yield f"tier {index} has lost {len(counted)} blocks, but counted fewer"
 
 
-def nothing_is_owed(rest: Rest) -> Iterator[str]:
+def nothing_is_pending(rest: Rest) -> Iterator[str]:
     """P23: with room for it, and a tier in order."""
-    for index, backlog in enumerate(rest.planner.cascades.backlogs):
-        if backlog.count and not backlog.is_shut and rest.planner.cascades.room(index):
-            yield f"tier {index} is owed {backlog.count} blocks, and has room"
+    for index, queue in enumerate(rest.planner.cascades.queues):
+        if queue.count and not queue.is_shut and rest.planner.cascades.room(index):
+            yield f"tier {index} has pending {queue.count} blocks, and has room"
 
 
 def no_request_waits(rest: Rest) -> Iterator[str]:
@@ -614,11 +616,11 @@ REST_INVARIANTS: tuple[Invariant[Rest], ...] = (
     Invariant("P2", "at rest nothing is pinned, written or held", nothing_is_in_use),
     Invariant(
         "P9",
-        "what was stored is in every tier, or owed to it and resident, or counted as lost",
+        "what was stored is in every tier, or pending for it and resident, or counted as lost",
         nothing_is_lost,
     ),
     Invariant("P10", _STATEMENTS["P10"], no_request_waits),
-    Invariant("P23", _STATEMENTS["P23"], nothing_is_owed),
+    Invariant("P23", _STATEMENTS["P23"], nothing_is_pending),
 )
 
 HISTORY_INVARIANTS: tuple[Invariant[History], ...] = (

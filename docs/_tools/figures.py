@@ -59,7 +59,7 @@ def _speeds(first: Report, last: Report, name: str, what: str, suffix: str) -> s
 
 def _figures(report: Report) -> Iterator[str]:
     machine, settings = report["machine"], report["settings"]
-    floors = {name: facts["floor"] for name, facts in report["contenders"].items()}
+    baselines = {name: facts["baseline"] for name, facts in report["contenders"].items()}
     yield (
         f"{machine['date'][:10]}: {machine['processors']} x {machine['processor']}, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}, load "
@@ -67,17 +67,17 @@ def _figures(report: Report) -> Iterator[str]:
         f"moved by {machine['block_io']}. {settings['in_flight']} jobs of "
         f"{settings['keys_per_job']} blocks under way, medians of {settings['rounds']} rounds."
     )
-    (first, *_) = [floor for floor in floors.values() if floor]
-    kinds = list(report["sizes"][0]["floors"][first["directory"]])
+    (first, *_) = [baseline for baseline in baselines.values() if baseline]
+    kinds = list(report["sizes"][0]["baselines"][first["directory"]])
     names = list(report["contenders"])
     for what, template in PASSES.items():
         if what not in report["sizes"][0]["contenders"][names[0]]["passes"]:
             continue
         title = template.format(keys=settings["one_job"])
         yield ""
-        yield from _head([f"GiB/s, {title}", *(f"{kind} floor" for kind in kinds), *names])
+        yield from _head([f"GiB/s, {title}", *(f"{kind} baseline" for kind in kinds), *names])
         for size in report["sizes"]:
-            beneath = size["floors"][first["directory"]]
+            beneath = size["baselines"][first["directory"]]
             yield _row(
                 [
                     _size(size),
@@ -114,7 +114,7 @@ def _median(standing: Report, what: str, figure: str = "gib_per_s") -> float:
 
 def _with_share(figures: Report) -> str:
     speed = figures["gib_per_s"]
-    return f"{_number(speed['median'])} ({speed['of_floor']:.2f})"
+    return f"{_number(speed['median'])} ({speed['of_baseline']:.2f})"
 
 
 def _head(titles: list[str]) -> Iterator[str]:

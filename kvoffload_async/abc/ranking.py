@@ -154,7 +154,7 @@ class KeyRanking:
         return self._table.remove(slots)
 
 
-def nobodies(count: int) -> Iterator[OffloadKey]:
+def placeholders(count: int) -> Iterator[OffloadKey]:
     """Yield keys that no block has: a policy makes room for somebody, also where nobody comes."""
     # A hash of 3 bytes: there is no block without one, and none so short.
     return (OffloadKey(number.to_bytes(7, "big")) for number in range(count))

@@ -28,7 +28,7 @@ class Direction(enum.Enum):
 
     LOAD = enum.auto()
     STORE = enum.auto()
-    NONE = enum.auto()
+    METADATA = enum.auto()
     """No payload moves: existence probes, sweeps, journals."""
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
 from kvoffload_async.async_engine.transfers import Transfers
-from kvoffload_async.core.index import KeysDecided
+from kvoffload_async.core.index import OnResolved
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
@@ -155,7 +155,7 @@ class Steps:
         news.set_result(None)
 
 
-def watch_keys(planner: Planner, decided: KeysDecided) -> None:
+def watch_keys(planner: Planner, decided: OnResolved) -> None:
     """Have `decided` called with keys whose writes have ended, or that a probe has answered."""
     planner.primary.decided = decided
     for tier in planner.tiers:
@@ -295,7 +295,7 @@ class Stores:
 
 
 def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
-    """Tell whether anything is owed, or in use that is not the request's own: it may be room."""
+    """Tell whether anything is pending, or in use that is not the request's own: it may be room."""
     if primary.protected_blocks:
         return True
     counts = primary.counts

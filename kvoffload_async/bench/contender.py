@@ -1,6 +1,6 @@
 """The contenders of a bench: this package's tiers and its peers', behind the same few calls.
 
-Tiers and floors write to new directories in one of this bench's own. ext4 searches long for an
+Tiers and baselines write to new directories in one of this bench's own. ext4 searches long for an
 inode where many were freed in the last minutes, which would slow down those tiers that make one
 file per block, each round more than the one before. So what is in a directory is emptied when it
 has been used, and removed only when everything is measured; and the directories are spread over

@@ -1,4 +1,4 @@
-"""The figures of a bench: medians over the rounds, their spread, and what they are of the floor."""
+"""The figures of a bench: medians over the rounds, their spread, their share of the baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from kvoffload_async.bench.floor import Floor
+from kvoffload_async.bench.baseline import Baseline
 from kvoffload_async.bench.plan import BESIDE, Sample
 from kvoffload_async.bench.rounds import MEMCPY, Samples
 
@@ -22,16 +22,16 @@ class Figure:
 
     Attributes:
         median: The middle one; `low` and `high` are the extremes.
-        of_floor: The median as a multiple of the floor's, where there is one to compare it with:
-            the native one, or the plain one where native code is not used.
-        of_plain: The same of the plain floor.
+        of_baseline: The median as a multiple of the baseline's, where there is one: of the native
+            baseline, or of the plain one where native code is not used.
+        of_plain: The same of the plain baseline.
         of_memcpy: The same of copying the bytes in memory.
     """
 
     median: float
     low: float
     high: float
-    of_floor: float | None = None
+    of_baseline: float | None = None
     of_plain: float | None = None
     of_memcpy: float | None = None
 
@@ -70,7 +70,7 @@ class SizeReport:
         num_jobs: Jobs of a pass, of `keys_per_job` blocks each.
         one_job_keys: Blocks of the single large job.
         memcpy: The figures of copying the bytes in memory.
-        floors: Figures of the floors, by directory and kind.
+        baselines: Figures of the baselines, by directory and kind.
         contenders: Everybody's standing, by name.
     """
 
@@ -80,7 +80,7 @@ class SizeReport:
     keys_per_job: int
     one_job_keys: int
     memcpy: dict[str, Figure]
-    floors: dict[str, dict[str, Passes]]
+    baselines: dict[str, dict[str, Passes]]
     contenders: dict[str, Standing]
 
 
@@ -92,7 +92,7 @@ class Report:
         interrupted: Whether rounds or block sizes are missing because somebody asked it to stop.
         settings: What it was asked to do.
         machine: What it ran on.
-        contenders: Of each: its options, its directory, and `floor`, which it is compared with.
+        contenders: Of each: its options, its directory, and `baseline`, which it is compared with.
         sizes: The figures.
     """
 
@@ -122,28 +122,28 @@ class Report:
 
 def summarize(
     samples: Samples,
-    floors: Mapping[str, Sequence[Floor]],
+    baselines: Mapping[str, Sequence[Baseline]],
     peers: Sequence[str],
 ) -> SizeReport:
     """Return the figures of one block size.
 
     Args:
         samples: What was measured.
-        floors: By contender, the floors to compare it with, first the one that counts; none for
-            that of memory.
+        baselines: By contender, the baselines to compare it with, first the one that counts; none
+            for that of memory.
         peers: Contenders to compare the others with.
     """
     work = samples.work
     memcpy = _figures(samples.passes[MEMCPY, "copy"], _Beside())
     raw: dict[str, dict[str, Passes]] = {}
-    for floor in dict.fromkeys(floor for each in floors.values() for floor in each):
-        raw.setdefault(floor.directory, {})[floor.kind] = {
+    for baseline in dict.fromkeys(baseline for each in baselines.values() for baseline in each):
+        raw.setdefault(baseline.directory, {})[baseline.kind] = {
             what: _figures(each, _Beside(memcpy=memcpy))
-            for what, each in _passes_of(samples, floor.name)
+            for what, each in _passes_of(samples, baseline.name)
         }
     passes: dict[str, Passes] = {}
-    for name, beneath in floors.items():
-        kinds = [raw[floor.directory][floor.kind] for floor in beneath]
+    for name, beneath in baselines.items():
+        kinds = [raw[baseline.directory][baseline.kind] for baseline in beneath]
         passes[name] = {
             what: _figures(
                 each,
@@ -160,7 +160,7 @@ def summarize(
         keys_per_job=work.many.keys_per_job,
         one_job_keys=work.one.num_keys if work.one else 0,
         memcpy=memcpy,
-        floors=raw,
+        baselines=raw,
         contenders={
             name: Standing(
                 passes=passes[name],
@@ -172,7 +172,7 @@ def summarize(
                 failed_jobs=samples.failed_jobs[name],
                 reason=samples.reasons.get(name),
             )
-            for name in floors
+            for name in baselines
         },
     )
 
@@ -186,10 +186,10 @@ def size_text(num_bytes: int) -> str:
 
 
 class _Beside(NamedTuple):
-    """What figures are compared with: those of copying in memory, of the floor, the plain one."""
+    """The figures to compare with: copying in memory, the baseline, the plain baseline."""
 
     memcpy: Mapping[str, Figure] = MappingProxyType({})
-    floor: Mapping[str, Figure] = MappingProxyType({})
+    baseline: Mapping[str, Figure] = MappingProxyType({})
     plain: Mapping[str, Figure] = MappingProxyType({})
 
 
@@ -206,14 +206,14 @@ def _figures(samples: Sequence[Sample], beside: _Beside) -> dict[str, Figure]:
 def _figure(name: str, values: Sequence[float], beside: _Beside) -> Figure:
     middle = median(values)
     others = (each.get(BESIDE.get(name, name)) for each in beside)
-    of_memcpy, of_floor, of_plain = (
+    of_memcpy, of_baseline, of_plain = (
         middle / other.median if other and other.median else None for other in others
     )
     return Figure(
         median=middle,
         low=min(values),
         high=max(values),
-        of_floor=of_floor,
+        of_baseline=of_baseline,
         of_plain=of_plain,
         of_memcpy=of_memcpy,
     )

@@ -72,8 +72,8 @@ class Plan:
         one_job: Keys of the single large job, as asked for.
         in_flight: Jobs under way at once.
         rounds: How often everything is measured.
-        threads: Threads of the floor.
-        direct: Whether the floor bypasses the page cache.
+        threads: Threads of the baseline.
+        direct: Whether the baseline bypasses the page cache.
         steady: Whether what has a capacity is full before it is measured.
         keep: Whether everybody has one store for all rounds of a block size.
         warm_up: Whether memory for the page cache is touched before a store is opened.
@@ -187,7 +187,7 @@ BESIDE: Final = {
     "submit_us_per_job": "wall_us_per_job",
     "submit_us_per_key": "wall_us_per_key",
 }
-"""Which figure of the floor a tier's figure is compared with, where that is not the same one.
+"""Which figure of the baseline a tier's figure is compared with, where that is not the same one.
 
 The time of the owner's thread stands beside the time in which the machine moves the bytes: a share
 of 0.01 leaves the scheduler 99 % of a time that could not be shorter.

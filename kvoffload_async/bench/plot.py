@@ -81,11 +81,11 @@ def _lines(
     """Yield the label, the style and a figure a block size of every line."""
     sizes = report.sizes
     yield MEMCPY, _MEMCPY_STYLE, [size.memcpy.get(name) for size in sizes]
-    for directory, kinds in sizes[0].floors.items():
+    for directory, kinds in sizes[0].baselines.items():
         for kind in kinds:
-            figures = [size.floors[directory][kind][what].get(name) for size in sizes]
-            label = f"{kind} floor"
-            if len(sizes[0].floors) > 1:
+            figures = [size.baselines[directory][kind][what].get(name) for size in sizes]
+            label = f"{kind} baseline"
+            if len(sizes[0].baselines) > 1:
                 label = f"{label} {directory}"
             yield label, _FLOOR_STYLES[kind], figures
     for number, contender in enumerate(sizes[0].contenders):

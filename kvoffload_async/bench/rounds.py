@@ -1,4 +1,4 @@
-"""The order of a bench: round after round, first the floors, then every contender.
+"""The order of a bench: round after round, first the baselines, then every contender.
 
 What disturbs the machine for a while so disturbs all of them alike. In every round a contender
 starts with a new store, or goes on with the one it has; empty at first or, where that is asked for
@@ -22,8 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from kvoffload_async.bench.baseline import Baseline, Payload, measure_memcpy
 from kvoffload_async.bench.contender import Contender, OpenTier, Result, UnfitError
-from kvoffload_async.bench.floor import Floor, Payload, measure_memcpy
 from kvoffload_async.bench.plan import Jobs, Plan, Sample, Work, of_owner, of_pass
 from kvoffload_async.types import OffloadKey, as_block_ids, make_offload_key
 
@@ -230,7 +230,7 @@ class Samples:
 
 def measure(
     plan: Plan,
-    floors: Sequence[Floor],
+    baselines: Sequence[Baseline],
     contenders: Sequence[Contender],
     *,
     on_turn: Callable[[], None],
@@ -242,7 +242,7 @@ def measure(
 
     Args:
         plan: What to do.
-        floors: Where the machine is measured.
+        baselines: Where the machine is measured.
         contenders: Who is measured.
         on_turn: Called after each one's turn, `turns` times in all.
         should_stop: Whether to end early.
@@ -258,7 +258,7 @@ def measure(
             with Payload(work.num_rows, work.block_bytes) as payload, ExitStack() as kept:
                 takers = [_Turn(one, plan, payload, samples, kept) for one in contenders]
                 while samples.rounds < plan.rounds and not should_stop():
-                    for turn in _turns(plan, floors, takers, payload, samples):
+                    for turn in _turns(plan, baselines, takers, payload, samples):
                         if should_stop():
                             break
                         gc.collect()
@@ -275,9 +275,9 @@ def measure(
         gc.unfreeze()
 
 
-def turns(plan: Plan, floors: Sequence[Floor], contenders: Sequence[Contender]) -> int:
+def turns(plan: Plan, baselines: Sequence[Baseline], contenders: Sequence[Contender]) -> int:
     """Return how many turns there are in all."""
-    return len(plan.works) * plan.rounds * (1 + len(floors) + len(contenders))
+    return len(plan.works) * plan.rounds * (1 + len(baselines) + len(contenders))
 
 
 def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
@@ -301,14 +301,14 @@ def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
 
 def _turns(
     plan: Plan,
-    floors: Sequence[Floor],
+    baselines: Sequence[Baseline],
     takers: Sequence[_Turn],
     payload: Payload,
     samples: Samples,
 ) -> Iterator[Callable[[], None]]:
     yield partial(_measure_memcpy, plan, payload, samples)
-    for floor in floors:
-        yield partial(_measure_floor, floor, plan, payload, samples)
+    for baseline in baselines:
+        yield partial(_measure_baseline, baseline, plan, payload, samples)
     for taker in takers:
         yield taker.run
 
@@ -318,14 +318,14 @@ def _measure_memcpy(plan: Plan, payload: Payload, samples: Samples) -> None:
     samples.passes[MEMCPY, "copy"].append(sample)
 
 
-def _measure_floor(floor: Floor, plan: Plan, payload: Payload, samples: Samples) -> None:
+def _measure_baseline(baseline: Baseline, plan: Plan, payload: Payload, samples: Samples) -> None:
     if plan.warm_up:
-        floor.place.warm_up(payload.bytes, samples.work.stored_bytes)
+        baseline.place.warm_up(payload.bytes, samples.work.stored_bytes)
     work = samples.work
     for jobs, suffix in ((work.many, ""), (work.one, ONE_JOB)):
         if jobs is not None:
-            for what, sample in floor.measure(plan, payload, jobs).items():
-                samples.passes[floor.name, f"{what}{suffix}"].append(sample)
+            for what, sample in baseline.measure(plan, payload, jobs).items():
+                samples.passes[baseline.name, f"{what}{suffix}"].append(sample)
 
 
 class _Turn:

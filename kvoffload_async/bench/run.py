@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvoffload_async.bench.baseline import Baseline, PlainBaseline
 from kvoffload_async.bench.contender import Contender, OwnTier, load_peer
 from kvoffload_async.bench.figures import Report, summarize
-from kvoffload_async.bench.floor import Floor, PlainFloor
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import measure, rehearse, turns
 from kvoffload_async.block_io import implementation
@@ -52,21 +52,23 @@ def run_bench(
         one.check(plan.stored_bytes, [work.block_bytes for work in plan.works])
     contenders = _named_apart([*own, *others])
     with ExitStack() as stack:
-        floors = _floors(contenders, plan, stack)
+        baselines = _baselines(contenders, plan, stack)
         rehearse(plan, contenders)
-        different = list(dict.fromkeys(floor for each in floors.values() for floor in each))
+        different = list(
+            dict.fromkeys(baseline for each in baselines.values() for baseline in each)
+        )
         expect(turns(plan, different, contenders))
         measured = measure(
             plan, different, contenders, on_turn=lambda: advance(1), should_stop=should_stop
         )
         names = [peer.name for peer in others]
-        sizes = tuple(summarize(samples, floors, names) for samples in measured)
+        sizes = tuple(summarize(samples, baselines, names) for samples in measured)
     is_complete = len(sizes) == len(plan.works) and sizes[-1].rounds == plan.rounds
     return Report(
         interrupted=not is_complete,
         settings=_settings(plan),
         machine=_machine(),
-        contenders={contender.name: _facts(contender, floors) for contender in contenders},
+        contenders={contender.name: _facts(contender, baselines) for contender in contenders},
         sizes=sizes,
     )
 
@@ -80,35 +82,35 @@ def _named_apart(contenders: Sequence[Contender]) -> Sequence[Contender]:
     return contenders
 
 
-def _floors(
+def _baselines(
     contenders: Sequence[Contender], plan: Plan, stack: ExitStack
-) -> dict[str, Sequence[Floor]]:
-    """Return each one's floors: those of its filesystem, since that is what is compared.
+) -> dict[str, Sequence[Baseline]]:
+    """Return each one's baselines: those of its filesystem, since that is what is compared.
 
     The first is the one that counts: the native one, where this package's tiers move bytes so.
     """
-    by_device: dict[int, Sequence[Floor]] = {}
-    floors: dict[str, Sequence[Floor]] = {}
+    by_device: dict[int, Sequence[Baseline]] = {}
+    baselines: dict[str, Sequence[Baseline]] = {}
     for contender in contenders:
         place = contender.place
         if place is None:
-            floors[contender.name] = ()
+            baselines[contender.name] = ()
             continue
         stack.enter_context(place)
         place.check_room(max(plan.room_bytes, _capacity_bytes(contender, plan)))
         if place.device not in by_device:
-            by_device[place.device] = [kind(place) for kind in _floor_kinds()]
-        floors[contender.name] = by_device[place.device]
-    return floors
+            by_device[place.device] = [kind(place) for kind in _baseline_kinds()]
+        baselines[contender.name] = by_device[place.device]
+    return baselines
 
 
-def _floor_kinds() -> list[type[Floor]]:
+def _baseline_kinds() -> list[type[Baseline]]:
     if implementation().name != "native":
-        return [PlainFloor]
+        return [PlainBaseline]
     # Not before it is known that the module it needs is there.
-    from kvoffload_async.bench.floor import NativeFloor  # noqa: PLC0415
+    from kvoffload_async.bench.baseline import NativeBaseline  # noqa: PLC0415
 
-    return [NativeFloor, PlainFloor]
+    return [NativeBaseline, PlainBaseline]
 
 
 def _capacity_bytes(contender: Contender, plan: Plan) -> int:
@@ -117,12 +119,12 @@ def _capacity_bytes(contender: Contender, plan: Plan) -> int:
     return max(sizes) if plan.steady else 0
 
 
-def _facts(contender: Contender, floors: dict[str, Sequence[Floor]]) -> dict[str, Any]:
-    beside = floors[contender.name]
+def _facts(contender: Contender, baselines: dict[str, Sequence[Baseline]]) -> dict[str, Any]:
+    beside = baselines[contender.name]
     return {
         "options": dict(contender.options),
         "directory": str(contender.place.path) if contender.place else None,
-        "floor": {"directory": beside[0].directory, "kind": beside[0].kind} if beside else None,
+        "baseline": {"directory": beside[0].directory, "kind": beside[0].kind} if beside else None,
     }
 
 
@@ -134,7 +136,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "in_flight": plan.in_flight,
         "rounds": plan.rounds,
         "threads": plan.threads,
-        "direct_floor": plan.direct,
+        "direct_baseline": plan.direct,
         "steady": plan.steady,
         "keep": plan.keep,
         "warm_up": plan.warm_up,

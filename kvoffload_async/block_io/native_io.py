@@ -179,7 +179,7 @@ class NativeBlockIo(BlockIo):
         if self._tending is not None:
             self._tending.cancel()
         self._memory.release()
-        left = await self._io.run(Direction.NONE, partial(engine.close, _CLOSE_S))
+        left = await self._io.run(Direction.METADATA, partial(engine.close, _CLOSE_S))
         if left:
             logger.warning("%d native threads hang in a system call, and are left behind", left)
         else:

@@ -46,10 +46,10 @@ _TITLES: Final = {
 _FILE_WIDTH: Final = 176
 _WHOLE: Final = 100
 _COLUMNS: Final = (
-    *("GiB/s", "from-to", "x floor", "x plain"),
+    *("GiB/s", "from-to", "x base", "x plain"),
     *("p50 ms", "p90", "p99"),
-    *("us/job", "us/key", "x floor"),
-    *("CPU s/GiB", "x floor"),
+    *("us/job", "us/key", "x base"),
+    *("CPU s/GiB", "x base"),
     "switches",
 )
 _ALL: Final = tuple(range(len(_COLUMNS)))
@@ -86,10 +86,10 @@ def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -
         rows = _Rows(table, size)
         if what in {"store", "load"}:
             rows.add(MEMCPY, *shown(size.memcpy))
-        for directory, kinds in size.floors.items():
+        for directory, kinds in size.baselines.items():
             for kind, passes in kinds.items():
                 if what in passes:
-                    rows.add(_floor_name(report, directory, kind), *shown(passes[what]))
+                    rows.add(_baseline_name(report, directory, kind), *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
                 rows.add(name, *shown(standing.passes[what]))
@@ -101,14 +101,14 @@ def _cells(figures: Figures) -> list[str]:
     return [
         _number(speed),
         f"{speed.low:.2g}-{speed.high:.2g}",
-        _times(speed.of_floor),
+        _times(speed.of_baseline),
         _times(speed.of_plain),
         *(_number(figures[f"job_ms_p{q}"]) for q in (50, 90, 99)),
         _number(owner),
         _number(figures.get("owner_us_per_key")),
-        _times(owner.of_floor if owner else None),
+        _times(owner.of_baseline if owner else None),
         _number(figures["cpu_s_per_gib"]),
-        _times(figures["cpu_s_per_gib"].of_floor),
+        _times(figures["cpu_s_per_gib"].of_baseline),
         _number(figures.get("switches_per_job")),
     ]
 
@@ -159,8 +159,8 @@ def _remarks(report: Report) -> Iterator[str]:
         f"{'full' if settings['steady'] else 'empty'} stores"
         f"{' that are kept from round to round' if settings['keep'] else ''}; "
         f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks under way. ms: of a "
-        "job, until its result is seen. us: of the owner's thread, in all calls. x floor: as a "
-        f"multiple of {_floor_text(report)}, and x plain: of plain writes or reads, by "
+        "job, until its result is seen. us: of the owner's thread, in all calls. x base: as a "
+        f"multiple of {_baseline_text(report)}, and x plain: of plain writes or reads, by "
         f"{settings['threads']} threads; for the owner's time, of the time that these take. "
         "switches: voluntary ones a job, of Python threads but the owner's, as when they wait for "
         "the interpreter's lock. Every loaded block was compared with what was stored, after the "
@@ -198,13 +198,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _floor_name(report: Report, directory: str, kind: str) -> str:
-    how = f"{kind}, direct" if report.settings["direct_floor"] else kind
-    one = len(report.sizes[0].floors) == 1
-    return f"floor, {how}" if one else f"floor, {how}, {directory}"
+def _baseline_name(report: Report, directory: str, kind: str) -> str:
+    how = f"{kind}, direct" if report.settings["direct_baseline"] else kind
+    one = len(report.sizes[0].baselines) == 1
+    return f"base, {how}" if one else f"base, {how}, {directory}"
 
 
-def _floor_text(report: Report) -> str:
+def _baseline_text(report: Report) -> str:
     is_native = report.machine["block_io"] == "native"
     return "the bare native engine with checksums" if is_native else "plain writes or reads"
 
@@ -271,19 +271,22 @@ def bench(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, metavar="N", help="Threads of the floor; by default as many as a tier's."
+            min=1,
+            max=64,
+            metavar="N",
+            help="Threads of the baseline; by default as many as a tier's.",
         ),
     ] = None,
-    direct_floor: Annotated[
+    direct_baseline: Annotated[
         bool,
-        typer.Option("--direct-floor", help="The floor bypasses the page cache (O_DIRECT)."),
+        typer.Option("--direct-baseline", help="The baseline bypasses the page cache (O_DIRECT)."),
     ] = False,
     steady: Annotated[
         bool,
         typer.Option(
             "--steady",
             help="Fill what has a capacity before it is measured, so that it writes over what it "
-            "has, as it will most of its life; the floor does too.",
+            "has, as it will most of its life; the baseline does too.",
         ),
     ] = False,
     keep: Annotated[
@@ -334,7 +337,7 @@ def bench(
             in_flight=in_flight,
             rounds=rounds,
             threads=suitable_threads() if threads is None else threads,
-            direct=direct_floor,
+            direct=direct_baseline,
             steady=steady,
             keep=keep,
             warm_up=warm_up,

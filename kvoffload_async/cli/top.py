@@ -146,7 +146,7 @@ def _device(stats: EngineStatistics) -> Text:
 def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool) -> Table:
     table = _table()
     table.add_column("tier", no_wrap=True, max_width=_WIDE_NAME if is_wide else _NARROW_NAME)
-    wide = ("overdue", "owed", "corrupt") if is_wide else ()
+    wide = ("overdue", "pending", "corrupt") if is_wide else ()
     for name in ("used", "hits", "load/s", "store/s", "queue", "jobs", *wide, "fail", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -176,7 +176,7 @@ def _tier(
     yield _short(tier.jobs_in_flight)
     if is_wide:
         yield _alarming(tier.overdue_jobs)
-        yield _short(tier.owed_blocks)
+        yield _short(tier.pending_blocks)
         yield _alarming(of(attrgetter("corrupt_blocks")))
     yield _alarming(of(attrgetter("failed_jobs")))
     yield _alarming(of(attrgetter("dropped_blocks")), "yellow")

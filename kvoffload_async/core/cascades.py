@@ -1,10 +1,9 @@
 """Cascades: what is stored goes on to the tiers, and so does the news of what was used.
 
-What finds no room in a tier's share now goes later: each tier is owed blocks, by the slot in which
-they lie.
+What finds no room in a tier's share now is *pending* for the tier, by the slot in which it lies.
 
-    unmarked --add--> owed --began--> under way --ended well, or given up--> unmarked
-    owed --forget (evicted)--> unmarked            under way --ended badly--> owed, last in line
+    unmarked --add--> pending --began--> under way --ended well, or given up--> unmarked
+    pending --forget (evicted)--> unmarked         under way --ended badly--> pending, last in line
 
 Each tier hears once a step of what requests have found. A tier that never hears of a use evicts
 what the primary serves all the time.
@@ -41,7 +40,7 @@ from kvoffload_async.types import (
 )
 
 
-class OwnContext:
+class EngineContext:
     """A request that never ends before the planner does, and that nobody else may begin.
 
     A tier hears of its begin before the first thing that is done in it, and of its end after the
@@ -66,7 +65,7 @@ class OwnContext:
             tier.finish_request(self.ctx)
 
 
-_OWED: Final = 1
+_PENDING: Final = 1
 _UNDER_WAY: Final = 2
 _A_TRY: Final = 4
 """A mark is one byte: what a block is, and `_A_TRY` more for each time it has failed."""
@@ -82,17 +81,17 @@ Protect = Callable[[Sequence[int]], object]
 """Protects the blocks in slots from eviction, or stops doing so."""
 
 
-class Backlog:
-    """The blocks that one tier is owed, the oldest first; what is not resident is not in here.
+class WriteBackQueue:
+    """The resident blocks that are pending for one tier, the oldest first.
 
-    Bytes a slot of the primary: 9, owed or not, and nothing that the garbage collector walks.
+    Bytes a slot of the primary: 9, pending or not, and nothing that the garbage collector walks.
 
     Attributes:
-        count: How many blocks are owed.
+        count: How many blocks are pending.
         since_s: Since when some have been, without a break.
         new_blocks: How many were added since the step began by stores of the step itself.
         is_shut: Whether the tier was out of order when it was asked last.
-        is_wanted: Whether the tier is in order: what it is owed is protected.
+        is_wanted: Whether the tier is in order: its pending blocks are protected.
         paused_until_s: When the tier, which has refused or failed, is tried again.
     """
 
@@ -116,24 +115,24 @@ class Backlog:
     def add(self, slots: Iterable[int], now_s: float) -> int:
         """Owe the blocks in these slots, but for those on their way; return how many are new."""
         marks = self._marks
-        new = [slot for slot in slots if not marks[slot] & (_OWED | _UNDER_WAY)]
+        new = [slot for slot in slots if not marks[slot] & (_PENDING | _UNDER_WAY)]
         for slot in new:
-            marks[slot] |= _OWED
+            marks[slot] |= _PENDING
         self._append(new, now_s)
         return len(new)
 
     def oldest(self, count: int) -> list[int]:
-        """Return the slots of the blocks that have been owed for the longest."""
+        """Return the slots of the blocks that have been pending for the longest."""
         return list(islice(self._oldest_first.walk(), count))
 
     def began(self, slots: Sequence[int]) -> None:
         """Learn that a copy of the blocks in these slots is under way."""
         marks = self._marks
         if self.count:
-            owed = [slot for slot in slots if marks[slot] & _OWED]
-            self._remove(owed)
-            for slot in owed:
-                marks[slot] -= _OWED
+            pending = [slot for slot in slots if marks[slot] & _PENDING]
+            self._remove(pending)
+            for slot in pending:
+                marks[slot] -= _PENDING
         for slot in slots:
             marks[slot] |= _UNDER_WAY
 
@@ -145,7 +144,9 @@ class Backlog:
                 marks[slot] = 0
             return
         for slot in slots:
-            marks[slot] &= _OWED | _PROTECTED  # since an earlier copy of the same block has ended
+            marks[slot] &= (
+                _PENDING | _PROTECTED
+            )  # since an earlier copy of the same block has ended
 
     def failed(self, slots: Sequence[int], now_s: float, *, counts: bool) -> int:
         """Owe them again after a copy that failed; return how many are given up instead.
@@ -160,10 +161,10 @@ class Backlog:
         given_up = 0
         for slot in slots:
             mark = marks[slot] & ~_UNDER_WAY
-            if mark & _OWED:
+            if mark & _PENDING:
                 pass
             elif mark + _A_TRY * counts < _MOST_TRIES * _A_TRY:
-                mark += _A_TRY * counts + _OWED
+                mark += _A_TRY * counts + _PENDING
                 again.append(slot)
             else:
                 mark = 0
@@ -173,7 +174,7 @@ class Backlog:
         return given_up
 
     def forget(self, slots: Iterable[int]) -> int:
-        """Learn that the blocks in these slots were evicted; return how many had been owed."""
+        """Learn that the blocks in these slots were evicted; return how many had been pending."""
         marks = self._marks
         lost = [slot for slot in slots if marks[slot]]
         self._remove(lost)
@@ -182,7 +183,7 @@ class Backlog:
         return len(lost)
 
     def clear(self) -> int:
-        """Forget everything; return how many blocks were owed."""
+        """Forget everything; return how many blocks were pending."""
         lost = self.count
         self._stop_protecting(list(self._oldest_first.walk()))
         self._oldest_first.clear()
@@ -200,7 +201,7 @@ class Backlog:
         return self._num_heeded < len(self._marks)
 
     def heed(self, *, is_wanted: bool) -> None:
-        """Protect what is owed, or stop doing so, as far as a step may take: slot by slot."""
+        """Protect what is pending, or stop doing so, as far as a step may take: slot by slot."""
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
             self._num_heeded = 0
@@ -209,14 +210,14 @@ class Backlog:
         marks = self._marks
         slots = range(self._num_heeded, min(self._num_heeded + _SLOTS_A_STEP, len(marks)))
         self._num_heeded = slots.stop
-        owed = [slot for slot in slots if marks[slot] & _OWED]
+        pending = [slot for slot in slots if marks[slot] & _PENDING]
         if not is_wanted:
-            self._stop_protecting(owed)
+            self._stop_protecting(pending)
             return
-        owed = [slot for slot in owed if not marks[slot] & _PROTECTED]
-        for slot in owed:
+        pending = [slot for slot in pending if not marks[slot] & _PROTECTED]
+        for slot in pending:
             marks[slot] |= _PROTECTED
-        self._protect(owed)
+        self._protect(pending)
 
     # -- pauses ---------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Backlog:
     # -- looking --------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[int]:
-        """Iterate over the slots of what is owed, the oldest first. For invariants."""
+        """Iterate over the slots of what is pending, the oldest first. For invariants."""
         return self._oldest_first.walk()
 
     def protected(self) -> Iterator[int]:
@@ -247,19 +248,23 @@ class Backlog:
         Args:
             under_way: The slots whose copies to the tier may still run.
         """
-        owed = set(self._oldest_first.walk())
-        if len(owed) != self.count:
-            yield f"{self.count} blocks are counted as owed, but {len(owed)} are"
+        pending = set(self._oldest_first.walk())
+        if len(pending) != self.count:
+            yield f"{self.count} blocks are counted as pending, but {len(pending)} are"
         for slot, mark in enumerate(self._marks):
-            if bool(mark & _OWED) != (slot in owed):
-                yield f"slot {slot} has mark {mark}, but is {'' if slot in owed else 'not '}owed"
+            if bool(mark & _PENDING) != (slot in pending):
+                yield f"slot {slot} has mark {mark}, but is pending: {slot in pending}"
             if mark & _UNDER_WAY and slot not in under_way:
                 yield f"slot {slot} is marked as under way, but no copy reads it"
-            if mark and not mark & (_OWED | _UNDER_WAY):
-                yield f"slot {slot} has mark {mark}, but is neither owed nor under way"
-            if mark & _PROTECTED and slot not in owed:
-                yield f"slot {slot} is protected, but not owed"
-            if slot in owed and not self.is_heeding and self.is_wanted != bool(mark & _PROTECTED):
+            if mark and not mark & (_PENDING | _UNDER_WAY):
+                yield f"slot {slot} has mark {mark}, but is neither pending nor under way"
+            if mark & _PROTECTED and slot not in pending:
+                yield f"slot {slot} is protected, but not pending"
+            if (
+                slot in pending
+                and not self.is_heeding
+                and self.is_wanted != bool(mark & _PROTECTED)
+            ):
                 yield f"slot {slot} has mark {mark}, but is_wanted is {self.is_wanted}"
 
     # -- inside ---------------------------------------------------------------------------------
@@ -293,7 +298,7 @@ Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
 """Submits a cascade: tier, context, keys, and their slots, which are pinned."""
 
 LATE_BLOCKS_A_STEP: Final = 256
-"""How many owed blocks a step submits to a tier, besides as many as were added in the step."""
+"""How many pending blocks a step submits to a tier, besides as many as were added in the step."""
 
 _FINAL: Final = (
     BlockMissingError,
@@ -309,7 +314,7 @@ class Cascades:
     """Sends readable blocks to the tiers, each as many as it takes, and remembers the rest.
 
     What a tier does not take now (its bound is reached, its breaker is open, it is under pressure,
-    or its store failed for a reason that may pass) it is *owed*, in the order in which it came,
+    or its store failed for a reason that may pass) it is *pending*, in the order in which it came,
     and gets as soon as there is room. It is lost only if it is evicted first; then it is counted
     as dropped. Owed blocks are not pinned; but as long as their tier is in order, they are evicted
     last, or not at all. A late cascade belongs to no request.
@@ -322,10 +327,10 @@ class Cascades:
         primary: Primary,
         tiers: Sequence[TierState],
         shares: Shares,
-        own: OwnContext,
+        own: EngineContext,
         submit: Submit,
     ) -> None:
-        """Start with nothing owed.
+        """Start with nothing pending.
 
         Args:
             primary: Where the blocks lie.
@@ -339,41 +344,41 @@ class Cascades:
         self._shares = shares
         self._own = own
         self._submit = submit
-        self.backlogs = [
-            Backlog(primary.num_slots, primary.protect, primary.unprotect) for _ in tiers
+        self.queues = [
+            WriteBackQueue(primary.num_slots, primary.protect, primary.unprotect) for _ in tiers
         ]
-        """What each tier is owed. To be read only."""
+        """What is pending for each tier. To be read only."""
         self.parking: dict[ReqContext, RequestState] = {}
         """The requests with keys that another request is writing."""
         self._is_closed = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is needed: something is parked, or owed to a tier that may take it."""
+        """Whether a step is needed: something is parked, or pending for a tier that may take it."""
         if self.parking:
             return True
         return any(
-            backlog.count and not backlog.is_shut and self.room(index)
-            for index, backlog in enumerate(self.backlogs)
+            queue.count and not queue.is_shut and self.room(index)
+            for index, queue in enumerate(self.queues)
         )
 
     @property
-    def owes_anything(self) -> bool:
-        """Whether some tier is owed something."""
-        return any(backlog.count for backlog in self.backlogs)
+    def has_pending(self) -> bool:
+        """Whether blocks are pending for some tier."""
+        return any(queue.count for queue in self.queues)
 
     def wakes_in_s(self, now_s: float) -> float | None:
-        """Return in how many seconds a step can send something that is owed.
+        """Return in how many seconds a step can send something that is pending.
 
-        None: nothing is owed, or only what waits for the end of another job. 0: also if the step
-        has not looked at all that a tier is owed, which has failed or works again.
+        None: nothing is pending, or only what waits for the end of another job. 0: also if the step
+        has not looked at all blocks pending for a tier that has failed or works again.
         """
-        if any(backlog.is_heeding for backlog in self.backlogs):
+        if any(queue.is_heeding for queue in self.queues):
             return 0.0
         waits = [
-            max(0.0, backlog.paused_until_s - now_s)
-            for index, backlog in enumerate(self.backlogs)
-            if backlog.count and self.room(index)
+            max(0.0, queue.paused_until_s - now_s)
+            for index, queue in enumerate(self.queues)
+            if queue.count and self.room(index)
         ]
         return min(waits, default=None)
 
@@ -382,20 +387,20 @@ class Cascades:
     def send(
         self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
     ) -> None:
-        """Cascade readable keys: as long a head of them as the tier takes now; owe it the rest."""
-        backlog = self.backlogs[index]
+        """Cascade readable keys: the head that the tier takes now; the rest is pending."""
+        queue = self.queues[index]
         taken = keys[:0]
-        if not backlog.count:  # else: first come, first served
+        if not queue.count:  # else: first come, first served
             room = self.room(index)
             if room and self._takes_store(index, now_s):
                 taken = keys[:room]
         if taken:
             slots = self._primary.pin(taken)
-            backlog.began(slots)
+            queue.began(slots)
             self._submit(index, request.ctx, taken, slots)
         rest = keys[len(taken) :]
         if rest:
-            backlog.new_blocks += self.owe(index, rest, now_s)
+            queue.new_blocks += self.defer(index, rest, now_s)
 
     def send_present(
         self,
@@ -416,11 +421,11 @@ class Cascades:
             self.parking[request.ctx] = request
         self._send_to_request_level(request, readable, now_s)
 
-    def owe(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> int:
+    def defer(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> int:
         """Owe a tier those of the keys that are readable, and not on their way; return how many."""
         if self._is_closed:
             return 0
-        added = self.backlogs[index].add(self._primary.readable_slots(keys), now_s)
+        added = self.queues[index].add(self._primary.readable_slots(keys), now_s)
         self._watch_evictions()
         return added
 
@@ -429,7 +434,7 @@ class Cascades:
         for faster in range(index):
             lacking = self._tiers[faster].lacks(keys)
             if lacking:
-                self.owe(faster, lacking, now_s)
+                self.defer(faster, lacking, now_s)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -450,29 +455,29 @@ class Cascades:
                 done.append(request)
         return done
 
-    def send_owed(self, now_s: float) -> None:
-        """Send the tiers what they are owed: a bounded number of blocks, however many there are.
+    def send_pending(self, now_s: float) -> None:
+        """Send the tiers their pending blocks: a bounded number of blocks, however many there are.
 
-        What a tier that has failed is owed is not protected from eviction until it works again.
+        Blocks pending for a failed tier are not protected from eviction until it works again.
         """
-        for index, backlog in enumerate(self.backlogs):
-            backlog.heed(is_wanted=self._tiers[index].wants_blocks)
-            most = LATE_BLOCKS_A_STEP + backlog.new_blocks
-            backlog.new_blocks = 0
-            if backlog.count and now_s >= backlog.paused_until_s:
-                self._send_owed_to(index, most, now_s)
+        for index, queue in enumerate(self.queues):
+            queue.heed(is_wanted=self._tiers[index].wants_blocks)
+            most = LATE_BLOCKS_A_STEP + queue.new_blocks
+            queue.new_blocks = 0
+            if queue.count and now_s >= queue.paused_until_s:
+                self._send_pending_to(index, most, now_s)
 
     # -- how jobs end ---------------------------------------------------------------------------
 
     def ended(self, index: int, job: JobMetadata, result: JobResult, now_s: float) -> None:
-        """Take in the result of a cascade; the blocks that a passing fault has hit are owed."""
-        backlog = self.backlogs[index]
-        backlog.is_shut = not self._tiers[index].may_store(now_s)
+        """Take in the result of a cascade; the blocks that a passing fault has hit are pending."""
+        queue = self.queues[index]
+        queue.is_shut = not self._tiers[index].may_store(now_s)
         if result.success:
-            backlog.resume()
+            queue.resume()
         elif not isinstance(result.error, _FINAL):
-            backlog.pause(now_s)
-        if result.disowned:
+            queue.pause(now_s)
+        if result.orphaned:
             return  # the copy may still end well; see `released`
         self._primary.unpin(job.keys)
         landed = job.keys if result.success else result.successful_keys or ()
@@ -489,15 +494,15 @@ class Cascades:
     # -- the end --------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget everything: the primary is about to be emptied. What is owed is lost."""
+        """Forget everything: the primary is about to be emptied. What is pending is lost."""
         for tier in self._tiers:
-            late = (record for record in tier.jobs.disowned() if not record.holds_slots)
+            late = (record for record in tier.jobs.orphaned() if not record.holds_slots)
             # Nobody will know their slots when the copies end.
             tier.counters.failed_store_blocks += sum(len(record.job.keys) for record in late)
         self._drop_all("reset")
 
     def close(self) -> None:
-        """Owe nothing any more: what still is owed is lost."""
+        """Drop the pending blocks: they are lost."""
         self._is_closed = True
         self._drop_all("closed")
 
@@ -509,12 +514,12 @@ class Cascades:
 
     def _takes_store(self, index: int, now_s: float) -> bool:
         """Ask a tier whether it takes a job now; one that does not is left alone for a moment."""
-        tier, backlog = self._tiers[index], self.backlogs[index]
+        tier, queue = self._tiers[index], self.queues[index]
         if tier.takes_store(now_s):
-            backlog.is_shut = False
+            queue.is_shut = False
             return True
-        backlog.pause(now_s)
-        backlog.is_shut = not tier.may_store(now_s)
+        queue.pause(now_s)
+        queue.is_shut = not tier.may_store(now_s)
         return False
 
     def _send_to_request_level(
@@ -524,15 +529,15 @@ class Cascades:
             for index in request.request_level_tiers:
                 self.send(index, request, keys, now_s)
 
-    def _send_owed_to(self, index: int, most: int, now_s: float) -> None:
-        backlog = self.backlogs[index]
+    def _send_pending_to(self, index: int, most: int, now_s: float) -> None:
+        queue = self.queues[index]
         room = self.room(index)
         if not room or not self._takes_store(index, now_s):
             return
-        slots = backlog.oldest(min(room, most))
+        slots = queue.oldest(min(room, most))
         keys = self._primary.keys_of(slots)
         self._primary.pin(keys)
-        backlog.began(slots)
+        queue.began(slots)
         tier = self._tiers[index]
         tier.counters.late_blocks += len(keys)
         self._submit(index, self._own.within(tier), keys, slots)
@@ -546,39 +551,39 @@ class Cascades:
         error: Exception | None,
         now_s: float,
     ) -> None:
-        """Unmark the blocks of a copy that has ended; owe those that it may pay to try again."""
-        tier, backlog = self._tiers[index], self.backlogs[index]
+        """Unmark the blocks of a copy that has ended; those worth a retry are pending."""
+        tier, queue = self._tiers[index], self.queues[index]
         slots = job.block_ids.tolist()
         if len(landed) == len(slots):
-            backlog.ended(slots)
+            queue.ended(slots)
             return
         missed = [s for s, key in zip(slots, job.keys, strict=True) if key not in landed]
         if isinstance(error, _FINAL) or self._is_closed:
-            backlog.ended(slots)
+            queue.ended(slots)
             tier.counters.failed_store_blocks += len(missed)
             return
-        backlog.ended(s for s, key in zip(slots, job.keys, strict=True) if key in landed)
+        queue.ended(s for s, key in zip(slots, job.keys, strict=True) if key in landed)
         # While a tier is out of order no block is to blame: the breaker bounds the tries.
         counts = tier.may_store(now_s)
-        tier.counters.failed_store_blocks += backlog.failed(missed, now_s, counts=counts)
+        tier.counters.failed_store_blocks += queue.failed(missed, now_s, counts=counts)
         self._watch_evictions()
 
     def _drop_all(self, reason: DropReason) -> None:
         for request in self.parking.values():
             request.parked.clear()
         self.parking.clear()
-        for tier, backlog in zip(self._tiers, self.backlogs, strict=True):
-            tier.counters.drop(reason, backlog.clear())
+        for tier, queue in zip(self._tiers, self.queues, strict=True):
+            tier.counters.drop(reason, queue.clear())
         self._watch_evictions()
 
     def _watch_evictions(self) -> None:
-        """Have the primary tell of evictions, as long as something is owed."""
-        self._primary.on_evicted = self._evicted if self.owes_anything else None
+        """Have the primary tell of evictions, as long as something is pending."""
+        self._primary.on_evicted = self._evicted if self.has_pending else None
 
     def _evicted(self, slots: Sequence[int]) -> None:
-        for tier, backlog in zip(self._tiers, self.backlogs, strict=True):
-            if backlog.count:
-                tier.counters.drop("evicted", backlog.forget(slots))
+        for tier, queue in zip(self._tiers, self.queues, strict=True):
+            if queue.count:
+                tier.counters.drop("evicted", queue.forget(slots))
         self._watch_evictions()
 
 
@@ -624,7 +629,7 @@ class Touches:
     Thread: owner.
     """
 
-    def __init__(self, tiers: Sequence[TierState], cascades: Cascades, own: OwnContext) -> None:
+    def __init__(self, tiers: Sequence[TierState], cascades: Cascades, own: EngineContext) -> None:
         self._tiers = tiers
         self._cascades = cascades
         self._own = own
@@ -651,7 +656,7 @@ class Touches:
             if tier.is_exact:
                 lacking = tier.lacks(keys)
                 if lacking:
-                    self._cascades.owe(index, lacking, now_s)
+                    self._cascades.defer(index, lacking, now_s)
                     absent = frozenset(lacking)
                     present = [key for key in keys if key not in absent]
                 else:

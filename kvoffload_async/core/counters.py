@@ -157,7 +157,7 @@ class TierCounters:
             self.stored_blocks += landed
 
     def drop(self, reason: DropReason, num_blocks: int) -> None:
-        """Count blocks that the tier was owed and does not get."""
+        """Count pending blocks that the tier does not get."""
         self.dropped_blocks += num_blocks
         self.dropped[reason] += num_blocks
 

@@ -71,8 +71,8 @@ class Breaker:
     Attributes:
         settings: When it opens.
         state: Whether the tier is used in this direction.
-        opened_at_s: When it was left alone last.
-        reason: The error that it was left alone for, as text.
+        opened_at_s: When it was suspended last.
+        reason: The error that it was suspended for, as text.
         openings: How often it was.
     """
 
@@ -230,7 +230,7 @@ class TierHealth:
     def probe_ended(self, answer: ProbeAnswered) -> None:
         """Count a failed probe as a fault; one that worked tells only of a tier that is tried.
 
-        Else a tier that knows its blocks, but cannot read them, would never be left alone.
+        Else a tier that knows its blocks, but cannot read them, would never be suspended.
         """
         begun_s = self._probes_begun_s.pop(answer.generation, None)
         if begun_s is None:

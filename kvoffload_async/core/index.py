@@ -48,7 +48,7 @@ from kvoffload_async.types import (
 )
 
 
-def split_where_it_fits(
+def longest_fitting_prefix(
     keys: Sequence[OffloadKey], positions: Mapping[OffloadKey, int], room: int
 ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
     """Split keys into the longest head of at most `room`, and the rest, each in their order.
@@ -77,7 +77,7 @@ def those_before(
     keys: Sequence[OffloadKey],
     positions: Mapping[OffloadKey, int],
 ) -> Sequence[OffloadKey]:
-    """Return which of `keys` lie before everything that `split_where_it_fits` left out of them."""
+    """Return which of `keys` lie before all that `longest_fitting_prefix` left out of them."""
     if not left_out:
         return keys
     if left_out[0] not in positions:
@@ -140,7 +140,7 @@ _LEAST_SPREAD: Final = 1 / 16
 """Of the jobs' blocks, the square of the deviation over that of the mean: a quarter either way."""
 
 
-class Payback:
+class BreakEven:
     """Measures a tier's probes and loads; says how many blocks have to be missed.
 
     Thread: owner.
@@ -281,7 +281,7 @@ class _Line:
         return ((0.0, through / (self._blocks_squared + squares)),)
 
 
-KeysDecided = Callable[[Sequence[OffloadKey]], object]
+OnResolved = Callable[[Sequence[OffloadKey]], object]
 """Told of keys of which more is known now; must call nothing of the core."""
 
 
@@ -294,7 +294,7 @@ class KeyIndex(ABC):
         decided: Told of the keys that a probe has answered.
     """
 
-    decided: KeysDecided | None = None
+    decided: OnResolved | None = None
 
     @abstractmethod
     def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
@@ -577,7 +577,7 @@ class ProbedIndex(KeyIndex):
                 self._pending.pop(key, None)
 
 
-class SelectiveIndex(KeyIndex):
+class CostGatedIndex(KeyIndex):
     """Asks another index for those requests alone that miss at least so many blocks.
 
     What reaches a tier's index is what the primary and the nearer tiers lack. How much that is
@@ -588,20 +588,22 @@ class SelectiveIndex(KeyIndex):
     Thread: owner.
 
     Attributes:
-        payback: What tells, beside the configured number, how many blocks are enough; None:
+        break_even: What tells, beside the configured number, how many blocks are enough; None:
             nothing does.
         has_decided: Whether the end of the last step has changed the answer of some request.
     """
 
-    def __init__(self, index: KeyIndex, min_blocks: int, payback: Payback | None = None) -> None:
+    def __init__(
+        self, index: KeyIndex, min_blocks: int, break_even: BreakEven | None = None
+    ) -> None:
         """Ask nothing yet.
 
         Args:
             index: Who knows; owned by this object from now on.
             min_blocks: Blocks that a request must miss, at least.
-            payback: See the class.
+            break_even: See the class.
         """
-        self.payback = payback
+        self.break_even = break_even
         self.has_decided = False
         self._index = index
         self._min_blocks = min_blocks
@@ -618,12 +620,12 @@ class SelectiveIndex(KeyIndex):
         self._explorer: Hashable = None
 
     @property
-    def decided(self) -> KeysDecided | None:
+    def decided(self) -> OnResolved | None:
         """Told of the keys that a probe has answered, and of those that get another answer now."""
         return self._index.decided
 
     @decided.setter
-    def decided(self, decided: KeysDecided | None) -> None:
+    def decided(self, decided: OnResolved | None) -> None:
         self._index.decided = decided
 
     @property
@@ -709,9 +711,9 @@ class SelectiveIndex(KeyIndex):
         self._missed.pop(request, None)
         self._deferred.pop(request, None)
         self._unknown.pop(request, None)
-        if self.payback is not None and request == self._explorer:
+        if self.break_even is not None and request == self._explorer:
             self._explorer = None
-            self.payback.exploration_ended()
+            self.break_even.exploration_ended()
         self._index.forget_request(request)
 
     @property
@@ -731,8 +733,8 @@ class SelectiveIndex(KeyIndex):
 
     def _decide(self, *, may_explore: bool) -> None:
         """Let who was told to ask again do so: the answers are other ones from now on."""
-        if self.payback is not None:
-            self._needed_blocks = max(self._min_blocks, self.payback.needed_blocks)
+        if self.break_even is not None:
+            self._needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
         deferred, self._deferred = self._deferred, {}
         told: dict[OffloadKey, None] = {}
         declined: dict[Hashable, int] = {}
@@ -763,9 +765,9 @@ class SelectiveIndex(KeyIndex):
     def _explore(self, declined: Mapping[Hashable, int]) -> None:
         """Ask for the largest of the requests that are declined, if what was measured is old."""
         request = max(declined, key=declined.__getitem__)
-        payback = self.payback
-        if payback is None or declined[request] < self._min_blocks or not payback.may_explore:
+        break_even = self.break_even
+        if break_even is None or declined[request] < self._min_blocks or not break_even.may_explore:
             return
-        payback.explore()
+        break_even.explore()
         self._explorer = request
         self._ask(request)

@@ -173,7 +173,7 @@ def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
     promised = Counter(tier for tier, _, _ in planner.promotions.unflushed())
     for index, tier in enumerate(planner.tiers):
         loads, stores = promised[index], 0
-        for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.disowned())):
+        for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.orphaned())):
             loads += len(job.keys) if job.is_promotion else 0
             stores += 0 if job.is_promotion else len(job.keys)
         counted = (tier.promotion_slots, tier.cascading_blocks)
@@ -222,40 +222,38 @@ def pending_work_is_known(planner: Planner) -> Iterator[str]:
     takers = [
         tier.name
         for i, tier in enumerate(planner.tiers)
-        if cascades.backlogs[i].count and cascades.room(i) and not cascades.backlogs[i].is_shut
+        if cascades.queues[i].count and cascades.room(i) and not cascades.queues[i].is_shut
     ]
     if planner.has_pending_work != bool(planner.jobs or parked or takers):
         yield (
             f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs, "
-            f"parked keys of {parked} and blocks owed to {takers}"
+            f"parked keys of {parked} and blocks pending for {takers}"
         )
 
 
-def what_is_owed_is_readable(planner: Planner) -> Iterator[str]:
+def what_is_pending_is_readable(planner: Planner) -> Iterator[str]:
     """P23."""
     readable = {slot for _, slot, refs in planner.primary.resident() if refs >= 0}
-    for index, (tier, backlog) in enumerate(
-        zip(planner.tiers, planner.cascades.backlogs, strict=True)
-    ):
-        for slot in set(backlog.slots()) - readable:
-            yield f"tier {tier.name!r} is owed the block in slot {slot}, which is not readable"
+    for index, (tier, queue) in enumerate(zip(planner.tiers, planner.cascades.queues, strict=True)):
+        for slot in set(queue.slots()) - readable:
+            yield f"tier {tier.name!r} has the pending block in slot {slot}, which is not readable"
         under_way = {
             slot
             for at, job in _reading_jobs(planner)
             if at == index
             for slot in job.block_ids.tolist()
         }
-        yield from (f"tier {tier.name!r}: {text}" for text in backlog.violations(under_way))
-    backlogs, primary = planner.cascades.backlogs, planner.primary
-    protected = dict(Counter(chain.from_iterable(backlog.protected() for backlog in backlogs)))
+        yield from (f"tier {tier.name!r}: {text}" for text in queue.violations(under_way))
+    queues, primary = planner.cascades.queues, planner.primary
+    protected = dict(Counter(chain.from_iterable(queue.protected() for queue in queues)))
     if primary.debts() != protected:
         yield f"slots are protected {primary.debts()} times, but should be {protected} times"
     unpinned = sum(slot in protected and not refs for _, slot, refs in primary.resident())
     if primary.protected_blocks != unpinned:
         yield f"{primary.protected_blocks} protected blocks are counted, not {unpinned}"
-    owes = any(backlog.count for backlog in planner.cascades.backlogs)
-    if owes != (planner.primary.on_evicted is not None):
-        yield "evictions are watched although nothing is owed, or not although something is"
+    is_pending = any(queue.count for queue in planner.cascades.queues)
+    if is_pending != (planner.primary.on_evicted is not None):
+        yield "evictions are watched although nothing is pending, or not although something is"
 
 
 # -- reasons ------------------------------------------------------------------------------------
@@ -286,7 +284,7 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
     """The slots that jobs name, against those that their keys occupy and those that are held."""
     held = {
         slot
-        for late in planner.disowned.values()
+        for late in planner.orphaned.values()
         if late.holds_slots
         for slot in late.job.block_ids.tolist()
     }
@@ -313,7 +311,7 @@ def _reading_jobs(planner: Planner) -> Iterator[tuple[int, JobMetadata]]:
     """The same, each with its tier."""
     for index, tier in enumerate(planner.tiers):
         yield from ((index, job) for job in tier.jobs.unreported() if not job.is_promotion)
-        yield from ((index, r.job) for r in tier.jobs.disowned() if not r.holds_slots)
+        yield from ((index, r.job) for r in tier.jobs.orphaned() if not r.holds_slots)
 
 
 def _writers(planner: Planner) -> Iterator[JobMetadata]:
@@ -368,9 +366,9 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P23",
-        "what a tier is owed is readable and watched, protected while the tier is in order, and "
-        "goes to it as soon as there is room",
-        what_is_owed_is_readable,
+        "what is pending for a tier is readable and watched, is protected while the tier is in "
+        "order, and goes to it as soon as there is room",
+        what_is_pending_is_readable,
     ),
     Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),
     Invariant(

@@ -2,10 +2,10 @@
 
     QUEUED --Launched--> FLYING --JobSettled--> SETTLED --taken--> (gone)
     QUEUED --JobAbandoned--> SETTLED             the tier never saw it
-    FLYING --JobOverdue | JobAbandoned--> DISOWNED --JobSettled--> (released)
+    FLYING --JobOverdue | JobAbandoned--> ORPHANED --JobSettled--> (released)
 
 QUEUED means that the owner has not handed the job over yet, so that its memory is certainly
-untouched. A DISOWNED job has been reported, but its copy still owns its memory until it settles.
+untouched. A ORPHANED job has been reported, but its copy still owns its memory until it settles.
 
 Effects are what the owner asks of a tier: imperative, executed in order.
 """
@@ -72,7 +72,7 @@ class JobState(enum.Enum):
 
     QUEUED = enum.auto()
     FLYING = enum.auto()
-    DISOWNED = enum.auto()
+    ORPHANED = enum.auto()
     SETTLED = enum.auto()
 
     __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
@@ -102,7 +102,7 @@ class JobRecord:
     Attributes:
         job: The job.
         state: Where it stands.
-        holds_slots: What a disowned job keeps: its slots; else (a cascade, before a reset of the
+        holds_slots: What an orphaned job keeps: its slots; else (a cascade, before a reset of the
             primary) the pins of its keys.
     """
 
@@ -135,7 +135,7 @@ class Ledger:
         self._unfinished = 0
         self.queued_count = 0
         """Jobs that were not handed over yet."""
-        self.disowned_count = 0
+        self.orphaned_count = 0
         """Jobs that have a result and whose copies still run."""
         self._ended: list[tuple[JobMetadata, JobResult]] = []
         self._released: list[JobRecord] = []
@@ -187,7 +187,7 @@ class Ledger:
         return ended
 
     def take_released(self) -> list[JobRecord]:
-        """Detach the disowned jobs whose copies have ended since the last call."""
+        """Detach the orphaned jobs whose copies have ended since the last call."""
         released, self._released = self._released, []
         return released
 
@@ -231,10 +231,10 @@ class Ledger:
                 yield record.job
         yield from (job for job, _ in self._ended)
 
-    def disowned(self) -> Iterator[JobRecord]:
+    def orphaned(self) -> Iterator[JobRecord]:
         """Iterate over the jobs whose result was taken, and whose release was not."""
         ended = {job.job_id for job, _ in self._ended}
-        late = [r for r in self._records.values() if r.state is JobState.DISOWNED]
+        late = [r for r in self._records.values() if r.state is JobState.ORPHANED]
         yield from (r for r in (*self._released, *late) if r.job.job_id not in ended)
 
     # -- transitions ----------------------------------------------------------------------------
@@ -265,11 +265,11 @@ class Ledger:
             error=error,
         )
 
-    def _disown(self, record: JobRecord, event: JobEvent) -> JobResult:
+    def _orphan(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobOverdue | JobAbandoned)  # noqa: S101 - see _settle
-        record.state = JobState.DISOWNED
-        self.disowned_count += 1
-        return JobResult(event.job_id, success=False, error=event.error, disowned=True)
+        record.state = JobState.ORPHANED
+        self.orphaned_count += 1
+        return JobResult(event.job_id, success=False, error=event.error, orphaned=True)
 
     def _give_up(self, record: JobRecord, event: JobEvent) -> JobResult:
         assert isinstance(event, JobAbandoned)  # noqa: S101 - see _settle
@@ -279,7 +279,7 @@ class Ledger:
 
     def _release(self, record: JobRecord, event: JobEvent) -> None:
         del self._records[event.job_id]
-        self.disowned_count -= 1
+        self.orphaned_count -= 1
         self._released.append(record)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
@@ -293,13 +293,13 @@ class Ledger:
         (JobState.QUEUED, JobAbandoned): _give_up,
         (JobState.FLYING, Launched): None,
         (JobState.FLYING, JobSettled): _settle,
-        (JobState.FLYING, JobOverdue): _disown,
-        (JobState.FLYING, JobAbandoned): _disown,
-        (JobState.DISOWNED, Launched): None,
-        (JobState.DISOWNED, JobSettled): _release,
+        (JobState.FLYING, JobOverdue): _orphan,
+        (JobState.FLYING, JobAbandoned): _orphan,
+        (JobState.ORPHANED, Launched): None,
+        (JobState.ORPHANED, JobSettled): _release,
         # The owner gave up first; the tier's own deadline passes later, or the other way round.
-        (JobState.DISOWNED, JobOverdue): _stay,
-        (JobState.DISOWNED, JobAbandoned): _stay,
+        (JobState.ORPHANED, JobOverdue): _stay,
+        (JobState.ORPHANED, JobAbandoned): _stay,
         (JobState.SETTLED, Launched): None,
         (JobState.SETTLED, JobSettled): None,
         (JobState.SETTLED, JobOverdue): None,

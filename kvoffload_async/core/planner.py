@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-from kvoffload_async.core.cascades import Cascades, OwnContext, Touches
+from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
 from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
@@ -64,7 +64,7 @@ class Planner:
         self._newest: dict[str, RequestState] = {}
         """Request id -> the live request that has it; of several, the one that came last."""
         self.promotions_paused = False
-        self.own = OwnContext()
+        self.own = EngineContext()
         self.cascades = Cascades(
             primary,
             self.tiers,
@@ -246,7 +246,7 @@ class Planner:
             self._end_if_done(request)
         self._touches.flush(self.now_s)
         self._search.end_step(self.now_s)
-        self.cascades.send_owed(self.now_s)
+        self.cascades.send_pending(self.now_s)
         self._asking = None
         self.retention.end_step(self.now_s)
         self.promotions.serve(self.now_s)
@@ -263,9 +263,9 @@ class Planner:
         return {job.job_id: (index, job) for index, job in jobs}
 
     @property
-    def disowned(self) -> dict[JobId, JobRecord]:
+    def orphaned(self) -> dict[JobId, JobRecord]:
         """The jobs that have a result and whose copies still run. For inspection."""
-        records = (record for tier in self.tiers for record in tier.jobs.disowned())
+        records = (record for tier in self.tiers for record in tier.jobs.orphaned())
         return {record.job.job_id: record for record in records}
 
     # -- reset ----------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Planner:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
         self.promotions.reset()
         self.cascades.forget()
-        reading = [record for record in self.disowned.values() if not record.holds_slots]
+        reading = [record for record in self.orphaned.values() if not record.holds_slots]
         for record in reading:
             record.holds_slots = True
         self.primary.reset([slot for r in reading for slot in r.job.block_ids.tolist()])
@@ -321,15 +321,15 @@ class Planner:
 
     def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
-        if result.disowned:
+        if result.orphaned:
             good = frozenset()  # whatever the tier says: while the copy runs, nothing has landed
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
         request = self.requests.get(job.req_context)
         if request is not None:
             request.promoting -= len(job.keys)
-        if result.disowned:
-            self.promotions.disown(failed)
+        if result.orphaned:
+            self.promotions.orphan(failed)
         else:
             self.promotions.land(index, landed, request)
             self.promotions.fail(index, failed)

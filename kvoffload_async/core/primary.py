@@ -28,7 +28,7 @@ from typing import Final
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import KeysDecided, split_where_it_fits, those_before, used_before
+from kvoffload_async.core.index import OnResolved, longest_fitting_prefix, those_before, used_before
 from kvoffload_async.errors import InvariantError, StateError
 from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.free import FreeNumbers
@@ -213,7 +213,7 @@ _FREE, _TAKEN, _HELD = range(3)
 class SlotPool:
     """Hands out `num_slots` slots.
 
-    A slot is free, taken, or *held*: no longer anybody's, but a disowned copy may still touch
+    A slot is free, taken, or *held*: no longer anybody's, but an orphaned copy may still touch
     it, so that it must not be handed out before the copy has ended.
 
     Never-used slots are handed out first, in increasing order, so that a fresh pool gives
@@ -233,7 +233,7 @@ class SlotPool:
 
     @property
     def retained_count(self) -> int:
-        """Slots that wait for a disowned copy."""
+        """Slots that wait for an orphaned copy."""
         return len(self._holds)
 
     def allocate(self, count: int) -> list[int]:
@@ -300,7 +300,7 @@ class SlotPool:
 
 
 class LastToGo:
-    """Slots that the policy would have had go, had a tier not been owed their blocks.
+    """Slots that the policy would have had go, were their blocks not pending for a tier.
 
     In the order in which it asked for them, which is that of its ranking. It asks for each once
     until that is released, so nobody goes through what must stay. Bytes a slot: 9, once used.
@@ -358,7 +358,7 @@ class ResidentBlocks:
         counters: What it has done so far.
     """
 
-    decided: KeysDecided | None = None
+    decided: OnResolved | None = None
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
         """Start empty; the policy is owned from now on."""
@@ -416,7 +416,7 @@ class ResidentBlocks:
             self._unhold(slots)
 
     def protect(self, slots: Iterable[int]) -> None:
-        """Have the readable blocks in these slots go last: one more tier is owed them."""
+        """Have the readable blocks in these slots go last: they are pending for one more tier."""
         refs = self._refs
         num_idle = 0
         for slot in slots:
@@ -492,7 +492,7 @@ class ResidentBlocks:
         )
 
     def debts(self) -> dict[int, int]:
-        """Return the slots of protected blocks, and how many tiers are owed each.
+        """Return the slots of protected blocks, and for how many tiers each is pending.
 
         For invariants and inspection.
         """
@@ -589,7 +589,7 @@ class Primary(ResidentBlocks):
     Thread: owner.
 
     Attributes:
-        drops_owed: Whether protected blocks are evicted where no others are left; written by who
+        drops_pending: Whether protected blocks are evicted where no others are left; written by who
             composes.
     """
 
@@ -623,7 +623,7 @@ class Primary(ResidentBlocks):
         """Which request loads which blocks. To be read only."""
         refs = self._refs
         self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
-        self.drops_owed = True
+        self.drops_pending = True
         self._writing = 0
         self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
         """What `take_events` tells, and what of it was dropped."""
@@ -718,7 +718,7 @@ class Primary(ResidentBlocks):
                 head = used_before(wanted, used, ctx.key_positions)
                 unpinned |= self._sorted_out(head)[2]
             room = self._room_beside(unpinned)
-            wanted, left_out = split_where_it_fits(wanted, ctx.key_positions, room)
+            wanted, left_out = longest_fitting_prefix(wanted, ctx.key_positions, room)
             if not wanted:
                 self.counters.refused_stores += 1
                 return None
@@ -742,16 +742,16 @@ class Primary(ResidentBlocks):
     @property
     def room(self) -> int:
         """How many blocks can be reserved now."""
-        return self._pool.free_count + self._idle + self.drops_owed * self._protected
+        return self._pool.free_count + self._idle + self.drops_pending * self._protected
 
     @property
     def protected_blocks(self) -> int:
-        """Blocks that would be idle if tiers were not owed them."""
+        """Blocks that would be idle if tiers were not pending them."""
         return self._protected
 
     def _room_beside(self, unpinned: Collection[int]) -> int:
         """Return how many blocks fit if those in some slots stay."""
-        if self.drops_owed:
+        if self.drops_pending:
             return self.room - len(unpinned)
         return self.room - sum(not self._refs[slot] for slot in unpinned)
 
@@ -803,7 +803,7 @@ class Primary(ResidentBlocks):
         """End writes: the keys become readable, or absent and their slots free."""
         self._end_write(keys, self._writing_slots(keys), success=success)
 
-    def disown_write(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def orphan_write(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Fail writes whose copy still runs: the keys become absent, their slots stay held.
 
         Returns:
@@ -822,7 +822,7 @@ class Primary(ResidentBlocks):
         """Forget every key, pin and write; live requests stay known.
 
         Args:
-            still_touched: Slots that disowned copies still touch, once a copy; they become held.
+            still_touched: Slots that orphaned copies still touch, once a copy; they become held.
         """
         self.generation += 1
         removed = [key for key, _, refs in self.resident() if refs >= 0]

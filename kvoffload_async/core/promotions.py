@@ -126,10 +126,10 @@ class Promotions:
         self._end(tier, keys)
         self._primary.complete_write(keys, success=False)
 
-    def disown(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def orphan(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Give up blocks whose copy still runs; return their slots, which their tier occupies."""
         self._retention.in_flight -= len(keys)
-        return self._primary.disown_write(keys)
+        return self._primary.orphan_write(keys)
 
     def reset(self) -> None:
         """Forget all but what copies still occupy; the primary is about to be emptied."""
@@ -137,7 +137,7 @@ class Promotions:
             pass  # flushing detaches the batches; the jobs are never made
         self._retention.reset()
         for tier in self._tiers:
-            late = (record.job for record in tier.jobs.disowned())
+            late = (record.job for record in tier.jobs.orphaned())
             tier.promotion_slots = sum(len(job.keys) for job in late if job.is_promotion)
 
     def _room(self, tier: int) -> int:
@@ -149,7 +149,7 @@ class Promotions:
         if not self._shares.room_to_load(tier) or not self._retention.spare_slots:
             return None
         if not self._primary.pool.free_count:
-            self._retention.guard_found()
+            self._retention.pin_step_hits()
         return self._primary.reserve(key)
 
     def _take(self, tier: int, request: RequestState, key: OffloadKey, slot: int) -> None:
@@ -180,7 +180,7 @@ class Promotions:
                 return False
         elif primary.loading.num_pins or primary.stored_now > len(request.writing):
             return True
-        may_store = not primary.drops_owed and primary.protected_blocks > 0
+        may_store = not primary.drops_pending and primary.protected_blocks > 0
         stores = may_store or any(each.counters.stores_in_flight for each in self._tiers)
         return stores or self._others_go_on(tier, request)
 

@@ -17,13 +17,13 @@ from kvoffload_async.core.counters import (
     TierObservations,
 )
 from kvoffload_async.core.health import BreakerState
-from kvoffload_async.core.index import SelectiveIndex
+from kvoffload_async.core.index import CostGatedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.statistics import (
+    BreakEvenStatistics,
     DurationStatistics,
-    PaybackStatistics,
     PlannerStatistics,
     PrimaryStatistics,
     SlotStatistics,
@@ -44,11 +44,11 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(planner: Planner) -> Snapshot:
     """Copy what `read_primary`, `read_planner` and `read_tier` show. Thread: owner."""
-    backlogs = planner.cascades.backlogs
+    queues = planner.cascades.queues
     return Snapshot(
         take_primary(planner.primary),
         _PLANNER.take(planner, len(planner.requests)),
-        tuple([take_tier(t, b.count) for t, b in zip(planner.tiers, backlogs, strict=True)]),
+        tuple([take_tier(t, b.count) for t, b in zip(planner.tiers, queues, strict=True)]),
     )
 
 
@@ -57,14 +57,14 @@ def take_primary(primary: Primary) -> Figures:
     return _PRIMARY.take(primary)
 
 
-def take_tier(state: TierState, owed_blocks: int = 0) -> Figures:
+def take_tier(state: TierState, pending_blocks: int = 0) -> Figures:
     """Copy what `read_tier` shows of a state. Thread: owner.
 
     Args:
         state: What the planner knows of the tier; its manager, where there is no planner.
-        owed_blocks: Blocks that wait in the primary for room in the tier.
+        pending_blocks: Blocks that wait in the primary for room in the tier.
     """
-    return _TIER.take(state, owed_blocks)
+    return _TIER.take(state, pending_blocks)
 
 
 def read_primary(taken: Figures, row_bytes: int = 0) -> PrimaryStatistics:
@@ -111,7 +111,7 @@ def read_tier(
         used_bytes=said.get("used_bytes"),
         capacity_bytes=said.get("capacity_bytes"),
         gauges=dict(said),
-        payback=_read_payback(own.selective),
+        break_even=_read_break_even(own.selective),
     )
 
 
@@ -120,15 +120,15 @@ def read_planner(taken: Figures) -> PlannerStatistics:
     return PlannerStatistics(**_PLANNER.named(taken))
 
 
-def _read_payback(selective: SelectiveIndex | None) -> PaybackStatistics | None:
-    if selective is None or selective.payback is None:
+def _read_break_even(selective: CostGatedIndex | None) -> BreakEvenStatistics | None:
+    if selective is None or selective.break_even is None:
         return None
-    payback, needed = selective.payback, selective.needed_blocks
-    return PaybackStatistics(
+    break_even, needed = selective.break_even, selective.needed_blocks
+    return BreakEvenStatistics(
         needed_blocks=None if math.isinf(needed) else int(needed),
-        latency_s=payback.latency_s,
-        blocks_per_s=payback.blocks_per_s,
-        explorations=payback.explorations,
+        latency_s=break_even.latency_s,
+        blocks_per_s=break_even.blocks_per_s,
+        explorations=break_even.explorations,
     )
 
 
@@ -208,7 +208,7 @@ _TIER: Final = _FigureSet(
     gauges={
         "jobs_in_flight": "jobs.unreported_count",
         "queued_jobs": "jobs.queued_count",
-        "overdue_jobs": "jobs.disowned_count",
+        "overdue_jobs": "jobs.orphaned_count",
         "cascading_blocks": "cascading_blocks",
         "promoting_blocks": "promotion_slots",
         "loads": "health.loads.state",
@@ -216,7 +216,7 @@ _TIER: Final = _FigureSet(
         "load_openings": "health.loads.openings",
         "store_openings": "health.stores.openings",
     },
-    given=["owed_blocks"],
+    given=["pending_blocks"],
 )
 _OBSERVED: Final = _FigureSet(TierObservations)
 _WORDS: Final = {state: state.name.lower() for state in BreakerState}

@@ -499,7 +499,7 @@ class RecordingPlanner(Planner):
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
         self.tell_time()
-        before = self._owed_counts()
+        before = self._pending_counts()
         output = super().prepare_store(keys, ctx)
         if output is None:
             self.recorder.note(ctx, "refused", len(keys))
@@ -512,7 +512,7 @@ class RecordingPlanner(Planner):
             self.recorder.note(ctx, "left_out", len(output.keys_left_out))
         if not output.keys_to_store and not output.keys_left_out:
             self.recorder.note(ctx, "nothing_to_store", len(keys))
-        self._note_owed(ctx, before)
+        self._note_pending(ctx, before)
         return output
 
     def complete_store(
@@ -524,11 +524,11 @@ class RecordingPlanner(Planner):
         generation: int | None = None,
     ) -> None:
         self.tell_time()
-        before = self._owed_counts()
+        before = self._pending_counts()
         if keys:
             self.recorder.note(ctx, "stored" if success else "store_failed", len(keys))
         super().complete_store(keys, ctx, success=success, generation=generation)
-        self._note_owed(ctx, before)
+        self._note_pending(ctx, before)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -582,7 +582,7 @@ class RecordingPlanner(Planner):
             seconds=result.transfer_time,
             queue_s=result.queue_time,
             error=result.error,
-            is_overdue=result.disowned,
+            is_overdue=result.orphaned,
         )
         super()._job_ended(index, job, result)
 
@@ -597,17 +597,17 @@ class RecordingPlanner(Planner):
         if request.ctx not in self.requests:
             self.recorder.done(request.ctx)
 
-    def _owed_counts(self) -> list[int]:
-        return [backlog.count for backlog in self.cascades.backlogs]
+    def _pending_counts(self) -> list[int]:
+        return [queue.count for queue in self.cascades.queues]
 
-    def _note_owed(self, ctx: ReqContext, before: Sequence[int]) -> None:
-        for index, (count, now) in enumerate(zip(before, self._owed_counts(), strict=True)):
+    def _note_pending(self, ctx: ReqContext, before: Sequence[int]) -> None:
+        for index, (count, now) in enumerate(zip(before, self._pending_counts(), strict=True)):
             if now > count:
-                reason = self._reason_to_owe(index, has_others=count > 0)
+                reason = self._reason_to_wait(index, has_others=count > 0)
                 name = self._names[index]
-                self.recorder.note(ctx, "owed", now - count, tier=name, reason=reason)
+                self.recorder.note(ctx, "pending", now - count, tier=name, reason=reason)
 
-    def _reason_to_owe(self, index: int, *, has_others: bool) -> str:
+    def _reason_to_wait(self, index: int, *, has_others: bool) -> str:
         if not self.tiers[index].may_store(self.now_s):
             return "the tier is not open, or its breaker is"
         if has_others:

@@ -351,7 +351,7 @@ class Retention:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def guard_found(self) -> None:
+    def pin_step_hits(self) -> None:
         """Keep what the step has found: a promotion is about to evict."""
         fresh = self.found[self._num_examined :]
         if not fresh:
@@ -364,7 +364,7 @@ class Retention:
 
     def guard_from_store(self) -> None:
         """The same, but no more than the cap allows: a store is about to evict."""
-        self.guard_found()
+        self.pin_step_hits()
         excess = len(self._guarded) - max(0, self.spare_slots)
         self._primary.unpin([self._guarded.popitem()[0] for _ in range(excess)])
 

@@ -33,7 +33,7 @@ from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.counters import TierCounters, TierObservations
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import BreakerSettings, TierHealth
-from kvoffload_async.core.index import KeyIndex, Payback, SelectiveIndex
+from kvoffload_async.core.index import BreakEven, CostGatedIndex, KeyIndex
 from kvoffload_async.core.ledger import (
     JobAbandoned,
     JobRecord,
@@ -127,7 +127,7 @@ class TierState:
         self.name = name
         self.index = index
         self.knowledge: KeyIndex | None = index
-        self.selective = index if isinstance(index, SelectiveIndex) else None
+        self.selective = index if isinstance(index, CostGatedIndex) else None
         self.jobs = Ledger(slot_bytes)
         self.health = TierHealth(breaker or BreakerSettings())
         self.medium = medium
@@ -170,12 +170,12 @@ class TierState:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether it will take what it is owed: it is open, its stores work, and no copy hangs.
+        """Whether the tier takes pending blocks: it is open, its stores work, and no copy hangs.
 
         Of a load neither: overdue copies may occupy all of the tier's share.
         """
         works = self.is_available and self.health.stores.is_closed
-        return works and not self.jobs.disowned_count
+        return works and not self.jobs.orphaned_count
 
     @property
     def is_exact(self) -> bool:
@@ -270,11 +270,11 @@ class TierState:
 
     def tell_time(self, clock: Callable[[], float]) -> None:
         """Tell what measures the tier how late it is, where anything does; before `end_step`."""
-        if self._payback is not None:
-            self._payback.advance(clock())
+        if self._break_even is not None:
+            self._break_even.advance(clock())
 
     def end_step(self) -> None:
-        """Queue the probe for what was asked in this step, unless the tier is left alone."""
+        """Queue the probe for what was asked in this step, unless the tier is suspended."""
         if self._closed:
             return
         if not self.health.permits_probe():
@@ -299,7 +299,7 @@ class TierState:
         """Apply what happened in the tier.
 
         Raises:
-            IllegalTransitionError: The tier's actor settled a job twice, or a foreign one.
+            IllegalTransitionError: The tier's actor settled a job twice, or an external one.
         """
         match event:
             case JobSettled():
@@ -309,8 +309,8 @@ class TierState:
                 if job.is_promotion:
                     self.index.vanished(job.keys, surely=False)
             case ProbeAnswered():
-                if self._payback is not None:
-                    self._payback.probe_ended(event.seconds, worked=event.error is None)
+                if self._break_even is not None:
+                    self._break_even.probe_ended(event.seconds, worked=event.error is None)
                 self.index.answered(event.generation, event.present)
                 self.health.probe_ended(event)
             case BlocksAppeared():
@@ -331,7 +331,7 @@ class TierState:
         return ended
 
     def take_released(self) -> list[JobRecord]:
-        """Detach the planner's disowned jobs whose memory became free since the last call."""
+        """Detach the planner's orphaned jobs whose memory became free since the last call."""
         released = self.jobs.take_released()
         for record in released:
             if record.job.is_promotion:
@@ -357,7 +357,7 @@ class TierState:
         """Fail everything that has no result yet; return the jobs whose copies still run."""
         self.effects = [e for e in self.effects if not isinstance(e, StartJob)]
         self._abandon(JobState.QUEUED, JobState.FLYING)
-        return self.jobs.ids_in(JobState.DISOWNED)
+        return self.jobs.ids_in(JobState.ORPHANED)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -379,8 +379,8 @@ class TierState:
             self.event_log.add(stored, removed=False)
             return
         if not failures:
-            if self._payback is not None and job.keys:
-                self._payback.load_ended(len(job.keys), event.seconds)
+            if self._break_even is not None and job.keys:
+                self._break_even.load_ended(len(job.keys), event.seconds)
             return
         failed = {job.keys[i]: error for i, error in failures.items()}
         gone = [key for key, error in failed.items() if isinstance(error, _GONE)]
@@ -392,8 +392,8 @@ class TierState:
         self.index.vanished(unavailable, surely=False)
 
     @property
-    def _payback(self) -> Payback | None:
-        return None if self.selective is None else self.selective.payback
+    def _break_even(self) -> BreakEven | None:
+        return None if self.selective is None else self.selective.break_even
 
     def _abandon(self, *states: JobState) -> None:
         for job_id in self.jobs.ids_in(*states):
@@ -406,7 +406,7 @@ class TierState:
         self.counters.count(job, result)
         if job.is_promotion:
             return
-        if not result.disowned:
+        if not result.orphaned:
             self.cascading_blocks -= len(job.keys)
         if self.backpressure is None:
             return

@@ -108,7 +108,7 @@ class Explaining:
                     self._listeners = tuple(one for one in self._listeners if one != listener)
                     logger.exception(
                         "request %s: a listener for timelines failed and is not called again; "
-                        "mend it, and watch anew",
+                        "fix it, and watch anew",
                         timeline.req_id,
                     )
 

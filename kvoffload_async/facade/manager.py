@@ -40,7 +40,7 @@ def primary_text(primary: Primary) -> str:
 
 
 def planner_text(planner: Planner) -> str:
-    """Return how full the primary is, what is under way, and which tiers are left alone."""
+    """Return how full the primary is, what is under way, and which tiers are suspended."""
     counters = planner.counters
     jobs = counters.jobs_submitted - counters.job_results
     tiers = [

@@ -126,7 +126,7 @@ def remote_settings(options: Mapping[str, Any], secrets: Iterable[str]) -> Remot
         probe_timeout_s=options.get("probe_timeout_s", 2.0),
         max_retries=at_least(0, _MAX_RETRIES)(options["max_retries"], "max_retries"),
         remember_present_s=_span(options["remember_present_s"], "remember_present_s"),
-        remember_absent_s=_span(options["remember_absent_s"], "remember_absent_s"),
+        negative_cache_ttl_s=_span(options["negative_cache_ttl_s"], "negative_cache_ttl_s"),
         integrity_key=parse_key_file(options["integrity_key_file"]),
         redact=Redactor(secrets),
     )
@@ -140,7 +140,7 @@ class RemoteOptions(TierOptions, total=False):
     call_timeout_s: float
     max_retries: int
     remember_present_s: float
-    remember_absent_s: float
+    negative_cache_ttl_s: float
     integrity_key_file: str | None
 
 
@@ -160,7 +160,7 @@ class RemoteTierManager(SecondaryTierManager):
         call_timeout_s: float = 5.0,
         max_retries: int = 2,
         remember_present_s: float = 10.0,
-        remember_absent_s: float = 1.0,
+        negative_cache_ttl_s: float = 1.0,
         integrity_key_file: str | None = None,
         **options: Unpack[TierOptions],
     ) -> None:
@@ -177,7 +177,7 @@ class RemoteTierManager(SecondaryTierManager):
             call_timeout_s: Seconds for one call.
             max_retries: How often a call that failed is repeated.
             remember_present_s: Seconds that a positive answer is believed; 0: never.
-            remember_absent_s: Seconds that a negative answer is believed; 0: never.
+            negative_cache_ttl_s: Seconds that a negative answer is believed; 0: never.
             integrity_key_file: Absolute path of a file with a key that checksums are made with.
             **options: The options that every tier takes.
 
@@ -192,7 +192,7 @@ class RemoteTierManager(SecondaryTierManager):
             "call_timeout_s": call_timeout_s,
             "max_retries": max_retries,
             "remember_present_s": remember_present_s,
-            "remember_absent_s": remember_absent_s,
+            "negative_cache_ttl_s": negative_cache_ttl_s,
             "integrity_key_file": integrity_key_file,
             **options,
         }

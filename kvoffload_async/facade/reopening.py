@@ -17,7 +17,7 @@ from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.readings import Figures, read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierTimeoutError, TierUnavailableError, drop_tracebacks, text_of
-from kvoffload_async.facade.foreign import GUARDED, share_knowledge
+from kvoffload_async.facade.external import GUARDED, share_knowledge
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge

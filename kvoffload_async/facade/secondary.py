@@ -11,7 +11,7 @@ from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import ExactIndex, KeyIndex, Payback, ProbedIndex, SelectiveIndex
+from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.readings import Figures, read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError, drop_tracebacks, text_of
@@ -54,8 +54,8 @@ def create_index(
         )
     )
     if prefill_blocks_per_s is not None:
-        return SelectiveIndex(index, min_blocks, Payback(prefill_blocks_per_s))
-    return index if min_blocks == 1 else SelectiveIndex(index, min_blocks)
+        return CostGatedIndex(index, min_blocks, BreakEven(prefill_blocks_per_s))
+    return index if min_blocks == 1 else CostGatedIndex(index, min_blocks)
 
 
 def create_state(
@@ -318,7 +318,7 @@ class SecondaryTierManager:
         """Accept a cascade: its keys are copied from the primary's slots.
 
         The slots must stay as they are until the job is reported, or, if the result says
-        `disowned`, until `get_released_jobs` names it. Copies nothing on this thread. A job that
+        `orphaned`, until `get_released_jobs` names it. Copies nothing on this thread. A job that
         names a key twice, or a slot that is not there, fails with a `RepeatedKeyError` or an
         `UnknownSlotError`.
 
@@ -347,7 +347,7 @@ class SecondaryTierManager:
         return [result for _, result in ended]
 
     def get_released_jobs(self) -> Sequence[JobId]:
-        """Return the disowned jobs whose copies ended since the last call, each once."""
+        """Return the orphaned jobs whose copies ended since the last call, each once."""
         return [record.job.job_id for record in self.tier_state.jobs.take_released()]
 
     def poll_tier(self) -> None:

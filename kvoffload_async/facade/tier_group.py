@@ -11,7 +11,7 @@ from kvoffload_async.core.health import BreakerSettings, TierHealth
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Figures
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.facade.foreign import ForeignTier, TierGuard, is_foreign
+from kvoffload_async.facade.external import ExternalTier, TierGuard, is_external
 from kvoffload_async.facade.reopening import ReopeningTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import Bridge
@@ -47,7 +47,7 @@ class BreakerLog:
                 self._suspended.add((index, direction))
                 logger.warning(
                     "tier %s: %s are suspended, and tried again after %s s: %s; the engine does "
-                    "without them until then: mend what the error names",
+                    "without them until then: fix the named cause",
                     tier.name,
                     direction,
                     breaker.settings.retry_after_s,
@@ -60,7 +60,7 @@ _POLL_S: Final = 0.05
 
 
 class TierGroup:
-    """Polls the tiers, tells foreign ones what they are to do, and keeps their errors in.
+    """Polls the tiers, tells external ones what they are to do, and keeps their errors in.
 
     Thread: owner.
 
@@ -79,13 +79,13 @@ class TierGroup:
         self.guards: list[TierGuard] = []
         self._managers = managers
         self._clock = clock
-        self._sources: list[SecondaryTierManager | ForeignTier] = []
-        self._foreign: dict[int, ForeignTier] = {}
+        self._sources: list[SecondaryTierManager | ExternalTier] = []
+        self._external: dict[int, ExternalTier] = {}
         self.states = [self._join(index, breaker) for index in range(len(managers))]
         self._breaker_log = BreakerLog(self.states)
 
     def poll(self, planner: Planner) -> None:
-        """Take in what the tiers have to report, and say which of them are left alone now."""
+        """Take in what the tiers have to report, and say which of them are suspended now."""
         self.collect(planner)
         self._breaker_log.update(self._clock())
 
@@ -96,27 +96,27 @@ class TierGroup:
         planner.collect()
 
     def hand_over(self, planner: Planner) -> None:
-        """Tell foreign tiers now what they are to do; the others wait for the end of the step."""
-        for index, foreign in self._foreign.items():
-            foreign.hand_over()
+        """Tell external tiers now what they are to do; the others wait for the end of the step."""
+        for index, external in self._external.items():
+            external.hand_over()
             planner.collect_from(index)
 
     def polls_in_s(self) -> float:
-        """Return in how many seconds foreign tiers, which tell nobody of news, are to be polled."""
+        """Return in how many seconds external tiers, which announce nothing, are to be polled."""
         has_work = any(
-            jobs.unfinished_count or jobs.disowned_count or foreign.guard.has_pending_work()
-            for foreign in self._foreign.values()
-            for jobs in (foreign.state.jobs,)
+            jobs.unfinished_count or jobs.orphaned_count or external.guard.has_pending_work()
+            for external in self._external.values()
+            for jobs in (external.state.jobs,)
         )
         return _POLL_S if has_work else math.inf
 
     def abandon_unreported(self) -> None:
-        """Give up the jobs that foreign managers have given up without saying so."""
-        for foreign in self._foreign.values():
-            foreign.state.abandon_rest()
+        """Give up the jobs that external managers have given up without saying so."""
+        for external in self._external.values():
+            external.state.abandon_rest()
 
-    def store_owed(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
-        """Let the tiers have what they are owed; waits. Without a bridge nothing is waited for."""
+    def store_pending(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
+        """Send the tiers their pending blocks; waits. Without a bridge nothing is waited for."""
         left_s = timeout_s
 
         def has_results() -> bool:
@@ -124,11 +124,11 @@ class TierGroup:
             self.collect(planner)
             return planner.counters.job_results != before
 
-        while bridge is not None and planner.cascades.owes_anything:
+        while bridge is not None and planner.cascades.has_pending:
             began_s = self._clock()
             planner.begin_step(began_s)
             self.collect(planner)
-            planner.cascades.send_owed(planner.now_s)
+            planner.cascades.send_pending(planner.now_s)
             self.hand_over(planner)
             bridge.flush()
             if left_s <= 0 or not planner.has_pending_work:
@@ -163,13 +163,13 @@ class TierGroup:
     def _join(self, index: int, breaker: BreakerSettings) -> TierState:
         """Return the state of a tier that the planner is to drive."""
         manager = self._managers[index]
-        if is_foreign(manager):
-            foreign = self._foreign[index] = ForeignTier(manager, breaker, self._clock)
-            self._sources.append(foreign)
-            self.guards.append(foreign.guard)
+        if is_external(manager):
+            external = self._external[index] = ExternalTier(manager, breaker, self._clock)
+            self._sources.append(external)
+            self.guards.append(external.guard)
             if isinstance(manager, ReopeningTierManager):
-                manager.attach(foreign.state)
-            return foreign.state
+                manager.attach(external.state)
+            return external.state
         self._sources.append(manager)
         state = manager.tier_state
         state.health = TierHealth(breaker)

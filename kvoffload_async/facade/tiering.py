@@ -86,7 +86,7 @@ class LossWarnings:
             now_s - self._told_s[index],
             counters.dropped_blocks,
             counters.failed_store_blocks,
-            planner.cascades.backlogs[index].count,
+            planner.cascades.queues[index].count,
         )
 
 
@@ -204,7 +204,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             cascade_fraction: Part of it that may be in cascade to one tier.
             write_back: "wait" or "drop"; see `OffloadConfig`.
             deferral_timeout_s: Seconds that a request may be deferred in all.
-            breaker: When a failing tier is left alone.
+            breaker: When a failing tier is suspended.
             drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
             shutdown_timeout_s: Seconds that `shutdown` waits, a tier.
             check_invariants: Check every invariant at the end of every step; for debugging.
@@ -225,7 +225,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             renamed = "check_laws is called check_invariants now"
             warnings.warn(renamed, DeprecationWarning, stacklevel=2)
         self._check_invariants = check_invariants or bool(check_laws)
-        primary.core.drops_owed = parse_write_back(write_back, "write_back") == "drop"
+        primary.core.drops_pending = parse_write_back(write_back, "write_back") == "drop"
         slots = primary.core.num_slots
         self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
         seen: Counter[str] = Counter()
@@ -420,8 +420,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     def wakes_in_s(self) -> float:
         """Return in how many seconds a step may find something that nobody announces."""
-        owed_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
-        return min(math.inf if owed_s is None else owed_s, self._tiers.polls_in_s())
+        pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
+        return min(math.inf if pending_s is None else pending_s, self._tiers.polls_in_s())
 
     def invalidate(self, generation: int | str) -> None:
         """Begin another generation, between steps: the weights have changed. Waits for nothing.
@@ -490,9 +490,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         deadline_s = self._clock() + timeout_s
         self.planner.release_retained()
         try:
-            self._tiers.store_owed(self.planner, self._bridge, timeout_s / 2)
+            self._tiers.store_pending(self.planner, self._bridge, timeout_s / 2)
         except OffloadError as error:  # the loop is gone, say: the rest of the shutdown must follow
-            logger.warning("what the tiers are owed could not be stored: %s", error)
+            logger.warning("pending blocks could not be stored: %s", error)
         self.planner.close()
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)

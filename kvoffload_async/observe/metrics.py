@@ -65,8 +65,8 @@ def keys_of_tier(field: str, tier: TierStatistics) -> Samples:
 
 def needed_blocks(tier: TierStatistics) -> Samples:
     """Yield how many blocks a request must miss, infinity for "no number is enough"."""
-    if tier.payback is not None:
-        needed = tier.payback.needed_blocks
+    if tier.break_even is not None:
+        needed = tier.break_even.needed_blocks
         yield (), math.inf if needed is None else needed
 
 
@@ -306,19 +306,19 @@ METRICS: Final[tuple[Metric, ...]] = (
         "load_latency_seconds",
         _G,
         "What loading takes however few the blocks are, where it is measured.",
-        "payback.latency_s",
+        "break_even.latency_s",
     ),
     _tier(
         "load_blocks_per_second",
         _G,
         "How fast the rest of it goes, where it is measured.",
-        "payback.blocks_per_s",
+        "break_even.blocks_per_s",
     ),
     _tier(
         "explorations_total",
         _C,
         "Requests that were let through to measure anew.",
-        "payback.explorations",
+        "break_even.explorations",
     ),
     _tier("jobs_total", _C, "Jobs that have their result.", finished, "direction"),
     _tier("failed_jobs_total", _C, "Jobs of which a block failed.", failed, "direction"),
@@ -357,7 +357,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier("overdue_jobs", _G, "Jobs given up, whose copies still run.", "overdue_jobs"),
     _tier("cascading_blocks", _G, "Blocks on their way to the tier.", "cascading_blocks"),
     _tier("promoting_blocks", _G, "Slots that its loads occupy.", "promoting_blocks"),
-    _tier("owed_blocks", _G, "Blocks that wait for room in the tier.", "owed_blocks"),
+    _tier("pending_blocks", _G, "Blocks that wait for room in the tier.", "pending_blocks"),
     _tier("probes_outstanding", _G, "Existence probes without an answer.", "probes_outstanding"),
     _tier("used_bytes", _G, "What the tier occupies, where it says so.", "used_bytes"),
     _tier("capacity_bytes", _G, "What it may occupy, where it says so.", "capacity_bytes"),

@@ -98,7 +98,7 @@ class IoPool:
         self._bells: dict[Direction, _Bell] = {
             Direction.LOAD: transfers,
             Direction.STORE: transfers,
-            Direction.NONE: queue.SimpleQueue(),
+            Direction.METADATA: queue.SimpleQueue(),
         }
         self._awaited: dict[_Call, None] = {}
         """Calls whose coroutine waits. Thread: loop."""
@@ -110,7 +110,7 @@ class IoPool:
         orders: list[tuple[Direction, ...]]
         orders = [(Direction.LOAD, Direction.STORE)] * load_preferring_threads
         orders += [(Direction.STORE, Direction.LOAD)] * store_preferring_threads
-        orders += [(Direction.NONE,)] * payload_free_threads
+        orders += [(Direction.METADATA,)] * payload_free_threads
         self._threads: list[threading.Thread] = []
         try:
             for number, order in enumerate(orders):
@@ -229,7 +229,7 @@ class IoPool:
                     work.threads = 1
                     self._wanting[work] = None
                 return work
-        if Direction.NONE in order or not self._wanting:
+        if Direction.METADATA in order or not self._wanting:
             return None
         work = next(iter(self._wanting))
         work.threads += 1

@@ -194,8 +194,8 @@ class TierConformance:
                     _Traffic(harness, random.Random(seed)).run(40)
                 finally:
                     harness.on_loop(faulty.release)
-                disowned = {result.job_id for result in harness.results if result.disowned}
-                harness.wait_released(disowned)
+                orphaned = {result.job_id for result in harness.results if result.orphaned}
+                harness.wait_released(orphaned)
                 assert harness.shutdown().is_clean
 
     def test_the_manager_finds_what_it_stored(self, tier: TierFactory) -> None:
@@ -377,5 +377,5 @@ class _Traffic:
             for key, slot in zip(keys, slots, strict=True):
                 if is_load and key in landed:
                     assert self._harness.holds(key, slot), "loaded bytes are not those stored"
-            if not result.disowned:
+            if not result.orphaned:
                 self._free |= set(slots)

@@ -219,7 +219,7 @@ class ManagerHarness(_Surroundings):
         manager: The manager.
         submitted: Job id -> how often it was submitted.
         results: Every result, in order.
-        released: Disowned jobs whose copies have ended.
+        released: Orphaned jobs whose copies have ended.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class ManagerHarness(_Surroundings):
             assert progress, f"nothing happened for {self.timeout_s} s"
 
     def wait_released(self, job_ids: set[JobId]) -> None:
-        """Collect until the copies of these disowned jobs have ended."""
+        """Collect until the copies of these orphaned jobs have ended."""
         self.wait(lambda: job_ids <= set(self.released))
 
     def reported(self) -> Counter[JobId]:

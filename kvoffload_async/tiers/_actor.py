@@ -39,13 +39,13 @@ from kvoffload_async.tiers._environment import (
     ActorEnvironment,
     Watch,
     as_contained,
-    contained,
     error_of,
-    judged,
+    guarded,
     log_trace,
+    validate_result,
 )
 from kvoffload_async.tiers._job_log import JobLog
-from kvoffload_async.tiers._probes import Probes, Recheck
+from kvoffload_async.tiers._probes import Probes, Reconciler
 from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class TierActor:
 
     Loads and stores have a queue and a concurrency bound each, so that neither starves the other.
     A job that is still running at its deadline is reported and left alone: a copy in flight is
-    disowned, never cancelled. Only `close` cancels, after its own deadline.
+    orphaned, never cancelled. Only `close` cancels, after its own deadline.
 
     Thread: loop.
     """
@@ -123,7 +123,7 @@ class TierActor:
         self._due: dict[JobId, _Run] = {}
         """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
         self._next_deadline: asyncio.TimerHandle | None = None
-        self._recheck = Recheck(name, tier, env.announcements, env.post)
+        self._reconciler = Reconciler(name, tier, env.announcements, env.post)
         self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         self._log = JobLog(name)
         self._closing = False
@@ -150,7 +150,7 @@ class TierActor:
         """Open the tier; on failure it is closed again, and the error goes on."""
         self._loop = asyncio.get_running_loop()
         try:
-            await contained(self._tier.open, self._env)
+            await guarded(self._tier.open, self._env)
         except GeneratorExit:  # the loop has ended meanwhile: nothing can be awaited on it
             raise
         except BaseException as error:
@@ -217,7 +217,7 @@ class TierActor:
             What was left behind. The tier itself is closed only if nothing was.
         """
         self._closing = True
-        self._recheck.close()
+        self._reconciler.close()
         self._probes.close()
         loop = self._loop
         deadline_s = loop.time() + timeout_s
@@ -247,11 +247,15 @@ class TierActor:
     def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
         """Return what runs, in the order in which it began: loads, stores, probes."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
-        return [*(run.task for run in runs if run.task), *self._probes.tasks, *self._recheck.tasks]
+        return [
+            *(run.task for run in runs if run.task),
+            *self._probes.tasks,
+            *self._reconciler.tasks,
+        ]
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; a failure is returned, so that it cannot stop what closes next."""
-        task = self._loop.create_task(contained(self._tier.close), name=f"{self.name}:close")
+        task = self._loop.create_task(guarded(self._tier.close), name=f"{self.name}:close")
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
@@ -296,7 +300,7 @@ class TierActor:
             failures = await operation(run.job) if run.job.keys else {}
         except ENDS_LOOP as error:
             raise as_contained(error) from error
-        self._settle(run, *judged(failures, len(run.job.keys)))
+        self._settle(run, *validate_result(failures, len(run.job.keys)))
 
     def _job_ended(self, run: _Run, task: asyncio.Task[None]) -> None:
         del run.side.running[run.job.job_id]
@@ -337,7 +341,7 @@ class TierActor:
             stored = keys if not failures else [k for i, k in enumerate(keys) if i not in failures]
             announcements.note_stored(stored)
         if outdated:
-            self._recheck.ask(outdated)
+            self._reconciler.ask(outdated)
         return outdated
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:

@@ -4,7 +4,7 @@ A job says only at its end what it did to its blocks, while a tier announces an 
 happens. So what a job's end says of a block is out of date if something was said of the block since
 the job began: a block that a store has written, and that made room for others before the store has
 ended, is gone; and one that a load has missed may have been stored since. Whether a block was
-evicted before or after it was written is known to the tier alone: see `Recheck`.
+evicted before or after it was written is known to the tier alone: see `Reconciler`.
 
 Thread: the loop's.
 """
@@ -39,7 +39,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def contained(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+async def guarded(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
     """Await an operation of a tier; one that would end the loop only fails itself."""
     try:
         return await operation(*args, **kwargs)
@@ -73,7 +73,7 @@ def error_of(task: asyncio.Task[Any]) -> TierError:
     return failure
 
 
-def judged(failures: object, num_blocks: int) -> tuple[BlockFailures, TierError | None]:
+def validate_result(failures: object, num_blocks: int) -> tuple[BlockFailures, TierError | None]:
     """Return what a tier has returned of a job, or that it has broken its contract."""
     if isinstance(failures, Mapping) and all(
         isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)

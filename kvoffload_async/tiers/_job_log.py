@@ -57,7 +57,7 @@ _REMEDIES: Final[Mapping[type[TierError], str]] = {
     TierTimeoutError: "check the device or the network; raise io_timeout_s if it is only slow",
     RepeatedKeyError: "a defect of whoever submitted it: name each key once",
     UnknownSlotError: "a defect of whoever submitted it: name slots of the primary",
-    TierUnavailableError: "the engine does without these blocks; mend what the error names",
+    TierUnavailableError: "the engine does without these blocks; fix the named cause",
 }
 """What to do about an error; a subclass stands before its base."""
 

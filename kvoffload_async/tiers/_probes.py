@@ -22,7 +22,7 @@ from kvoffload_async.errors import (
     drop_tracebacks,
     text_of,
 )
-from kvoffload_async.tiers._environment import Announcements, Watch, contained, error_of
+from kvoffload_async.tiers._environment import Announcements, Watch, error_of, guarded
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _BOUND: Final = 16_384
 
 
-class Recheck:
+class Reconciler:
     """Asks a tier which blocks it has, where what it has said does not tell; one call at a time."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Recheck:
             del self._waiting[key]
         watch = self._announcements.begin(keys, heeds_stores=True)
         task = asyncio.get_running_loop().create_task(
-            contained(self._tier.contains, keys), name=f"{self._name}:recheck"
+            guarded(self._tier.contains, keys), name=f"{self._name}:recheck"
         )
         task.add_done_callback(lambda ended: self._answered(ended, watch))
         self.tasks.append(task)
@@ -154,9 +154,7 @@ class Probes:
             return
         loop = asyncio.get_running_loop()
         question = (
-            contained(self._heads, chains, before)
-            if chains
-            else contained(self._tier.contains, keys)
+            guarded(self._heads, chains, before) if chains else guarded(self._tier.contains, keys)
         )
         task = loop.create_task(question, name=f"{self._name}:probe:{generation}")
         self.tasks[task] = None

@@ -20,7 +20,7 @@ async def check_work_beside_the_hung_tier(world, calls, first_block):
     primary, shares = world.core.primary, world.core.shares
     left = primary.num_slots - shares.each
     for text in STORED:
-        if not primary.drops_owed:
+        if not primary.drops_pending:
             await jump()  # until it is overdue, the one that hangs is waited for
             await world.calm()
         assert primary.counts["free"] + primary.counts["idle"] >= left

@@ -337,7 +337,7 @@ async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monke
                 await task
         assert await engine.quiesce()
         core = engine.manager.planner
-        while core.jobs or core.cascades.owes_anything:
+        while core.jobs or core.cascades.has_pending:
             await engine._steps.next_progress(engine._loop.time() + 1.0)
         check_quiescent(core)
     assert game.read > 20

@@ -127,7 +127,7 @@ async def test_a_lookup_that_is_cancelled_gives_its_place_to_the_next_one():
 
 
 @on_loop
-async def test_a_promotion_waits_for_room_where_the_tier_is_owed_all_of_the_primary():
+async def test_a_promotion_waits_for_room_where_the_tier_is_pending_all_of_the_primary():
     async with opened(slots=4, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
         await below(world, ["a"])
         world.fill(hashes("wxyz"), range(4))

@@ -53,7 +53,7 @@ async def crowded(world, text="abcd"):
 
 
 @on_loop
-async def test_a_store_waits_until_the_tier_has_taken_what_it_is_owed():
+async def test_a_store_waits_until_the_tier_has_taken_what_it_is_pending():
     async with opened(slots=4, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
         await crowded(world)
         world.fill(hashes("x"), [9])

@@ -246,7 +246,7 @@ class World:
             await turns(10)
             if self.parked or any(tier.parked for tier in self.healthy.values()):
                 self.settle_everything()
-            elif any(self.core.cascades.backlogs[index].count for index in self.healthy):
+            elif any(self.core.cascades.queues[index].count for index in self.healthy):
                 await jump(6.0)
             else:
                 return

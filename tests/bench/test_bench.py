@@ -13,7 +13,7 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 
 PASSES = {"store", "load", "store_one_job", "load_one_job"}
 KINDS = ["native", "plain"] if implementation().name == "native" else ["plain"]
-"""Of floors; the first is the one that counts."""
+"""Of baselines; the first is the one that counts."""
 FLOOR_FIGURES = {
     *("gib_per_s", "cpu_s_per_gib", "wall_us_per_job", "wall_us_per_key"),
     *("job_ms_p50", "job_ms_p90", "job_ms_p99"),
@@ -33,7 +33,7 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         "in_flight": 16,
         "rounds": 2,
         "threads": 2,
-        "direct_floor": False,
+        "direct_baseline": False,
         "steady": False,
         "keep": False,
         "warm_up": True,
@@ -48,7 +48,7 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         "fs": {
             "options": {"root_dir": str(place)},
             "directory": str(place),
-            "floor": {"directory": str(place), "kind": KINDS[0]},
+            "baseline": {"directory": str(place), "kind": KINDS[0]},
         }
     }
     assert [size["block_bytes"] for size in report["sizes"]] == [4096, 8192]
@@ -57,9 +57,9 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         assert size["keys_per_job"] == 4
         assert size["one_job_keys"] == 8
         assert size["memcpy"].keys() == FLOOR_FIGURES
-        floors = size["floors"][str(place)]
-        assert list(floors) == KINDS
-        for passes in floors.values():
+        baselines = size["baselines"][str(place)]
+        assert list(baselines) == KINDS
+        for passes in baselines.values():
             assert {what: f.keys() for what, f in passes.items()} == dict.fromkeys(
                 PASSES, FLOOR_FIGURES
             )
@@ -71,7 +71,7 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         for what in PASSES:
             assert passes[what].keys() == FLOOR_FIGURES | OWNER_FIGURES | {"switches_per_job"}
         assert passes["at_rest"].keys() == {"idle_poll_us", "lookup_us"}
-        measured = [figures for kind in floors.values() for figures in kind.values()]
+        measured = [figures for kind in baselines.values() for figures in kind.values()]
         for figures in (*passes.values(), size["memcpy"], *measured):
             for figure in figures.values():
                 assert figure["low"] <= figure["median"] <= figure["high"]
@@ -79,35 +79,35 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
 
 def test_a_ratio_is_the_quotient_of_the_two_medians_that_it_names(bench, place):
     (size,) = bench("--tier", f"fs:root_dir={place}")["sizes"]
-    floors = size["floors"][str(place)]
+    baselines = size["baselines"][str(place)]
     for what in PASSES:
         figures = size["contenders"]["fs"]["passes"][what]
         beside = {
-            "of_floor": floors[KINDS[0]][what],
-            "of_plain": floors["plain"][what],
+            "of_baseline": baselines[KINDS[0]][what],
+            "of_plain": baselines["plain"][what],
             "of_memcpy": size["memcpy"],
         }
-        assert figures.pop("switches_per_job")["of_floor"] is None
+        assert figures.pop("switches_per_job")["of_baseline"] is None
         for name, figure in figures.items():
             other = name.replace("owner_", "wall_").replace("submit_", "wall_")
             for ratio, parts in beside.items():
                 assert figure[ratio] == pytest.approx(figure["median"] / parts[other]["median"])
-        for passes in floors.values():
+        for passes in baselines.values():
             for name, figure in passes[what].items():
-                assert figure["of_floor"] is figure["of_plain"] is None
+                assert figure["of_baseline"] is figure["of_plain"] is None
                 memcpy = size["memcpy"][name]["median"]
                 assert figure["of_memcpy"] == pytest.approx(figure["median"] / memcpy)
 
 
-def test_without_native_code_the_plain_floor_counts(bench, place, monkeypatch):
+def test_without_native_code_the_plain_baseline_counts(bench, place, monkeypatch):
     monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
     report = bench("--tier", f"fs:root_dir={place}", "--rounds", "1")
     assert report["machine"]["block_io"] == "python (KVOFFLOAD_NATIVE=0)"
-    assert report["contenders"]["fs"]["floor"] == {"directory": str(place), "kind": "plain"}
+    assert report["contenders"]["fs"]["baseline"] == {"directory": str(place), "kind": "plain"}
     (size,) = report["sizes"]
-    assert list(size["floors"][str(place)]) == ["plain"]
+    assert list(size["baselines"][str(place)]) == ["plain"]
     speed = size["contenders"]["fs"]["passes"]["load"]["gib_per_s"]
-    assert speed["of_floor"] == speed["of_plain"]
+    assert speed["of_baseline"] == speed["of_plain"]
 
 
 def test_figures_agree_with_each_other(bench):
@@ -134,18 +134,18 @@ def test_figures_agree_with_each_other(bench):
 def test_a_tier_in_memory_stands_beside_memcpy(bench):
     report = bench("--tier", "example")
     (size,) = report["sizes"]
-    assert size["floors"] == {}
-    assert report["contenders"]["example"]["floor"] is None
+    assert size["baselines"] == {}
+    assert report["contenders"]["example"]["baseline"] is None
     speed = size["contenders"]["example"]["passes"]["load"]["gib_per_s"]
-    assert speed["of_floor"] == speed["of_memcpy"]
+    assert speed["of_baseline"] == speed["of_memcpy"]
 
 
 @pytest.mark.slow
-def test_tiers_on_one_filesystem_stand_beside_one_floor(bench, place):
+def test_tiers_on_one_filesystem_stand_beside_one_baseline(bench, place):
     (place / "a").mkdir()
     report = bench("--tier", f"fs:root_dir={place}/a", "--tier", f"fs:root_dir={place}/b")
-    assert list(report["sizes"][0]["floors"]) == [f"{place}/a"]
-    assert [facts["floor"] for facts in report["contenders"].values()] == [
+    assert list(report["sizes"][0]["baselines"]) == [f"{place}/a"]
+    assert [facts["baseline"] for facts in report["contenders"].values()] == [
         {"directory": f"{place}/a", "kind": KINDS[0]}
     ] * 2
 
@@ -329,7 +329,7 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
         "Store",
         "Load, one large job",
         "memcpy",
-        *(f"floor, {kind}" for kind in KINDS),
+        *(f"baseline, {kind}" for kind in KINDS),
         "switches",
         "CPU, load",
         "fs / fake",

@@ -1,4 +1,4 @@
-"""The parts of a bench: the pass, the floor, and the places that they write in."""
+"""The parts of a bench: the pass, the baseline, and the places that they write in."""
 
 import os
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.bench import floor as floor_module
+from kvoffload_async.bench import baseline as baseline_module
+from kvoffload_async.bench.baseline import Payload, PlainBaseline, measure_memcpy
 from kvoffload_async.bench.contender import Place, UnfitError
-from kvoffload_async.bench.floor import Payload, PlainFloor, measure_memcpy
 from kvoffload_async.bench.plan import Jobs, Plan
 from kvoffload_async.bench.rounds import drive, time_at_rest
 from kvoffload_async.types import JobResult, LookupResult
@@ -101,17 +101,17 @@ def test_only_keys_that_are_found_are_timed_and_answers_are_waited_for():
     ("num_jobs", "keys_per_job", "block_bytes", "num_extents"),
     [(3, 5, BLOCK, 1), (300, 1, BLOCK, 2), (5, 3, 3 * BLOCK * 32, 8), (2, 1, 2 << 20, 2)],
 )
-def test_the_floor_moves_every_byte_in_large_pieces_of_whole_blocks(
+def test_the_baseline_moves_every_byte_in_large_pieces_of_whole_blocks(
     tmp_path, num_jobs, keys_per_job, block_bytes, num_extents
 ):
     jobs = Jobs(num_jobs, keys_per_job, block_bytes)
-    cuts = floor_module._cuts(jobs)
+    cuts = baseline_module._cuts(jobs)
     assert len(cuts) == num_extents
     assert [start for start, _ in cuts] == np.cumsum([0, *(size for _, size in cuts[:-1])]).tolist()
     assert sum(size for _, size in cuts) == jobs.num_bytes
     assert all(size % block_bytes == 0 for _, size in cuts)
     with Payload(jobs.num_keys, block_bytes) as payload, Place(str(tmp_path), "here") as place:
-        samples = PlainFloor(place).measure(PLAN, payload, jobs)
+        samples = PlainBaseline(place).measure(PLAN, payload, jobs)
         assert samples.keys() == {"store", "load"}
         assert payload.wrong_rows(jobs.num_keys) == 0
         payload.wipe()
@@ -119,7 +119,7 @@ def test_the_floor_moves_every_byte_in_large_pieces_of_whole_blocks(
         assert payload.wrong_rows(jobs.num_keys) == 0
 
 
-def test_a_floor_that_moves_too_little_is_no_floor(tmp_path, monkeypatch):
+def test_a_baseline_that_moves_too_little_is_no_baseline(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *_: 1)
     jobs = Jobs(1, 1, BLOCK)
     with (
@@ -127,10 +127,10 @@ def test_a_floor_that_moves_too_little_is_no_floor(tmp_path, monkeypatch):
         Place(str(tmp_path), "here") as place,
         pytest.raises(UnfitError, match="a plain call moved 1 of 4096 bytes"),
     ):
-        PlainFloor(place).measure(PLAN, payload, jobs)
+        PlainBaseline(place).measure(PLAN, payload, jobs)
 
 
-def test_a_floor_that_returns_other_bytes_is_no_floor(tmp_path, monkeypatch):
+def test_a_baseline_that_returns_other_bytes_is_no_baseline(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda _file, extents, _start: extents[0].nbytes)
     jobs = Jobs(1, 1, BLOCK)
     with (
@@ -138,20 +138,20 @@ def test_a_floor_that_returns_other_bytes_is_no_floor(tmp_path, monkeypatch):
         Place(str(tmp_path), "here") as place,
         pytest.raises(UnfitError, match="other bytes than were written"),
     ):
-        PlainFloor(place).measure(PLAN, payload, jobs)
+        PlainBaseline(place).measure(PLAN, payload, jobs)
 
 
 def test_a_jobs_latency_begins_when_the_one_that_made_way_for_it_ends():
-    assert floor_module._latencies([1.0, 2.0, 4.0, 7.0], in_flight=4) == [1.0, 2.0, 4.0, 7.0]
-    assert floor_module._latencies([1.0, 2.0, 4.0, 7.0], in_flight=1) == [1.0, 1.0, 2.0, 3.0]
-    assert floor_module._latencies([2.0, 1.0, 4.0, 7.0], in_flight=2) == [2.0, 1.0, 3.0, 5.0]
+    assert baseline_module._latencies([1.0, 2.0, 4.0, 7.0], in_flight=4) == [1.0, 2.0, 4.0, 7.0]
+    assert baseline_module._latencies([1.0, 2.0, 4.0, 7.0], in_flight=1) == [1.0, 1.0, 2.0, 3.0]
+    assert baseline_module._latencies([2.0, 1.0, 4.0, 7.0], in_flight=2) == [2.0, 1.0, 3.0, 5.0]
 
 
 def test_a_job_ends_with_the_last_of_its_pieces():
     mib = 1 << 20
     jobs = Jobs(num_jobs=2, keys_per_job=3, block_bytes=mib // 2)  # 1.5 extents a job
     ended_s = {0: 5.0, mib: 3.0, 2 * mib: 4.0}
-    assert floor_module._job_ends(jobs, ended_s) == [5.0, 4.0]
+    assert baseline_module._job_ends(jobs, ended_s) == [5.0, 4.0]
 
 
 def test_only_right_bytes_count_as_right():

@@ -11,7 +11,7 @@ from kvoffload_async.bench.run import run_bench
 from kvoffload_async.cli.bench import print_tables
 
 ROUNDS = 3
-TURNS_A_ROUND = 2  # memcpy and the tier; memory has no floor
+TURNS_A_ROUND = 2  # memcpy and the tier; memory has no baseline
 
 
 def measured(num_turns, sizes="4KiB", tier="example"):
@@ -68,6 +68,6 @@ def test_every_figure_is_shown_whole_on_a_terminal(width, tier):
     shown = console.file.getvalue()
     assert "GiB/s" in shown
     assert ("switches\n" in shown.replace(" ", "")) == (width == 176)
-    assert ("floor, plain" in shown) == (tier == "slab")
+    assert ("base, plain" in shown) == (tier == "slab")
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width

@@ -19,8 +19,8 @@ from itertools import permutations
 
 import pytest
 
+from kvoffload_async.bench.baseline import Payload
 from kvoffload_async.bench.contender import OwnTier, load_peer
-from kvoffload_async.bench.floor import Payload
 from kvoffload_async.types import as_block_ids, make_offload_key
 
 BLOCKS = 16

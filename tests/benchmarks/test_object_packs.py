@@ -31,7 +31,7 @@ class Side:
         self.hosts = [
             TierHarness(
                 tier_on(
-                    connection, pack_bytes, remember_absent_s=60.0, connections=16,
+                    connection, pack_bytes, negative_cache_ttl_s=60.0, connections=16,
                     call_timeout_s=60.0, job_timeout_s=300.0, probe_timeout_s=60.0,
                 ),
                 jobs * JOB_BLOCKS,

@@ -245,7 +245,7 @@ class Usage:
 
 def has_work(manager):
     """Tell whether anything moves, copies that were given up included."""
-    return manager.has_pending_work() or bool(manager.planner.disowned)
+    return manager.has_pending_work() or bool(manager.planner.orphaned)
 
 
 @pytest.fixture

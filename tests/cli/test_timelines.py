@@ -68,7 +68,7 @@ def test_what_turns_out_later_is_said_behind_the_figures(command, arguments, sai
 
 def test_what_a_tier_says_reaches_the_terminal_as_letters_alone():
     output, console = TimelineOutput(0, None), Console(record=True, file=io.StringIO())
-    failed = Note(0.0, "owed", 1, "fs", "\x1b]0;title\x07\x1b[2J\ud800")
+    failed = Note(0.0, "pending", 1, "fs", "\x1b]0;title\x07\x1b[2J\ud800")
     output.watch(1, RequestTimeline("request-0", 0.0, None, None, (failed,)))
     output.publish(console)
     assert all(line.isprintable() for line in console.export_text().splitlines())

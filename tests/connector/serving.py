@@ -352,7 +352,7 @@ class Serving:
         """Let everything that is still there run to its end, which it must reach."""
         self.world.hung = None
         planner = self.world.manager.planner
-        self.run_until(lambda: not (planner.disowned or self.connector.has_pending_push_work()))
+        self.run_until(lambda: not (planner.orphaned or self.connector.has_pending_push_work()))
         assert not self.connector._requests
         assert not len(self.connector._jobs)
         assert self.world.counts["pinned"] == self.world.counts["writing"] == 0

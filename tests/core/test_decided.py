@@ -44,7 +44,7 @@ def test_a_promotion_that_is_given_up_is_told():
     cache = primary()
     cache.reserve(k("a"))
     told = watched(cache)
-    cache.disown_write(ks("a"))
+    cache.orphan_write(ks("a"))
     assert told == [ks("a")]
 
 

@@ -6,7 +6,7 @@ from core.world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.index import split_where_it_fits, those_before, used_before
+from kvoffload_async.core.index import longest_fitting_prefix, those_before, used_before
 from kvoffload_async.core.primary import AdmissionFilter
 from kvoffload_async.types import make_offload_key
 
@@ -23,24 +23,24 @@ WIDE = {key(name): end for end, name in enumerate("abcdef", 1)} | {key("B", 1): 
 
 @pytest.mark.parametrize("room", [4, 5])
 def test_a_hybrid_models_head_is_cut_at_a_token_over_all_groups(room):
-    taken, left_out = split_where_it_fits(list(HYBRID), HYBRID, room)
+    taken, left_out = longest_fitting_prefix(list(HYBRID), HYBRID, room)
     assert taken == [key("a"), key("b"), key("a", 1), key("b", 1)]
     assert left_out == [key("c"), key("d"), key("c", 1), key("d", 1)]
 
 
 def test_groups_with_blocks_of_different_length_are_cut_at_one_token():
-    taken, left_out = split_where_it_fits(list(WIDE), WIDE, 4)
+    taken, left_out = longest_fitting_prefix(list(WIDE), WIDE, 4)
     assert taken == [key("a"), key("b"), key("c"), key("B", 1)]
     assert left_out == [key("d"), key("e"), key("f"), key("D", 1)]
 
 
 def test_a_token_whose_blocks_do_not_all_fit_is_left_out():
-    assert split_where_it_fits(list(HYBRID), HYBRID, 1) == ([], list(HYBRID))
+    assert longest_fitting_prefix(list(HYBRID), HYBRID, 1) == ([], list(HYBRID))
 
 
 def test_without_positions_one_group_is_cut_in_its_order_and_several_not_at_all():
-    assert split_where_it_fits(ks("abc"), {}, 2) == (ks("ab"), ks("c"))
-    assert split_where_it_fits(list(HYBRID), {}, 7) == ((), list(HYBRID))
+    assert longest_fitting_prefix(ks("abc"), {}, 2) == (ks("ab"), ks("c"))
+    assert longest_fitting_prefix(list(HYBRID), {}, 7) == ((), list(HYBRID))
 
 
 @given(
@@ -54,7 +54,7 @@ def test_what_is_taken_is_a_prefix_over_all_groups_and_no_longer_one_fits(groups
         for chunk in range(count)
     }
     keys = list(positions)
-    taken, left_out = split_where_it_fits(keys, positions, room)
+    taken, left_out = longest_fitting_prefix(keys, positions, room)
     assert sorted([*taken, *left_out]) == sorted(keys)
     assert len(taken) <= room
     assert list(taken) == [each for each in keys if each in set(taken)]

@@ -62,7 +62,7 @@ def health_after(error, *, promotion):
 
 
 def fail_to_store(world, error, *, times):
-    """What a tier has failed to store is owed to it, and tried again after a pause."""
+    """What a tier has failed to store is pending to it, and tried again after a pause."""
     for _ in range(times):
         for _ in range(20):
             if world.running:

@@ -62,7 +62,7 @@ GOOD = {
         accepted(0),
         accepted(1, promotion=True),
         ResultTaken(0, 0),
-        ResultTaken(0, 1, disowned=True),
+        ResultTaken(0, 1, orphaned=True),
         RequestClosed(0, "r"),
         CopyEnded(0, 1),
         AllQuiet(),
@@ -127,12 +127,12 @@ BAD = {
         ResultTaken(0, 0),
         ResultTaken(0, 0),
     ],
-    "P1 released job 0, which was not disowned": [CopyEnded(0, 0)],
+    "P1 released job 0, which was not orphaned": [CopyEnded(0, 0)],
     "P1 never answered job 0": [OPENED, accepted(0), AllQuiet()],
     "P1 never released job 0": [
         OPENED,
         accepted(0),
-        ResultTaken(0, 0, disowned=True),
+        ResultTaken(0, 0, orphaned=True),
         AllQuiet(),
     ],
     "P5 evicted while in use": [asked(busy=[B], evicted=[B])],
@@ -228,7 +228,7 @@ def test_what_the_planner_wants_and_takes_in_is_recorded():
     world = World()
     ctx = world.begin()
     world.store(ctx, "a")
-    world.disown()
+    world.orphan()
     world.release()
     world.finish(ctx)
     world.step()
@@ -236,7 +236,7 @@ def test_what_the_planner_wants_and_takes_in_is_recorded():
         *list(world.history.of(RoomAsked)),
         ContentWritten(A, "bytes of 6100000000"),
         JobAccepted(0, 0, "r", is_promotion=False, num_blocks=1),
-        ResultTaken(0, 0, disowned=True),
+        ResultTaken(0, 0, orphaned=True),
         CopyEnded(0, 0),
         RequestClosed(0, "r"),
         StepClosed(),
@@ -258,7 +258,7 @@ def test_a_fingerprint_changes_with_pins_ranks_and_held_slots():
         lambda: primary.complete_store(ctx, ks("a"), success=True),
         lambda: primary.prepare_load(ctx, ks("a")),
         lambda: primary.policy.access([primary.slot_of(k("a"))], [True]),
-        lambda: primary.disown_write(ks("b")),
+        lambda: primary.orphan_write(ks("b")),
     ):
         change()
         seen.append(fingerprint(primary))

@@ -5,7 +5,7 @@ from core.terms import PENDING, k, ks
 from core.world import World, stored_below
 from planner_invariants import JobAccepted, RequestClosed, RequestOpened
 
-from kvoffload_async.core.cascades import LATE_BLOCKS_A_STEP, Backlog
+from kvoffload_async.core.cascades import LATE_BLOCKS_A_STEP, WriteBackQueue
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import (
@@ -28,12 +28,12 @@ def narrow(num_slots=16, bound=2, **options):
     return world, world.begin()
 
 
-def backlog(world, tier=0):
-    return world.planner.cascades.backlogs[tier]
+def queue(world, tier=0):
+    return world.planner.cascades.queues[tier]
 
 
-def owed(world, tier=0):
-    return world.primary.keys_of(tuple(backlog(world, tier).slots()))
+def pending(world, tier=0):
+    return world.primary.keys_of(tuple(queue(world, tier).slots()))
 
 
 def counters(world, tier=0):
@@ -70,10 +70,10 @@ def test_work_is_pending_until_everything_is_stored():
 def test_a_block_that_is_evicted_before_there_was_room_is_counted_as_dropped():
     world, ctx = narrow(num_slots=4, bound=2)
     world.store(ctx, "abcd")
-    assert owed(world) == ks("cd")
+    assert pending(world) == ks("cd")
     world.store(ctx, "xy")
     assert counters(world).dropped_blocks == 2
-    assert owed(world) == ks("xy")
+    assert pending(world) == ks("xy")
     world.settle_all()
     world.wind_down()
     assert not counters(world).failed_store_blocks
@@ -90,7 +90,7 @@ def test_what_one_tier_has_in_time_and_another_has_not_is_dropped_there_alone():
     world.wind_down()
 
 
-def test_a_promotion_that_evicts_what_is_owed_counts_too():
+def test_a_promotion_that_evicts_what_is_pending_counts_too():
     world, ctx = narrow(num_slots=2, bound=1)
     world.fill(0, ks("x"))
     world.store(ctx, "ab")
@@ -99,7 +99,7 @@ def test_a_promotion_that_evicts_what_is_owed_counts_too():
     world.wind_down()
 
 
-def test_the_primary_is_asked_to_tell_of_evictions_only_while_something_is_owed():
+def test_the_primary_is_asked_to_tell_of_evictions_only_while_something_is_pending():
     world, ctx = narrow(num_slots=4, bound=1)
     world.store(ctx, "a")
     assert world.primary.on_evicted is None
@@ -111,20 +111,20 @@ def test_the_primary_is_asked_to_tell_of_evictions_only_while_something_is_owed(
     world.wind_down()
 
 
-def test_a_reset_counts_what_was_owed_and_what_is_overdue():
+def test_a_reset_counts_what_was_pending_and_what_is_overdue():
     world, ctx = narrow(num_slots=4, bound=2)
     world.store(ctx, "abcd")
-    world.disown()
+    world.orphan()
     world.planner.reset_cache()
     assert counters(world).dropped_blocks == 2
     assert counters(world).failed_store_blocks == 2
-    assert owed(world) == []
+    assert pending(world) == []
     world.planner.reset_flushed()
     world.release()
     world.wind_down()
 
 
-def test_after_the_close_nothing_is_owed_any_more():
+def test_after_the_close_nothing_is_pending_any_more():
     world, ctx = narrow(num_slots=8, bound=2)
     world.store(ctx, "abcd")
     world.finish(ctx)
@@ -132,7 +132,7 @@ def test_after_the_close_nothing_is_owed_any_more():
     assert counters(world).dropped_blocks == 2
     world.settle(error=TierUnavailableError("down"), failed={0, 1})
     assert counters(world).failed_store_blocks == 2
-    assert world.planner.cascades.owe(0, ks("cd"), 0.0) == 0
+    assert world.planner.cascades.defer(0, ks("cd"), 0.0) == 0
     world.planner.close()
     world.wind_down()
 
@@ -152,7 +152,7 @@ def test_the_close_ends_a_request_that_waits_for_anothers_write():
 # -- when ---------------------------------------------------------------------------------------
 
 
-def test_a_step_submits_a_bounded_number_of_owed_blocks_however_many_there_are():
+def test_a_step_submits_a_bounded_number_of_pending_blocks_however_many_there_are():
     num = 4 * LATE_BLOCKS_A_STEP
     world = World(2 * num, breaker=BreakerSettings(1, retry_after_s=5.0))
     ctx = world.begin()
@@ -207,7 +207,7 @@ def test_the_engine_knows_when_to_try_again():
     assert cascades.wakes_in_s(0.0) == 0.0
     world.end_step()
     world.settle(failed={0}, error=TierUnavailableError("down"))
-    assert cascades.wakes_in_s(0.0) == Backlog(1, list, list)._pause_s
+    assert cascades.wakes_in_s(0.0) == WriteBackQueue(1, list, list)._pause_s
     world.wind_down()
 
 
@@ -219,7 +219,7 @@ def test_blocks_that_a_passing_fault_has_hit_are_stored_later(error):
     world, ctx = narrow(bound=8)
     world.store(ctx, "abc")
     world.settle(failed={1, 2}, error=error)
-    assert owed(world) == ks("bc")
+    assert pending(world) == ks("bc")
     world.step()
     world.end_step()
     world.settle()
@@ -233,7 +233,7 @@ def test_blocks_that_would_fail_again_are_counted_at_once(error):
     world, ctx = narrow(bound=8)
     world.store(ctx, "abc")
     world.settle(failed={1}, error=error)
-    assert owed(world) == []
+    assert pending(world) == []
     assert counters(world).failed_store_blocks == 1
     world.wind_down()
 
@@ -268,12 +268,12 @@ def test_an_outage_costs_no_tries():
 def test_an_overdue_store_is_tried_again_when_its_copy_has_ended():
     world, ctx = narrow(bound=8)
     world.store(ctx, "ab")
-    world.disown()
+    world.orphan()
     world.step()
     world.end_step()
     assert world.running == {}, "the copy may still end well"
     world.release(failed={1})
-    assert owed(world) == ks("b")
+    assert pending(world) == ks("b")
     world.wind_down()
 
 
@@ -281,9 +281,9 @@ def test_an_overdue_store_is_not_repeated_where_it_is_known_to_have_landed():
     for kind, owes in ("exact", []), ("probed", ks("ab")):
         world, ctx = narrow(bound=8, kinds={0: kind})
         world.store(ctx, "ab")
-        world.disown()
+        world.orphan()
         world.release()
-        assert owed(world) == owes
+        assert pending(world) == owes
         world.wind_down()
 
 
@@ -329,18 +329,18 @@ def test_a_promoted_block_is_not_offered_to_tiers_that_are_not_known_to_lack_it(
     world.lookup(ctx, "a")
     world.step()
     world.settle()
-    assert owed(world, 0) == []
+    assert pending(world, 0) == []
     world.wind_down()
 
 
-def test_what_a_request_level_tier_has_no_room_for_is_owed_too():
+def test_what_a_request_level_tier_has_no_room_for_is_pending_too():
     world, ctx = narrow(num_slots=8, bound=1, request_level=[0])
     world.store(ctx, "a")
     world.settle_all()
     other = world.begin("s")
     world.offer(other, "a")
     world.offer(other, "a")
-    assert owed(world) == [], "it is on its way"
+    assert pending(world) == [], "it is on its way"
     world.store(other, "b")
-    assert owed(world) == [k("b")]
+    assert pending(world) == [k("b")]
     world.wind_down()

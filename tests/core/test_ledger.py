@@ -35,7 +35,7 @@ EVENTS = {
 PATHS = {
     JobState.QUEUED: (),
     JobState.FLYING: ("Launched",),
-    JobState.DISOWNED: ("Launched", "JobOverdue"),
+    JobState.ORPHANED: ("Launched", "JobOverdue"),
     JobState.SETTLED: ("Launched", "JobSettled"),
 }
 PAIRS = list(itertools.product(JobState, EVENTS))
@@ -158,11 +158,11 @@ def test_a_job_that_failed_as_a_whole_moved_nothing():
 
 
 def test_an_overdue_job_is_reported_at_once_and_released_when_its_copy_ends():
-    ledger = ledger_in(JobState.DISOWNED)
+    ledger = ledger_in(JobState.ORPHANED)
     (result,) = results(ledger)
-    assert (result.success, result.disowned) == (False, True)
+    assert (result.success, result.orphaned) == (False, True)
     assert ledger.unfinished_count == 0
-    assert ledger.ids_in(JobState.DISOWNED) == [0]
+    assert ledger.ids_in(JobState.ORPHANED) == [0]
     assert released(ledger) == []
     ledger.handle(JobSettled(0))
     assert released(ledger) == [0]
@@ -176,7 +176,7 @@ def test_a_queued_job_at_shutdown_gets_a_failed_result():
     assert ledger.unfinished_count == 1
     ledger.handle(EVENTS["JobAbandoned"])
     (result,) = results(ledger)
-    assert (result.success, result.disowned) == (False, False)
+    assert (result.success, result.orphaned) == (False, False)
     assert ledger.state_of(0) is None
 
 
@@ -205,7 +205,7 @@ def test_a_job_whose_tier_went_away_counts_as_still_running():
     ledger.handle(Launched(3))
     ledger.handle(JobAbandoned(3, TierClosedError("gone")))
     (result,) = results(ledger)
-    assert (result.job_id, result.success, result.disowned) == (3, False, True)
+    assert (result.job_id, result.success, result.orphaned) == (3, False, True)
 
 
 def test_a_result_that_the_tier_gives_is_reported_as_it_is():
@@ -215,17 +215,17 @@ def test_a_result_that_the_tier_gives_is_reported_as_it_is():
     assert results(ledger) == [given]
 
 
-def test_a_job_is_unreported_until_its_result_is_taken_and_disowned_until_its_release_is():
-    ledger = ledger_in(JobState.DISOWNED)
+def test_a_job_is_unreported_until_its_result_is_taken_and_orphaned_until_its_release_is():
+    ledger = ledger_in(JobState.ORPHANED)
     assert [job.job_id for job in ledger.unreported()] == [0]
-    assert list(ledger.disowned()) == []
+    assert list(ledger.orphaned()) == []
     results(ledger)
     assert list(ledger.unreported()) == []
-    assert [record.job.job_id for record in ledger.disowned()] == [0]
+    assert [record.job.job_id for record in ledger.orphaned()] == [0]
     ledger.handle(JobSettled(0))
-    assert [record.job.job_id for record in ledger.disowned()] == [0]
+    assert [record.job.job_id for record in ledger.orphaned()] == [0]
     assert released(ledger) == [0]
-    assert list(ledger.disowned()) == []
+    assert list(ledger.orphaned()) == []
 
 
 def test_nobody_else_makes_a_result():

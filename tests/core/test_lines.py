@@ -203,7 +203,7 @@ def test_an_overdue_copy_is_not_waited_for():
     ctx = world.begin()
     assert ask(world, ctx, "a") == [PENDING]
     world.step()
-    world.disown()
+    world.orphan()
     assert ask(world, ctx, "bc") == [MISS, MISS]
     world.wind_down()
 
@@ -218,7 +218,7 @@ def test_who_waits_is_told_when_no_room_comes_any_more():
     world.primary.decided = told.extend
     world.step()
     assert told == []
-    world.disown()
+    world.orphan()
     world.step()
     assert told == ks("ab")
     assert ask(world, second, "b") == [MISS]
@@ -235,8 +235,8 @@ def test_a_primary_in_use_is_waited_for(what):
         world.load(other, "ab")
     if what == "debts":
         world.settle_all()
-        world.primary.drops_owed = False
-        world.planner.cascades.owe(0, ks("ab"), 0.0)
+        world.primary.drops_pending = False
+        world.planner.cascades.defer(0, ks("ab"), 0.0)
         world.primary.protect(world.primary.readable_slots(ks("ab")))
     assert ask(world, ctx, "z") == [RETRY]
     if what == "debts":

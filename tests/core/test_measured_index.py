@@ -6,11 +6,11 @@ from core.terms import HIT, MISS, RETRY, job, ks
 
 from kvoffload_async.abc.events import JobSettled, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import FRESH_S, ExactIndex, Payback, ProbedIndex, SelectiveIndex
+from kvoffload_async.core.index import FRESH_S, BreakEven, CostGatedIndex, ExactIndex, ProbedIndex
 from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.statistics import PaybackStatistics
+from kvoffload_async.statistics import BreakEvenStatistics
 from kvoffload_async.types import Medium, ReqContext
 
 SLOW = [(10, 10.0), (100, 100.0)]
@@ -19,13 +19,13 @@ RATE = 10.0
 
 
 def measured(jobs=SLOW, probe_s=0.0, min_blocks=2):
-    payback = Payback(RATE)
-    payback.probe_ended(probe_s, worked=True)
+    break_even = BreakEven(RATE)
+    break_even.probe_ended(probe_s, worked=True)
     for num_blocks, seconds in jobs:
-        payback.load_ended(num_blocks, seconds)
-    index = SelectiveIndex(ProbedIndex(2), min_blocks, payback)
+        break_even.load_ended(num_blocks, seconds)
+    index = CostGatedIndex(ProbedIndex(2), min_blocks, break_even)
     index.next_probe()
-    return index, payback
+    return index, break_even
 
 
 def answers(index, names, request="r"):
@@ -38,7 +38,7 @@ def probed(index):
 
 
 def test_before_anything_is_measured_the_configured_number_decides():
-    index = SelectiveIndex(ProbedIndex(2), 2, Payback(RATE))
+    index = CostGatedIndex(ProbedIndex(2), 2, BreakEven(RATE))
     assert answers(index, "a") == [RETRY]
     assert probed(index) is None
     assert answers(index, "ab") == [MISS, RETRY]
@@ -46,7 +46,7 @@ def test_before_anything_is_measured_the_configured_number_decides():
 
 
 def test_with_one_block_as_the_least_the_first_is_asked_for_at_once():
-    index = SelectiveIndex(ExactIndex(), 1, Payback(RATE))
+    index = CostGatedIndex(ExactIndex(), 1, BreakEven(RATE))
     index.appeared(ks("a"))
     assert answers(index, "ab") == [HIT, MISS]
 
@@ -75,20 +75,20 @@ def test_where_no_number_is_enough_nobody_is_asked():
 
 
 def test_what_is_measured_during_a_step_counts_from_its_end_on():
-    index, payback = measured([(10, 0.0)], probe_s=0.35)
+    index, break_even = measured([(10, 0.0)], probe_s=0.35)
     assert answers(index, "abc") == [RETRY] * 3
     for _ in range(100):
-        payback.probe_ended(0.15, worked=True)
+        break_even.probe_ended(0.15, worked=True)
     assert index.needed_blocks == 4
     assert probed(index) == tuple(ks("abc")), "decided with what is known now"
     assert index.needed_blocks == 2
 
 
 def test_a_request_that_was_found_worthwhile_stays_so():
-    index, payback = measured([(10, 0.0)], probe_s=0.15)
+    index, break_even = measured([(10, 0.0)], probe_s=0.15)
     assert answers(index, "ab") == [RETRY] * 2
     for _ in range(100):
-        payback.probe_ended(5.0, worked=True)
+        break_even.probe_ended(5.0, worked=True)
     assert probed(index) == tuple(ks("ab"))
     assert index.needed_blocks > 40
     assert answers(index, "abc") == [RETRY] * 3
@@ -96,26 +96,26 @@ def test_a_request_that_was_found_worthwhile_stays_so():
 
 
 def test_when_it_is_old_one_request_at_a_time_measures_anew_the_largest():
-    index, payback = measured()
-    payback.advance(FRESH_S)
+    index, break_even = measured()
+    break_even.advance(FRESH_S)
     for name, keys in ("short", "ab"), ("long", "cdef"), ("middle", "ghi"):
         answers(index, keys, name)
     assert probed(index) == tuple(ks("cdef"))
     assert answers(index, "ab", "short") == [MISS] * 2
     index.answered(1, frozenset(ks("c")))
     assert answers(index, "cd", "long") == [HIT, MISS]
-    payback.advance(FRESH_S + 10)
+    break_even.advance(FRESH_S + 10)
     answers(index, "xyz", "later")
     assert probed(index) is None, "the explorer is still there"
-    assert payback.explorations == 1
+    assert break_even.explorations == 1
 
 
 def test_the_end_of_the_explorer_and_of_no_other_lets_the_next_one_through():
-    index, payback = measured()
-    payback.advance(FRESH_S)
+    index, break_even = measured()
+    break_even.advance(FRESH_S)
     answers(index, "ab", "explorer")
     assert probed(index) == tuple(ks("ab"))
-    payback.advance(FRESH_S + 10)
+    break_even.advance(FRESH_S + 10)
     index.forget_request("other")
     answers(index, "cd", "second")
     assert probed(index) is None
@@ -126,40 +126,40 @@ def test_the_end_of_the_explorer_and_of_no_other_lets_the_next_one_through():
 
 
 def test_hundreds_of_requests_in_one_step_are_one_exploration():
-    index, payback = measured()
-    payback.advance(FRESH_S)
+    index, break_even = measured()
+    break_even.advance(FRESH_S)
     for number in range(512):
         answers(index, [f"{number}a", f"{number}b"], number)
     assert len(probed(index)) == 2
-    assert payback.explorations == 1
+    assert break_even.explorations == 1
 
 
 def test_a_request_below_the_configured_number_never_explores():
-    index, payback = measured(min_blocks=3)
-    payback.advance(FRESH_S)
+    index, break_even = measured(min_blocks=3)
+    break_even.advance(FRESH_S)
     answers(index, "ab")
     assert probed(index) is None
-    assert payback.explorations == 0
+    assert break_even.explorations == 0
 
 
 def test_nobody_explores_while_the_tier_is_left_alone():
-    index, payback = measured()
-    payback.advance(FRESH_S)
+    index, break_even = measured()
+    break_even.advance(FRESH_S)
     answers(index, "abc")
     index.left_alone()
-    assert payback.explorations == 0
+    assert break_even.explorations == 0
     assert answers(index, "abc") == [MISS] * 3
 
 
 def test_an_explorer_of_an_exact_tier_is_told_to_ask_again():
-    payback = Payback(RATE)
+    break_even = BreakEven(RATE)
     for num_blocks, seconds in SLOW:
-        payback.load_ended(num_blocks, seconds)
-    index, told = SelectiveIndex(ExactIndex(), 1, payback), []
+        break_even.load_ended(num_blocks, seconds)
+    index, told = CostGatedIndex(ExactIndex(), 1, break_even), []
     index.decided = told.extend
     index.appeared(ks("ab"))
     index.next_probe()
-    payback.advance(FRESH_S)
+    break_even.advance(FRESH_S)
     assert answers(index, "ab") == [RETRY] * 2
     index.next_probe()
     assert told == ks("ab")
@@ -169,8 +169,8 @@ def test_an_explorer_of_an_exact_tier_is_told_to_ask_again():
 # -- what a tier tells it -----------------------------------------------------------------------
 
 
-def tier_of(payback, min_blocks=2):
-    index = SelectiveIndex(ProbedIndex(2), min_blocks, payback)
+def tier_of(break_even, min_blocks=2):
+    index = CostGatedIndex(ProbedIndex(2), min_blocks, break_even)
     return TierState("far", index, 10, EventLog(Medium.STORAGE, enabled=False))
 
 
@@ -181,12 +181,12 @@ def end_load(tier, job_id, names, seconds, *, failures=None, error=None):
 
 
 def reading(tier):
-    return read_tier(take_tier(tier), tier, name="far", row_bytes=10).payback
+    return read_tier(take_tier(tier), tier, name="far", row_bytes=10).break_even
 
 
 def test_a_tier_tells_of_its_probes_and_loads():
-    tier = tier_of(Payback(RATE))
-    assert reading(tier) == PaybackStatistics(
+    tier = tier_of(BreakEven(RATE))
+    assert reading(tier) == BreakEvenStatistics(
         needed_blocks=2, latency_s=None, blocks_per_s=None, explorations=0
     )
     tier.tell_time(lambda: 5.0)
@@ -204,7 +204,7 @@ def test_a_tier_tells_of_its_probes_and_loads():
 
 
 def test_that_no_number_is_enough_is_shown_as_none():
-    tier = tier_of(Payback(RATE))
+    tier = tier_of(BreakEven(RATE))
     end_load(tier, 1, "ab", 2.0)
     end_load(tier, 2, "abcdefghij", 10.0)
     tier.end_step()
@@ -212,7 +212,7 @@ def test_that_no_number_is_enough_is_shown_as_none():
 
 
 def test_what_failed_or_was_stored_or_was_empty_tells_nothing_of_its_speed():
-    tier = tier_of(Payback(RATE))
+    tier = tier_of(BreakEven(RATE))
     end_load(tier, 1, "ab", 9.0, failures={1: BlockMissingError("gone")})
     end_load(tier, 2, "ab", 9.0, error=TierUnavailableError("down"))
     end_load(tier, 3, "", 9.0)
@@ -229,7 +229,7 @@ def test_a_tier_that_nobody_measures_is_asked_for_no_time():
     def clock():
         raise AssertionError("nobody needs it")
 
-    for index in SelectiveIndex(ProbedIndex(1), 2), ExactIndex():
+    for index in CostGatedIndex(ProbedIndex(1), 2), ExactIndex():
         tier = TierState("far", index, 10, EventLog(Medium.STORAGE, enabled=False))
         tier.tell_time(clock)
         tier.handle(ProbeAnswered(1, frozenset(), None, 1.0))

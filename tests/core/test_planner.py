@@ -140,10 +140,10 @@ def test_a_job_reported_twice_or_by_the_wrong_tier_is_a_defect():
         mine.handle(JobSettled(0))
 
 
-def test_only_a_disowned_job_is_released_and_only_by_its_tier():
+def test_only_an_orphaned_job_is_released_and_only_by_its_tier():
     world = World(tiers=2)
     world.store(world.begin(), "a")
-    world.disown(0)
+    world.orphan(0)
     mine, other = world.planner.tiers
     with pytest.raises(IllegalTransitionError, match="the job is unknown"):
         other.handle(JobSettled(0))
@@ -153,33 +153,33 @@ def test_only_a_disowned_job_is_released_and_only_by_its_tier():
     world.wind_down()
 
 
-def test_a_disowned_cascade_keeps_its_block_until_its_copy_ends():
+def test_an_orphaned_cascade_keeps_its_block_until_its_copy_ends():
     world = World(num_slots=1)
     ctx = world.begin()
     world.store(ctx, "a")
-    world.disown()
+    world.orphan()
     assert world.offer(ctx, "b") is None
     world.release()
     world.store(ctx, "b")
     world.wind_down()
 
 
-def test_a_disowned_cascade_counts_against_its_tiers_bound_until_its_copy_ends():
+def test_an_orphaned_cascade_counts_against_its_tiers_bound_until_its_copy_ends():
     world = World(num_slots=4)
     ctx = world.begin()
     world.store(ctx, "ab")
-    world.disown()
+    world.orphan()
     assert world.planner.tiers[0].cascading_blocks == 2
     world.release()
     assert world.planner.tiers[0].cascading_blocks == 0
     world.wind_down()
 
 
-def test_a_disowned_promotion_is_a_miss_and_keeps_its_slot_until_its_copy_ends():
+def test_an_orphaned_promotion_is_a_miss_and_keeps_its_slot_until_its_copy_ends():
     world, ctx = stored_below(num_slots=1, names="a")
     world.lookup(ctx, "a")
     world.step()
-    world.disown()
+    world.orphan()
     assert world.lookup(ctx, "a") is MISS
     assert world.primary.counts["held"] == 1
     assert world.offer(ctx, "b") is None
@@ -230,7 +230,7 @@ def test_slots_of_a_copy_that_outlives_the_reset_are_not_reused_44541():
     world.store(ctx, "b")
     world.settle()
     world.store(ctx, "c")
-    world.disown()
+    world.orphan()
     world.reset()
     world.flush_reset()
     assert world.primary.counts["held"] == 1
@@ -246,7 +246,7 @@ def test_a_promotion_mid_copy_outlives_the_reset_44541():
     world, ctx = stored_below(num_slots=1, names="a")
     world.lookup(ctx, "a")
     world.step()
-    world.disown()
+    world.orphan()
     world.reset()
     world.flush_reset()
     assert world.offer(ctx, "x") is None

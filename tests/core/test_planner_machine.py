@@ -38,7 +38,7 @@ FILTERS = st.sampled_from(
     [ALL_TIERS, ALL_TIERS, frozenset(), frozenset({TierMatcher(locality=Locality.REMOTE)})]
 )
 ERRORS = st.sampled_from([BlockMissingError, TierFullError, TierUnavailableError])
-KINDS = st.sampled_from(["exact", "probed", "selective", "foreign"])
+KINDS = st.sampled_from(["exact", "probed", "selective", "external"])
 DEFERRAL_S = 8.0
 SETUPS = st.fixed_dictionaries(
     {
@@ -50,7 +50,7 @@ SETUPS = st.fixed_dictionaries(
         "faults": st.sampled_from([1_000, 2, 1]),
         "reserved": st.sampled_from([0.25, 0.0, 0.5]),
         "accept_prefix": st.booleans(),
-        "drops_owed": st.booleans(),
+        "drops_pending": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
         "remote": st.sets(st.integers(0, 2)),
         "kinds": st.fixed_dictionaries(dict.fromkeys(range(3), KINDS)),
@@ -95,7 +95,7 @@ class PlannerMachine(RuleBasedStateMachine):
             kinds=setup["kinds"],
             accept_prefix=setup["accept_prefix"],
         )
-        self.world.primary.drops_owed = setup["drops_owed"]
+        self.world.primary.drops_pending = setup["drops_pending"]
         self.unsure = set()
         sources = self.world.planner.sources
         for index, source in enumerate(sources):
@@ -196,14 +196,14 @@ class PlannerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.running)
     @rule(
         data=st.data(),
-        how=st.sampled_from(["ok", "disown", "part", "none", "ok", "fail"]),
+        how=st.sampled_from(["ok", "orphan", "part", "none", "ok", "fail"]),
         error=ERRORS,
         seconds=st.sampled_from([0.0, 0.001, 1.0]),
     )
     def settle(self, data, how, error, seconds):
         job_id = data.draw(st.sampled_from(sorted(self.world.running)))
-        if how == "disown":
-            self.world.disown(job_id)
+        if how == "orphan":
+            self.world.orphan(job_id)
             return
         if how == "fail":
             self.world.fail(job_id, error=error("scripted"), seconds=seconds)
@@ -228,7 +228,7 @@ class PlannerMachine(RuleBasedStateMachine):
         """All that a tier has under way is overdue, and may never end."""
         tier = data.draw(st.sampled_from(sorted({tier for tier, _ in self.world.running.values()})))
         for job_id in [i for i, (at, _) in self.world.running.items() if at == tier]:
-            self.world.disown(job_id)
+            self.world.orphan(job_id)
 
     # -- what is rare ---------------------------------------------------------------------------
 

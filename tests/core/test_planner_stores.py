@@ -76,7 +76,7 @@ def test_what_is_over_the_bound_of_a_tier_waits_its_turn_50031_50045():
     world.store(ctx, "cde")
     world.store(ctx, "f")
     assert [job.keys for _, job in world.running.values()] == [tuple(ks("ab")), tuple(ks("c"))]
-    assert world.planner.cascades.backlogs[0].count == 3
+    assert world.planner.cascades.queues[0].count == 3
     assert world.primary.state_of(k("d")) is BlockState.IDLE
     world.settle()
     world.store(ctx, "g")

@@ -175,9 +175,9 @@ def failed(rig):
     rig.primary.complete_store(rig.ctx, ks("a"), success=False)
 
 
-def disowned(rig):
+def orphaned(rig):
     rig.offer("a")
-    rig.primary.release_slots(rig.primary.disown_write(ks("a")))
+    rig.primary.release_slots(rig.primary.orphan_write(ks("a")))
 
 
 def forgotten(rig):
@@ -185,7 +185,7 @@ def forgotten(rig):
     rig.primary.reset()
 
 
-@pytest.mark.parametrize("ended", [written, failed, disowned, forgotten])
+@pytest.mark.parametrize("ended", [written, failed, orphaned, forgotten])
 def test_a_write_that_has_ended_gives_no_right_to_what_is_promoted_into_its_slot(ended):
     rig = Rig(num_slots=1)
     ended(rig)
@@ -285,10 +285,10 @@ def test_ending_a_write_that_is_none_is_a_defect_and_changes_nothing():
     assert rig.states("wa") == [BlockState.WRITING, BlockState.IDLE]
 
 
-def test_a_disowned_write_makes_the_key_absent_and_holds_the_slot():
+def test_an_orphaned_write_makes_the_key_absent_and_holds_the_slot():
     rig = Rig(num_slots=1)
     rig.primary.reserve(k("a"))
-    assert rig.primary.disown_write(ks("a")) == [0]
+    assert rig.primary.orphan_write(ks("a")) == [0]
     assert rig.primary.counts == {"free": 0, "writing": 0, "idle": 0, "pinned": 0, "held": 1}
     assert rig.offer("b") is None
     rig.primary.release_slots([0])

@@ -24,7 +24,7 @@ SOME = st.sampled_from(KEYS)
 class PrimaryMachine(RuleBasedStateMachine):
     """`refs` is the model: key -> -1 writing, 0 idle, more pinned; `held` counts lost slots.
 
-    `debts` says how many tiers are owed a key.
+    `debts` says for how many tiers a key is pending.
     """
 
     @initialize(
@@ -32,15 +32,15 @@ class PrimaryMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         accept_prefix=st.booleans(),
         has_positions=st.booleans(),
-        drops_owed=st.booleans(),
+        drops_pending=st.booleans(),
     )
-    def build(self, num_slots, policy, accept_prefix, has_positions, drops_owed):
+    def build(self, num_slots, policy, accept_prefix, has_positions, drops_pending):
         self.num_slots = num_slots
         self.accept_prefix = accept_prefix
         self.primary = Primary(
             num_slots, POLICIES[policy](num_slots), accept_prefix=accept_prefix, enable_events=True
         )
-        self.primary.drops_owed = drops_owed
+        self.primary.drops_pending = drops_pending
         self.primary.on_evicted = self.forget_debts
         self.refs: dict = {}
         self.debts: Counter = Counter()
@@ -70,25 +70,25 @@ class PrimaryMachine(RuleBasedStateMachine):
 
     def room(self, protected):
         idle = [key for key, refs in self.refs.items() if refs == 0 and key not in protected]
-        if not self.primary.drops_owed:
+        if not self.primary.drops_pending:
             idle = [key for key in idle if not self.debts[key]]
         return self.num_slots - len(self.refs) - len(self.held) + len(idle)
 
     def next_victims(self, protected):
         """Return the keys in the order in which they may go, or None where that is adaptive.
 
-        Or where some are owed: only who has gone is compared then, see `expect_eviction`.
+        Or where some are pending: only who has gone is compared then, see `expect_eviction`.
         """
         if self.debts or not isinstance(self.primary.policy, LruPolicy):
             return None
         ranked = self.primary.ranked()
         return [key for key in ranked if not self.refs[key] and key not in protected]
 
-    def expect_eviction(self, evicted, offered, owed):
-        if owed & set(evicted):
-            assert self.primary.drops_owed
-            others = {key for key, refs in self.refs.items() if not refs} - owed - set(offered)
-            assert others <= set(evicted), "it went before what nobody is owed"
+    def expect_eviction(self, evicted, offered, pending):
+        if pending & set(evicted):
+            assert self.primary.drops_pending
+            others = {key for key, refs in self.refs.items() if not refs} - pending - set(offered)
+            assert others <= set(evicted), "it went before what nobody is pending"
         for key in evicted:
             assert self.refs.pop(key) == 0
             assert key not in offered
@@ -98,7 +98,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         missing = [key for key in dict.fromkeys(keys) if key not in self.refs]
         head = self.head_before(missing) if self.accept_prefix else set()
         room = self.room(head | set(keys))
-        before, owed = whole_state(self.primary), set(self.debts)
+        before, pending = whole_state(self.primary), set(self.debts)
         candidates = [self.next_victims(keys), self.next_victims(head | set(keys))]
         output = self.primary.prepare_store(self.ctx, keys)
         if output is None:
@@ -116,7 +116,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         assert len(output.evicted_keys) == max(0, len(output.keys_to_store) - spare)
         gone = list(output.evicted_keys)
         assert None in candidates or gone in [victims[: len(gone)] for victims in candidates]
-        self.expect_eviction(output.evicted_keys, {*keys, *head}, owed)
+        self.expect_eviction(output.evicted_keys, {*keys, *head}, pending)
         self.refs.update(dict.fromkeys(output.keys_to_store, -1))
 
     @rule(key=SOME)
@@ -127,7 +127,7 @@ class PrimaryMachine(RuleBasedStateMachine):
             return
         room = self.room(())
         before, victims = whole_state(self.primary), self.next_victims(())
-        resident, owed = set(self.refs), set(self.debts)
+        resident, pending = set(self.refs), set(self.debts)
         slot = self.primary.reserve(key)
         assert (slot is not None) == (room > 0)
         if slot is None:
@@ -137,11 +137,11 @@ class PrimaryMachine(RuleBasedStateMachine):
         assert len(gone) <= 1
         if victims is not None:
             assert gone <= set(victims[:1])
-        self.expect_eviction(gone, (), owed)
+        self.expect_eviction(gone, (), pending)
         self.refs[key] = -1
 
     @precondition(lambda self: -1 in self.refs.values())
-    @rule(data=st.data(), how=st.sampled_from(["ok", "ok", "fail", "disown"]))
+    @rule(data=st.data(), how=st.sampled_from(["ok", "ok", "fail", "orphan"]))
     def end_a_write(self, data, how):
         writing = [key for key, refs in self.refs.items() if refs == -1]
         key = data.draw(st.sampled_from(writing))
@@ -153,7 +153,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         if how == "fail":
             self.primary.complete_write([key], success=False)
         else:
-            self.held += self.primary.disown_write([key])
+            self.held += self.primary.orphan_write([key])
 
     @precondition(lambda self: self.held)
     @rule()
@@ -180,7 +180,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.refs[key] -= 1
 
     @rule(key=SOME)
-    def owe(self, key):
+    def defer(self, key):
         if self.refs.get(key, -1) >= 0:
             self.primary.protect([self.primary.slot_of(key)])
             self.debts[key] += 1

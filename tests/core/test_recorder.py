@@ -333,7 +333,7 @@ def apply(recorder, what, ctx, job):
         case "round":
             recorder.begin_round(ctx)
         case "note":
-            recorder.note(ctx, "owed", job, tier="fs")
+            recorder.note(ctx, "pending", job, tier="fs")
         case "start":
             running = {(j.tier, j.job_id) for t in recorder.timelines() for j in t.unfinished_jobs}
             if ("fs", job) not in running:

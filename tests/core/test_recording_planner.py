@@ -137,8 +137,8 @@ def test_why_a_tier_gets_blocks_later(limits, breaker, reasons):
     world.store(second, "b")
     world.store(second, "c")
     notes = [event for event in events_of(world, "second") if isinstance(event, Note)]
-    owed = [note for note in notes if note.kind == "owed"]
-    assert owed == [Note(0.0, "owed", 1, "tier0", each) for each in reasons]
+    pending = [note for note in notes if note.kind == "pending"]
+    assert pending == [Note(0.0, "pending", 1, "tier0", each) for each in reasons]
 
 
 def test_a_tier_under_pressure_gets_blocks_later():
@@ -158,7 +158,7 @@ def test_a_load_that_fails_and_one_that_is_given_up():
     world.settle(failed=[0], error=BlockMissingError("gone"))
     world.lookup(ctx, "b")
     world.step()
-    world.disown()
+    world.orphan()
     world.release()
     ends = [event for event in events_of(world) if isinstance(event, JobEnded)]
     assert [(end.landed_blocks, end.error, end.is_overdue) for end in ends] == [

@@ -367,7 +367,7 @@ def test_a_block_that_is_loaded_twice_at_once_is_released_once():
     assert world.planner.primary.state_of(k("a")) is BlockState.IDLE
 
 
-def test_what_is_retained_does_not_keep_what_is_owed_from_its_tier_at_the_end():
+def test_what_is_retained_does_not_keep_what_is_pending_from_its_tier_at_the_end():
     world = World(8, limits=PlannerLimits(8, 4, 1000.0, 0.25))
     names = "abcdef"
     assert len(names) == world.planner.shares.total
@@ -384,9 +384,9 @@ def test_what_is_retained_does_not_keep_what_is_owed_from_its_tier_at_the_end():
     world.written()
     world.finish(other)
     world.step(0.01)
-    assert world.planner.cascades.backlogs[0].count == 1
+    assert world.planner.cascades.queues[0].count == 1
     world.planner.release_retained()
     world.step(1.0)
     world.settle_all()
-    assert world.planner.cascades.backlogs[0].count == 0
+    assert world.planner.cascades.queues[0].count == 0
     assert world.planner.tiers[0].counters.dropped_blocks == 0

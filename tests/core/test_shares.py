@@ -112,7 +112,7 @@ def test_a_tiers_count_is_of_what_is_under_way_and_overdue_and_the_cap_of_what_w
     retention.load(waiting, ks("a"))
     assert (tier.promotion_slots, promotions.outstanding_slots) == (2, 2)
     promotions.fail(0, ks("b"))
-    assert promotions.disown(ks("c")) == [2]
+    assert promotions.orphan(ks("c")) == [2]
     assert (tier.promotion_slots, promotions.outstanding_slots) == (1, 0)
     for name in "de":
         assert promotions.reserve(0, waiting, k(name)) is PENDING
@@ -134,7 +134,7 @@ def beside_a_hung_tier():
         if i % 10 == 9:
             world.step()
             for job_id in [j for j, (tier, _) in world.running.items() if tier == HUNG]:
-                world.disown(job_id)
+                world.orphan(job_id)
             world.settle_all()
     world.finish(ctx)
     return world
@@ -170,7 +170,7 @@ def test_a_tier_whose_stores_hang_goes_on_loading():
     for i in range(100):
         world.store(ctx, [f"stored{i}"])
     while world.running:
-        world.disown()
+        world.orphan()
     assert world.primary.counts["pinned"] == 50
     assert world.lookup(ctx, "x") is PENDING
     world.step()
@@ -187,8 +187,8 @@ def test_slots_that_a_reset_left_to_overdue_copies_still_count():
         world.lookup(ctx, name)
     world.step()
     world.store(ctx, "x")
-    world.disown(0)
-    world.disown(1)
+    world.orphan(0)
+    world.orphan(1)
     world.lookup(ctx, "c")
     world.reset()
     world.flush_reset()

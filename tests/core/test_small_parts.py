@@ -263,7 +263,7 @@ def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
     retention.load(waiting, ks("ax"))
     assert promotions.reserve(0, waiting, k("c")) is PENDING
     promotions.fail(0, ks("b"))
-    assert promotions.disown(ks("c")) == [2]
+    assert promotions.orphan(ks("c")) == [2]
     assert promotions.outstanding_slots == 0
 
 

@@ -41,12 +41,12 @@ def busy_world():
     world.settle()
     world.store(ctx, "c")
     world.store(ctx, "d")
-    world.disown(max(world.running))
+    world.orphan(max(world.running))
     for name in "xyz":
         world.lookup(ctx, name)
         world.step()
     world.settle(3)
-    world.disown(4)
+    world.orphan(4)
     world.lookup(waiting, "v")
     world.step()
     world.settle(6)
@@ -102,7 +102,7 @@ def damage_p4_slot(world):
 
 
 def damage_p4_retained(world):
-    world.planner.disowned[4].holds_slots = False
+    world.planner.orphaned[4].holds_slots = False
 
 
 def damage_p7_twice(world):
@@ -193,27 +193,27 @@ def damage_p10_own(world):
 
 
 def damage_p23_count(world):
-    world.planner.cascades.backlogs[0].count += 1
+    world.planner.cascades.queues[0].count += 1
 
 
 def damage_p23_mark(world):
-    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 1
+    world.planner.cascades.queues[0]._marks[slot_of(world, "i")] = 1
 
 
 def damage_p23_under_way(world):
-    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 2
+    world.planner.cascades.queues[0]._marks[slot_of(world, "i")] = 2
 
 
 def damage_p23_tries(world):
-    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 4
+    world.planner.cascades.queues[0]._marks[slot_of(world, "i")] = 4
 
 
 def damage_p23_unreadable(world):
-    world.planner.cascades.backlogs[0].add([slot_of(world, "w")], 0.0)
+    world.planner.cascades.queues[0].add([slot_of(world, "w")], 0.0)
 
 
 def damage_p23_unwatched(world):
-    world.planner.cascades.backlogs[0].add([slot_of(world, "i")], 0.0)
+    world.planner.cascades.queues[0].add([slot_of(world, "i")], 0.0)
 
 
 def damage_p24_lookups(world):
@@ -289,7 +289,7 @@ def damage_p23_protection(world):
 
 
 def damage_p23_protected_mark(world):
-    world.planner.cascades.backlogs[0]._marks[slot_of(world, "i")] = 128 + 2
+    world.planner.cascades.queues[0]._marks[slot_of(world, "i")] = 128 + 2
 
 
 def damage_p23_protected_blocks(world):
@@ -375,7 +375,7 @@ def test_an_engine_at_rest_keeps_every_invariant_of_rest():
     ("disturb", "invariant"),
     [
         (lambda world, ctx: world.store(ctx, "b"), "P1"),
-        (lambda world, ctx: (world.store(ctx, "b"), world.disown()), "P1"),
+        (lambda world, ctx: (world.store(ctx, "b"), world.orphan()), "P1"),
         (lambda world, ctx: world.load(ctx, "a"), "P2"),
         (lambda world, ctx: world.offer(ctx, "b"), "P2"),
     ],
@@ -392,7 +392,7 @@ def test_a_held_slot_is_no_rest():
     world.fill(0, ks("x"))
     world.lookup(world.begin(), "x")
     world.step()
-    world.disown()
+    world.orphan()
     found = []
     for invariant in REST_INVARIANTS:
         found += invariant.violations(rest_of(world))

@@ -112,7 +112,7 @@ def test_a_failed_load_is_not_promoted_again_on_a_probed_tier_49328(event):
 def test_an_overdue_store_is_reported_at_once_and_known_when_it_lands():
     tier = running(job(0, "a"))
     tier.handle(JobOverdue(0, LATE))
-    assert [result.disowned for result in results(tier)] == [True]
+    assert [result.orphaned for result in results(tier)] == [True]
     assert answers(tier, "a") == [MISS]
     tier.handle(JobSettled(0))
     assert released(tier) == [0]
@@ -150,7 +150,7 @@ def test_closing_fails_queued_jobs_and_lets_running_ones_go_on():
     tier.close()
     assert not tier.effects
     (result,) = results(tier)
-    assert (result.job_id, result.disowned) == (1, False)
+    assert (result.job_id, result.orphaned) == (1, False)
     assert isinstance(result.error, TierClosedError)
     tier.handle(JobSettled(0))
     assert [(r.job_id, r.success) for r in results(tier)] == [(0, True)]
@@ -184,7 +184,7 @@ def test_abandoning_the_rest_reports_every_job_once_and_names_running_copies():
     tier.touch(ks("a"))
     tier.handle(JobSettled(1))
     assert tier.abandon_rest() == [0]
-    reported = {r.job_id: (r.success, r.disowned) for r in results(tier)}
+    reported = {r.job_id: (r.success, r.orphaned) for r in results(tier)}
     assert reported == {0: (False, True), 1: (True, False), 2: (False, False)}
     assert tier.take_effects() == [TouchBlocks(tuple(ks("a")))]
     assert tier.abandon_rest() == [0]

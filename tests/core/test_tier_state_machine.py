@@ -46,7 +46,7 @@ class TierStateMachine(RuleBasedStateMachine):
         self.late: dict = {}
         self.results: Counter = Counter()
         self.released: Counter = Counter()
-        self.disowned: set = set()
+        self.orphaned: set = set()
         self.probes: dict = {}
         self.old_generations: list = []
         self.asked: dict = {}
@@ -87,7 +87,7 @@ class TierStateMachine(RuleBasedStateMachine):
         ending = jobs[job_id]
         if how == "overdue":
             self.tier.handle(JobOverdue(job_id, LATE))
-            self.disowned.add(job_id)
+            self.orphaned.add(job_id)
             self.late[job_id] = self.flying.pop(job_id, ending)
             self.say(ending.keys if ending.is_promotion else (), present=False)
             return
@@ -169,13 +169,13 @@ class TierStateMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         assert all(count == 1 for count in self.results.values())
-        assert set(self.released) <= self.disowned
+        assert set(self.released) <= self.orphaned
         in_flight = {key for keys in self.probes.values() for key in keys}
         if not self.is_closed:
             queued = {key for key in self.asked if key not in self.verdicts}
             assert len(self.tier.index) == len(self.asked.keys() | in_flight)
             assert self.tier.index.is_waiting == bool(queued | in_flight or self.probes)
-        running = self.tier.jobs.ids_in(JobState.FLYING, JobState.DISOWNED)
+        running = self.tier.jobs.ids_in(JobState.FLYING, JobState.ORPHANED)
         assert sorted(running) == sorted(self.flying | self.late)
         read = read_tier(take_tier(self.tier), self.tier, name="t", row_bytes=1)
         assert read.submitted_jobs == self.accepted
@@ -192,7 +192,7 @@ class TierStateMachine(RuleBasedStateMachine):
             self.tier.handle(JobSettled(job_id))
         self.take_results()
         assert self.results == Counter(range(self.accepted))
-        assert set(self.released) == self.disowned | late
+        assert set(self.released) == self.orphaned | late
         assert not self.tier.has_pending_work
 
 

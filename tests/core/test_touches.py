@@ -108,7 +108,7 @@ def test_what_is_on_its_way_to_a_tier_or_gone_from_the_primary_is_not_offered():
     own.find("a", "reader")
     own.planner.touch(ks("x"), ReqContext("unknown"))
     own.planner.end_step()
-    assert [b.count for b in own.planner.cascades.backlogs] == [0]
+    assert [b.count for b in own.planner.cascades.queues] == [0]
     own.world.settle_all()
     own.world.wind_down()
 

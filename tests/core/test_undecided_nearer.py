@@ -5,8 +5,8 @@ from core.terms import MISS, PENDING, RETRY, ks
 
 from kvoffload_async.abc.events import ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.foreign_tier import ForeignTierState
-from kvoffload_async.core.index import ProbedIndex, SelectiveIndex
+from kvoffload_async.core.external_tier import ExternalTierState
+from kvoffload_async.core.index import CostGatedIndex, ProbedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import PlannerLimits, TierState
@@ -23,7 +23,7 @@ class Chain:
         self.near = near or TierState(
             "near", ProbedIndex(2, keys_per_probe), 1, EventLog(Medium.STORAGE, enabled=False)
         )
-        self.index = SelectiveIndex(ProbedIndex(2), min_blocks)
+        self.index = CostGatedIndex(ProbedIndex(2), min_blocks)
         self.far = TierState(
             "far",
             self.index,
@@ -188,7 +188,7 @@ def test_of_a_third_partys_tier_only_what_it_says_at_a_lookup_is_known():
         def lookup(self, key, _ctx):
             return RETRY if key in self.unknown else MISS
 
-    chain = Chain(ForeignTierState("near", Slow()))
+    chain = Chain(ExternalTierState("near", Slow()))
     ctx = chain.begin()
     assert chain.look_up(ctx, "abcde") == [RETRY] * 5
     assert chain.step() == {}

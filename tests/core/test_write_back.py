@@ -20,7 +20,7 @@ def crowded(num_slots=4, tiers=1, *, waits=False, names=NOT_YET, **options):
         limits=PlannerLimits(num_slots, cascade_blocks=1, deferral_s=100.0),
         **options,
     )
-    world.primary.drops_owed = not waits
+    world.primary.drops_pending = not waits
     ctx = world.begin("writer", key_positions={k(name): i for i, name in enumerate(names)})
     for name in names:
         world.store(ctx, [name])
@@ -38,7 +38,7 @@ def offer(world, names, req_id="new"):
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_block_that_every_tier_has_goes_before_an_older_one_that_is_owed(policy, waits):
+def test_a_block_that_every_tier_has_goes_before_an_older_one_that_is_pending(policy, waits):
     world = crowded(policy=policy, waits=waits)
     world.settle()
     world.step()
@@ -84,11 +84,11 @@ def test_a_store_that_waits_has_the_head_that_fits():
     world.wind_down()
 
 
-def test_a_promotion_drops_nothing_that_is_owed_where_stores_wait():
+def test_a_promotion_drops_nothing_that_is_pending_where_stores_wait():
     world = crowded(waits=True)
     world.fill(0, ks("z"))
     assert world.primary.reserve(k("z")) is None
-    world.primary.drops_owed = True
+    world.primary.drops_pending = True
     assert world.primary.reserve(k("z")) is not None
     assert k("b") not in resident(world)
 
@@ -110,28 +110,28 @@ def test_a_tier_that_is_down_wants_nothing(waits):
     world.settle(second)
     world.step()
     assert offer(world, "x").evicted_keys == ks("a"), "the other tier has it"
-    assert (offer(world, "y", "other") is None) == waits, "the other one is owed the rest"
+    assert (offer(world, "y", "other") is None) == waits, "the other one is pending the rest"
     world.check()
     world.wind_down()
 
 
 def test_a_tier_that_hangs_wants_nothing_until_its_copy_has_ended():
     world = crowded(waits=True)
-    world.disown()
+    world.orphan()
     world.step()
     assert offer(world, "x").evicted_keys == ks("b")
     world.written()
     world.release()
     world.step()
     assert offer(world, "y").evicted_keys == ks("a"), "it has landed after all"
-    assert offer(world, "z") is None, "what else it is owed is protected again"
+    assert offer(world, "z") is None, "what else is pending for it is protected again"
     world.wind_down()
 
 
 def test_a_tier_whose_share_is_taken_by_overdue_copies_wants_nothing():
     """Of before a reset, or loads: no store can begin that would be overdue in its turn."""
     world = crowded(waits=True)
-    world.disown()
+    world.orphan()
     world.reset()
     world.flush_reset()
     ctx = world.begin("again")
@@ -142,7 +142,7 @@ def test_a_tier_whose_share_is_taken_by_overdue_copies_wants_nothing():
     world.wind_down()
 
 
-def test_a_tier_that_comes_back_wants_what_it_is_still_owed():
+def test_a_tier_that_comes_back_wants_what_it_is_still_pending():
     world = crowded(waits=True, breaker=BreakerSettings(1, retry_after_s=5.0))
     world.fail(error=DOWN)
     world.step()
@@ -156,7 +156,7 @@ def test_a_tier_that_comes_back_wants_what_it_is_still_owed():
     assert world.tiers[0].contents.keys() == set(ks(NOT_YET))
 
 
-def test_a_step_looks_at_a_bounded_part_of_what_a_failed_tier_is_owed():
+def test_a_step_looks_at_a_bounded_part_of_what_a_failed_tier_is_pending():
     num_slots = 2 * _SLOTS_A_STEP + 8
     world = crowded(num_slots, breaker=BreakerSettings(1, retry_after_s=50.0), names=())
     ctx = world.begin()
@@ -172,7 +172,7 @@ def test_a_step_looks_at_a_bounded_part_of_what_a_failed_tier_is_owed():
     world.check()
 
 
-def test_nobody_asks_about_a_block_again_as_long_as_it_is_owed():
+def test_nobody_asks_about_a_block_again_as_long_as_it_is_pending():
     num_blocks, rounds = 4096, 256
     world = crowded(num_blocks, names=())
     ctx = world.begin()

@@ -1,7 +1,7 @@
 """Scripted tiers: they answer, and copy, as they are told.
 
 A native one stands for a built-in tier's actor: it takes the commands that the link would hand it,
-and posts the events that the link would bring back. A foreign one is a manager with its own say.
+and posts the events that the link would bring back. A external one is a manager with its own say.
 """
 
 from core.memory import content
@@ -15,8 +15,8 @@ from kvoffload_async.abc.events import (
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.foreign_tier import ForeignTierState
-from kvoffload_async.core.index import ExactIndex, ProbedIndex, SelectiveIndex
+from kvoffload_async.core.external_tier import ExternalTierState
+from kvoffload_async.core.index import CostGatedIndex, ExactIndex, ProbedIndex
 from kvoffload_async.core.ledger import BeginRequest, FinishRequest, refused
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError
@@ -26,13 +26,13 @@ MIB = 1 << 20
 INDEXES = {
     "exact": ExactIndex,
     "probed": lambda: ProbedIndex(2),
-    "selective": lambda: SelectiveIndex(ProbedIndex(2), 2),
+    "selective": lambda: CostGatedIndex(ProbedIndex(2), 2),
 }
 """What the owner may know of a native tier."""
 
 
 class _NotedState(TierState):
-    """Notes where requests begin and end, among the effects, as a foreign tier's state tells it."""
+    """Notes among the effects where requests begin and end, as an external tier's state does."""
 
     def begin_request(self, ctx):
         super().begin_request(ctx)
@@ -107,7 +107,7 @@ class NativeTier(ScriptedTier):
     def refuse(self, job, error):
         self.state.handle(JobSettled(job.job_id, job_error=error))
 
-    def disown(self, job, error):
+    def orphan(self, job, error):
         self.state.handle(JobOverdue(job.job_id, error))
 
     def release(self, job, failed):
@@ -115,12 +115,12 @@ class NativeTier(ScriptedTier):
         self.state.handle(JobSettled(job.job_id, dict.fromkeys(sorted(failed), gone)))
 
 
-class ForeignTier(ScriptedTier):
+class ExternalTier(ScriptedTier):
     """A manager that is asked for every key, and gives results of its own."""
 
     def __init__(self, name, **options):
         super().__init__()
-        self.state = ForeignTierState(name, self, **options)
+        self.state = ExternalTierState(name, self, **options)
         self.stray: LookupResult | None = None
 
     def lookup(self, key, req_context):
@@ -153,8 +153,8 @@ class ForeignTier(ScriptedTier):
     def refuse(self, job, error):
         self.state.answer(refused(job, error))
 
-    def disown(self, job, error, landed=None):
-        result = JobResult(job.job_id, False, landed, error=error, disowned=True)
+    def orphan(self, job, error, landed=None):
+        result = JobResult(job.job_id, False, landed, error=error, orphaned=True)
         self.state.answer(result)
 
     def release(self, job, failed):

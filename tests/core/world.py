@@ -10,7 +10,7 @@ from functools import partial
 from core.memory import Memory, Read, Write, content
 from core.states import POLICIES, whole_state
 from core.terms import k, ks
-from core.tiers import ForeignTier, NativeTier
+from core.tiers import ExternalTier, NativeTier
 from planner_invariants import (
     AllQuiet,
     ContentWritten,
@@ -59,8 +59,8 @@ class WatchedPrimary(Primary):
         before = whole_state(self)
         output = super().prepare_store(ctx, keys)
         if output is not None and protected.intersection(output.evicted_keys):
-            assert self.drops_owed, "a store that waits has dropped what a tier is owed"
-            assert ordinary <= set(output.evicted_keys), "it went before what nobody is owed"
+            assert self.drops_pending, "a store that waits has dropped what is pending for a tier"
+            assert ordinary <= set(output.evicted_keys), "it went before what nobody is pending"
         evicted = () if output is None else tuple(output.evicted_keys)
         granted = output is not None
         fact = RoomAsked(tuple(keys), in_use, granted, evicted, before, whole_state(self))
@@ -72,7 +72,7 @@ class World:
     """A planner, `tiers` scripted tiers, and everything that moves.
 
     `kinds` says by number what is known of a tier: "exact", unless it is "probed", "selective", or
-    "foreign".
+    "external".
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class World:
                 "locality": Locality.REMOTE if i in remote else Locality.LOCAL,
                 "backpressure": Backpressure(LOCAL_BACKPRESSURE) if i == pressed_tier else None,
             }
-            tier = ForeignTier if kind == "foreign" else partial(NativeTier, kind=kind)
+            tier = ExternalTier if kind == "external" else partial(NativeTier, kind=kind)
             self.tiers.append(tier(f"tier{i}", **options))
         self.history = History()
         self.primary = WatchedPrimary(
@@ -236,16 +236,16 @@ class World:
         while self.running:
             self.settle()
 
-    def disown(self, job_id=None, **what):
+    def orphan(self, job_id=None, **what):
         """Report a parked copy as failed while it goes on."""
         tier, job = self._unpark(job_id)
         self.late[job.job_id] = tier, job
-        self.history.record(ResultTaken(tier, job.job_id, disowned=True))
-        self.tiers[tier].disown(job, TierTimeoutError("scripted"), **what)
+        self.history.record(ResultTaken(tier, job.job_id, orphaned=True))
+        self.tiers[tier].orphan(job, TierTimeoutError("scripted"), **what)
         self._collect()
 
     def release(self, job_id=None, *, failed: Collection[int] = ()):
-        """End a disowned copy; its bytes moved until now, but for blocks in `failed`."""
+        """End an orphaned copy; its bytes moved until now, but for blocks in `failed`."""
         job_id = min(self.late) if job_id is None else job_id
         tier, job = self.late.pop(job_id)
         failed = self.tiers[tier].copy(job, self.memory, failed)
@@ -268,7 +268,7 @@ class World:
     def reset(self):
         """Drain and reset; copies between device and slots go on, and are stale now."""
         while self.running:
-            self.disown() if len(self.running) % 2 else self.settle()
+            self.orphan() if len(self.running) % 2 else self.settle()
         self.planner.reset_cache()
         self._absorb()
         for copy in (*self.writes, *self.reads):
@@ -324,7 +324,7 @@ class World:
             self.step()
         assert not self.planner.has_pending_work
         for _ in range(100):  # at most a few pauses, and the tiers' decay
-            if not any(backlog.count for backlog in self.planner.cascades.backlogs):
+            if not any(queue.count for queue in self.planner.cascades.queues):
                 break
             self.step(10.0)
             self.settle_all()
@@ -399,10 +399,10 @@ class World:
     def _account(self):
         """Note which blocks were to go to a tier, and are not to any more, without being there."""
         for index, tier in enumerate(self.tiers):
-            slots = tuple(self.planner.cascades.backlogs[index].slots())
+            slots = tuple(self.planner.cascades.queues[index].slots())
             waiting = set(self.primary.keys_of(slots))
             jobs = self.planner.tiers[index].jobs
-            late = (record.job for record in jobs.disowned() if not record.holds_slots)
+            late = (record.job for record in jobs.orphaned() if not record.holds_slots)
             for job in (*jobs.unreported(), *late):
                 if not job.is_promotion:
                     waiting.update(job.keys)

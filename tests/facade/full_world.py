@@ -30,7 +30,7 @@ LOOSE_SLOTS = 4
 class FullWorld(World):
     """Three tiers below a manager, and one alone beside it; every copy is parked.
 
-    The planner drives the tiers itself, but for those in `foreign`, which count what they do.
+    The planner drives the tiers itself, but for those in `external`, which count what they do.
 
     Attributes:
         stores: Copies from the device that the scheduler waits for.
@@ -40,7 +40,7 @@ class FullWorld(World):
         loose: The manager of the tier alone.
     """
 
-    def __init__(self, foreign, cascade_fraction=1.0, reserved_fraction=0.0):
+    def __init__(self, external, cascade_fraction=1.0, reserved_fraction=0.0):
         self.example = ExampleTier()
         self.probed = ScriptedTier(PROBED, BOUNDS)
         self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
@@ -50,7 +50,7 @@ class FullWorld(World):
             self.whole,
             num_slots=NUM_SLOTS,
             manager_class=tuple(
-                Counting if index in foreign else SecondaryTierManager for index in range(3)
+                Counting if index in external else SecondaryTierManager for index in range(3)
             ),
             io_timeout_s=2.0,
             pool=PooledScriptedIo,
@@ -209,18 +209,18 @@ class FullWorld(World):
     def come_to_rest(self):
         self.hung = None
         for secondary in self.secondaries:
-            secondary.refuses = False  # only a foreign one ever refuses
+            secondary.refuses = False  # only an external one ever refuses
         self.end_requests()
         for _ in range(20):
             self.settle_step()
         for _ in range(30):  # breakers close again, and pauses pass
-            owes_anything = self.manager.planner.cascades.owes_anything
-            if not owes_anything and not self.manager.has_pending_work():
+            has_pending = self.manager.planner.cascades.has_pending
+            if not has_pending and not self.manager.has_pending_work():
                 break
             self.settle_step(6.0)
             self.manager.on_schedule_end()
         self.manager.on_schedule_end()
-        assert not self.manager.planner.cascades.owes_anything
+        assert not self.manager.planner.cascades.has_pending
         assert not self.manager.has_pending_work()
 
     # -- beside a tier that hangs -----------------------------------------------------------

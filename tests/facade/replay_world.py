@@ -142,7 +142,7 @@ class ReplayWorld(World):
             self.manager.on_schedule_end()
             self.settle_all()
             has_news = any(secondary.has_pending_work() for secondary in self.secondaries)
-            if not (has_news or planner.jobs or planner.disowned):
+            if not (has_news or planner.jobs or planner.orphaned):
                 return
 
     def check(self):

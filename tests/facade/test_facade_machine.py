@@ -39,8 +39,8 @@ def quiet():
 
 
 class Facade(RuleBasedStateMachine):
-    def build(self, foreign, **fractions):
-        self.world = FullWorld(foreign, **fractions)
+    def build(self, external, **fractions):
+        self.world = FullWorld(external, **fractions)
         self.manager = self.world.manager
         self.runner = self.world.runner
         self.born = 0
@@ -48,15 +48,15 @@ class Facade(RuleBasedStateMachine):
         self.has_worked = False
 
     @initialize(
-        foreign=st.sampled_from([(), (0, 1, 2), (1,), (0, 2)]),
+        external=st.sampled_from([(), (0, 1, 2), (1,), (0, 2)]),
         num_requests=st.integers(1, 3),
         is_warm=st.sampled_from([True, True, False]),
         cascade_fraction=st.sampled_from([1.0, 0.34, 0.17]),
         reserved_fraction=st.sampled_from([0.0, 0.25]),
     )
-    def start(self, foreign, num_requests, is_warm, **fractions):
+    def start(self, external, num_requests, is_warm, **fractions):
         """Begin with requests and, mostly, with blocks in the tiers, so that much can happen."""
-        self.build(foreign, **fractions)
+        self.build(external, **fractions)
         for _ in range(num_requests):
             self.begin(ALL_TIERS, 0)
         if is_warm:
@@ -314,7 +314,7 @@ class Facade(RuleBasedStateMachine):
             assert tier.loads_in_flight == sum(job.is_promotion for job in under_way)
             for of in (tier.load_seconds, tier.store_seconds):
                 assert of.queue.count == of.copy.count <= of.total.count
-            assert tier.overdue_jobs == len(state.jobs.ids_in(JobState.DISOWNED))
+            assert tier.overdue_jobs == len(state.jobs.ids_in(JobState.ORPHANED))
         loose = self.world.loose.stats()
         assert loose.submitted_jobs == loose.finished_jobs + loose.jobs_in_flight
 
@@ -369,11 +369,11 @@ TestFacade = pytest.mark.stateful(Facade.TestCase)
 TestFacade.settings = settings(stateful_step_count=80)  # much must come together in one run
 
 
-@pytest.mark.parametrize("foreign", [(), (0, 1, 2)], ids=["driven by the planner", "foreign"])
-def test_the_machine_reaches_a_promotion_with_bytes(foreign):
+@pytest.mark.parametrize("external", [(), (0, 1, 2)], ids=["driven by the planner", "external"])
+def test_the_machine_reaches_a_promotion_with_bytes(external):
     """A path that the rules must be able to take; else the machine would prove little."""
     machine = Facade()
-    machine.build(foreign)
+    machine.build(external)
     machine.begin(ALL_TIERS, 0)
     ctx = machine.world.contexts["r1"]
     (slot,) = machine.manager.prepare_store(ks(1), ctx).store_spec.block_ids.tolist()

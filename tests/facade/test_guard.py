@@ -9,7 +9,7 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.facade.foreign import TierGuard
+from kvoffload_async.facade.external import TierGuard
 from kvoffload_async.types import Medium, OffloadPolicy, ReqContext, RequestOffloadingContext
 
 CTX = ReqContext("r")

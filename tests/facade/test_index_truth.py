@@ -47,7 +47,7 @@ def churn(harness):
             slots = range(6 * job, 6 * job + 6)
             harness.submit_store([key_of(number) for number in numbers], slots)
         harness.wait()
-    while harness.manager._link.actor._recheck.tasks:  # quiet is when nobody asks any more
+    while harness.manager._link.actor._reconciler.tasks:  # quiet is when nobody asks any more
         harness.run(asyncio.sleep(0))
     harness.collect()
 
@@ -59,7 +59,9 @@ def announced(harness):
     return present
 
 
-@pytest.mark.parametrize("tier_of", [small_slab, lambda _: BoundedTier(4)], ids=["slab", "foreign"])
+@pytest.mark.parametrize(
+    "tier_of", [small_slab, lambda _: BoundedTier(4)], ids=["slab", "external"]
+)
 def test_the_index_of_a_full_tier_is_its_contents(tier_of, tmp_path):
     """804 blocks were indexed where 4 were held: each was added when its job ended, long gone."""
     tier = tier_of(tmp_path)

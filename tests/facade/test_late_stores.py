@@ -115,7 +115,7 @@ def test_a_hook_that_raises_costs_the_third_party_nothing_but_itself(worlds, cap
     assert "tier tier0: touch failed" in caplog.text
 
 
-def test_shutting_down_stores_what_is_owed_first(worlds):
+def test_shutting_down_stores_what_is_pending_first(worlds):
     tier = ExampleTier()
     world = worlds(tier, num_slots=4, cascade_fraction=0.25)
     world.begin("r")
@@ -127,7 +127,7 @@ def test_shutting_down_stores_what_is_owed_first(worlds):
     world.tiers.clear()
 
 
-def test_shutting_down_gives_up_what_a_hung_tier_is_owed_and_says_so(worlds, caplog):
+def test_shutting_down_gives_up_what_a_hung_tier_is_pending_and_says_so(worlds, caplog):
     world = late_world(worlds, SecondaryTierManager)
     world.step()
     before_s = world.runner.now_s()

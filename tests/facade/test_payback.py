@@ -77,9 +77,9 @@ def test_a_slow_tier_is_asked_at_first_then_for_much_and_anew_when_that_is_old(w
     assert here.find("first", STORED[:2]) == 2
     assert here.find("second", STORED[:50]) == 50
     # 9 ms are won a block, and a probe and a load are 200 ms: 23 blocks.
-    assert here.read.payback.needed_blocks == 23
-    assert here.read.payback.latency_s == pytest.approx(0.2)
-    assert here.read.payback.blocks_per_s == pytest.approx(1000.0)
+    assert here.read.break_even.needed_blocks == 23
+    assert here.read.break_even.latency_s == pytest.approx(0.2)
+    assert here.read.break_even.blocks_per_s == pytest.approx(1000.0)
     asked = len(here.asked)
     assert here.find("small", STORED[:22]) == 0
     assert len(here.asked) == asked
@@ -90,9 +90,9 @@ def test_a_slow_tier_is_asked_at_first_then_for_much_and_anew_when_that_is_old(w
     here.runner.advance(FRESH_S)
     asked = len(here.asked)
     assert here.find("exploring", STORED[:10]) == 10
-    assert here.read.payback.explorations == 1
+    assert here.read.break_even.explorations == 1
     assert len(here.asked) == asked + 1
-    assert here.read.payback.needed_blocks == 1
+    assert here.read.break_even.needed_blocks == 1
     assert here.find("small at last", STORED[:1]) == 1
 
 
@@ -101,7 +101,7 @@ def test_a_tier_that_is_slower_than_computing_is_tried_once_in_a_while(world):
     here.latency_s, here.block_s = 0.001, 0.02
     here.find("first", STORED[:2])
     here.find("second", STORED[:50])
-    assert here.read.payback.needed_blocks is None
+    assert here.read.break_even.needed_blocks is None
     asked = len(here.asked)
     for number in range(5):
         assert here.find(f"none of {number}", STORED) == 0
@@ -112,7 +112,7 @@ def test_a_tier_that_is_slower_than_computing_is_tried_once_in_a_while(world):
         # Its time may have been all latency: one that is much larger finds out that it was not.
         assert here.find(f"large {number}", STORED) == 100
         assert here.find(f"larger {number}", range(150)) == 0
-    assert here.read.payback.explorations == 3
+    assert here.read.break_even.explorations == 3
     assert len(here.asked) == asked + 6
 
 
@@ -120,10 +120,10 @@ def test_a_probe_that_times_out_does_not_make_the_tier_look_quick(world):
     here = world(probe_timeout_s=1.0)
     here.latency_s = 0.05
     here.find("first", STORED[:10])
-    before_s = here.read.payback.latency_s
+    before_s = here.read.break_even.latency_s
     here.latency_s = 1.5
     assert here.find("stalled", STORED[:50]) == 0
-    assert here.read.payback.latency_s > before_s
+    assert here.read.break_even.latency_s > before_s
 
 
 def test_what_would_not_pay_is_told_apart_from_what_is_absent(world):
@@ -156,7 +156,7 @@ def test_what_was_measured_is_among_the_metrics(world):
     assert samples(stats, "load_latency_seconds") == [pytest.approx(0.002)]
     assert samples(stats, "load_blocks_per_second") == [pytest.approx(50.0)]
     assert samples(stats, "explorations_total") == [0]
-    assert json.dumps(asdict(stats.tiers[0].payback), allow_nan=False)
+    assert json.dumps(asdict(stats.tiers[0].break_even), allow_nan=False)
 
 
 def test_without_the_option_nothing_is_measured_and_everything_is_asked():
@@ -166,7 +166,7 @@ def test_without_the_option_nothing_is_measured_and_everything_is_asked():
     here.rest()
     assert here.lookup(1) is MISS
     stats = here.manager.stats()
-    assert stats.tiers[0].payback is None
+    assert stats.tiers[0].break_even is None
     assert samples(stats, "needed_blocks") == samples(stats, "explorations_total") == []
     here.end()
 

@@ -55,7 +55,7 @@ def mount(request, monkeypatch):
     class MountedTier(ExampleTier):
         async def open(self, env):
             if made.hangs:
-                await env.io.run(Direction.NONE, made.hang)
+                await env.io.run(Direction.METADATA, made.hang)
             made.open()
             await super().open(env)
 
@@ -137,7 +137,7 @@ def test_the_engine_works_without_it_and_uses_it_once_it_is_open(mount, caplog, 
         assert state.is_available
         store(manager, ctx, 3)
         # It is tried again after a moment.
-        while manager.planner.cascades.owes_anything or manager.has_pending_work():
+        while manager.planner.cascades.has_pending or manager.has_pending_work():
             manager.wait_for_progress(0.05)
             quiet(manager)
         assert state.counters.stored_blocks == 2, "and so is what was stored before"
@@ -348,4 +348,4 @@ def test_one_that_is_asked_only_for_enough_blocks_says_what_it_was_not_asked_for
         manager.on_request_finished(ctx)
         stats = manager.stats().tiers[0]
         assert stats.skipped_lookups["too_few"] == 1
-        assert stats.payback.needed_blocks == 2
+        assert stats.break_even.needed_blocks == 2

@@ -156,13 +156,13 @@ def test_a_malformed_job_is_refused_at_the_call(alone, is_promotion, numbers, sl
 # -- deadlines ----------------------------------------------------------------------------------
 
 
-def test_a_hung_job_is_reported_as_disowned_and_released_when_its_copy_ends(alone):
+def test_a_hung_job_is_reported_as_orphaned_and_released_when_its_copy_ends(alone):
     world = alone(io_timeout_s=3.0)
     world.submit(1)
     world.run()
     world.host.runner.advance(3.0)
     result = world.results()[1]
-    assert result.disowned
+    assert result.orphaned
     assert isinstance(result.error, TierTimeoutError)
     assert not world.manager.get_released_jobs()
     world.settle()

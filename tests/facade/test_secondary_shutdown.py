@@ -48,7 +48,7 @@ def test_abandoned_jobs_fail_now_and_are_released_later(alone):
     world.submit(2)
     assert list(world.manager.abandon_jobs()) == [1]
     results = world.results()
-    assert (results[1].disowned, results[2].disowned) == (True, False)
+    assert (results[1].orphaned, results[2].orphaned) == (True, False)
     world.run()
     assert len(world.tier.parked) == 1, "job 2 is never handed over"
     world.settle()
@@ -77,7 +77,7 @@ def test_shutdown_is_bounded_with_a_hung_tier_and_says_what_is_left(alone):
     report = world.manager.shutdown(1.0)
     assert report.unfinished_jobs == (1,)
     assert world.host.runner.now_s() <= 2.5
-    assert world.results()[1].disowned
+    assert world.results()[1].orphaned
     world.settle()
     world.results()
     assert list(world.manager.get_released_jobs()) == [1]

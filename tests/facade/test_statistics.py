@@ -144,10 +144,10 @@ def test_what_a_tier_does_not_take_is_counted(world):
     here = world(EXCLUSIVE, cascade_fraction=0.25)
     here.store(1, 2, 3)
     (tier,) = here.manager.stats().tiers
-    assert (tier.owed_blocks, tier.dropped_blocks) == (1, 0)
+    assert (tier.pending_blocks, tier.dropped_blocks) == (1, 0)
     here.manager.reset_cache_now()
     (tier,) = here.manager.stats().tiers
-    assert (tier.owed_blocks, tier.dropped_blocks, tier.dropped_bytes) == (0, 1, SLOT_BYTES)
+    assert (tier.pending_blocks, tier.dropped_blocks, tier.dropped_bytes) == (0, 1, SLOT_BYTES)
 
 
 def test_an_overdue_job_shows_until_its_copy_has_ended(world):

@@ -66,7 +66,7 @@ def use_everything(world, *numbers):
 
 @pytest.mark.parametrize("error", ERRORS, ids=["error", "exit"])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("manager_class", [Raising], ids=["foreign"])
+@pytest.mark.parametrize("manager_class", [Raising], ids=["external"])
 def test_what_one_tier_raises_costs_the_others_nothing(worlds, manager_class, method, error):
     world = worlds(EXCLUSIVE, EXCLUSIVE, manager_class=(manager_class, SecondaryTierManager))
     bad = world.secondaries[0]
@@ -202,7 +202,7 @@ class Unsure:
         {"queue_time": -1.0},
         {"success": Unsure()},
         {"success": 1},
-        {"disowned": None},
+        {"orphaned": None},
         {"success": False, "successful_keys": frozenset(ks(7))},
         {"error": "a text"},
     ],
@@ -346,7 +346,7 @@ def test_a_breaker_that_opens_and_closes_is_logged_once_with_the_reason(worlds, 
     assert said == [
         (
             "tier tier0: stores are suspended, and tried again after 5.0 s: no such device; the "
-            "engine does without them until then: mend what the error names"
+            "engine does without them until then: fix the named cause"
         ),
         "tier tier0: stores resumed after 15.0 s",
     ]

@@ -167,7 +167,7 @@ def test_a_promotion_does_not_wait_for_room_that_its_own_request_takes(worlds):
 @pytest.mark.parametrize(
     ("manager_class", "polled"),
     [(SecondaryTierManager, "poll_tier"), (Hearing, "get_finished_jobs")],
-    ids=["driven by the planner", "foreign"],
+    ids=["driven by the planner", "external"],
 )
 def test_tiers_are_polled_once_a_step(worlds, manager_class, polled):
     world = worlds(manager_class=manager_class)

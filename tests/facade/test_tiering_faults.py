@@ -139,7 +139,7 @@ def test_a_slow_tier_has_a_bounded_share_of_the_primary_in_flight_50031(worlds):
     world.begin("r")
     world.store(*range(8))
     assert world.counts["pinned"] == 4
-    assert world.manager.planner.cascades.backlogs[0].count == 4
+    assert world.manager.planner.cascades.queues[0].count == 4
 
 
 def test_an_exception_out_of_submit_store_becomes_a_failed_result_and_leaks_no_pin(worlds):
@@ -151,7 +151,7 @@ def test_an_exception_out_of_submit_store_becomes_a_failed_result_and_leaks_no_p
     counters = world.manager.planner.counters
     assert (counters.jobs_submitted, counters.job_results, counters.job_failures) == (1, 1, 1)
     assert world.counts["pinned"] == 0
-    assert world.manager.planner.cascades.backlogs[0].count == 1, "it is tried again"
+    assert world.manager.planner.cascades.queues[0].count == 1, "it is tried again"
 
 
 def test_an_exception_out_of_submit_load_becomes_a_miss_and_leaks_no_slot(worlds):
@@ -226,7 +226,7 @@ def test_a_reset_with_a_hung_tier_is_bounded_and_keeps_the_slots_of_its_copies(w
     world.manager.on_reset_flushed()
     world.begin("s")
     output = world.prepare_store(*range(10, 16), req_id="s")
-    touched = {s for late in world.manager.planner.disowned.values() for s in late.job.block_ids}
+    touched = {s for late in world.manager.planner.orphaned.values() for s in late.job.block_ids}
     assert not touched & set(output.store_spec.block_ids.tolist())
     world.complete_store(*range(10, 16), req_id="s")
     world.settle_all()
@@ -359,7 +359,7 @@ def test_what_closing_ends_is_no_fault_of_the_tier(worlds, manager_class, caplog
     (tier,) = world.manager.stats().tiers
     assert tier.failed_jobs_by_error == {"TierClosedError": 2}
     assert tier.breaker_openings == {"load": 0, "store": 0}
-    said = [r for r in caplog.records if not r.name.endswith(("loss_warnings", "buffer"))]
+    said = [r for r in caplog.records if not r.name.endswith(("tiering", "buffer"))]
     assert not said
 
 

@@ -189,11 +189,11 @@ class World:
             self.runner.run_ready()
 
     def owes(self, index):
-        """Tell whether a tier has jobs, or copies of late ones, or is owed blocks."""
+        """Tell whether a tier has jobs, or copies of late ones, or is pending blocks."""
         planner = self.manager.planner
         jobs = planner.tiers[index].jobs
-        is_owed = bool(planner.cascades.backlogs[index].count)
-        return is_owed or any(True for _ in (*jobs.unreported(), *jobs.disowned()))
+        is_pending = bool(planner.cascades.queues[index].count)
+        return is_pending or any(True for _ in (*jobs.unreported(), *jobs.orphaned()))
 
     def check_what_the_hung_tier_leaves(self):
         """With nothing else under way: all but one share of the primary is there for stores."""

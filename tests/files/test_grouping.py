@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.virtual_time import VirtualLoop
-from kvoffload_async.tiers.files.grouping import GroupedCall
+from kvoffload_async.tiers.files.coalescing import Coalescer
 
 
 class World:
     """A grouped call whose calls end when the test says so."""
 
     def __init__(self):
-        self.grouped = GroupedCall("test", self.call, self.run)
+        self.grouped = Coalescer("test", self.call, self.run)
         self.taken = []
         self.running = []
 

@@ -8,7 +8,7 @@ import pytest
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import TierBusyError, TierUnavailableError
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.tiers.files.grouping import SharedThread
+from kvoffload_async.tiers.files.coalescing import SerialExecutor
 
 WAIT_S = 60.0
 
@@ -20,7 +20,7 @@ class World:
         self.pool = pool
         self.handed_over = 0
         self.refusal = None
-        self.shared = SharedThread("test", self.hand_over)
+        self.shared = SerialExecutor("test", self.hand_over)
         self.entered, self.release = threading.Event(), threading.Event()
         self.made = []
 

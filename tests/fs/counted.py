@@ -3,7 +3,7 @@
 import pytest
 
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.corrections import Sighting
+from kvoffload_async.tiers.fs.corrections import BucketScan
 from kvoffload_async.tiers.fs.counts import NUM_BUCKETS, Usage
 from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.usage import UsageFile
@@ -43,11 +43,11 @@ def grown(added: int = 0, removed: int = 0, bucket: int = 7) -> DiskChange:
     return change
 
 
-def seen(before: Usage, found: dict[int, int]) -> list[Sighting]:
-    return [Sighting(bucket, size, 0, before.bucket(bucket)[1]) for bucket, size in found.items()]
+def seen(before: Usage, found: dict[int, int]) -> list[BucketScan]:
+    return [BucketScan(bucket, size, 0, before.bucket(bucket)[1]) for bucket, size in found.items()]
 
 
-def walk(usage: UsageFile, found: dict[int, int]) -> list[Sighting]:
+def walk(usage: UsageFile, found: dict[int, int]) -> list[BucketScan]:
     """Walk over all buckets, in which there is what was found; return what is waited for."""
     everything = dict.fromkeys(range(NUM_BUCKETS), 0) | found
     operation = usage.begin()

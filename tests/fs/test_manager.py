@@ -198,7 +198,7 @@ def test_a_job_past_its_deadline_is_reported_and_keeps_its_slots(place, ops, cal
         harness.wait()
         result = harness.result_of(job)
         assert isinstance(result.error, TierTimeoutError)
-        assert result.disowned
+        assert result.orphaned
         assert hang.entered.is_set()
         harness.collect()
         assert harness.released == [], "its slot was given back while the call was running"

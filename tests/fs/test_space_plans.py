@@ -62,4 +62,4 @@ def test_two_jobs_do_not_take_the_same_last_place(place):
     assert [item.key for item in first.items] == [K[0]]
     second = plan(space, K[1])
     assert not second.items
-    assert [item.key for item in second.roomless] == [K[1]]
+    assert [item.key for item in second.unplaced] == [K[1]]

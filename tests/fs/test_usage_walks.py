@@ -9,40 +9,40 @@ __all__ = ["living", "opened"]
 def sight(usage, size: int, bucket: int = 7):
     """Begin a walk over one bucket; return what it finds, and how to end it."""
     operation = usage.begin()
-    (sighting,) = seen(usage.read(), {bucket: size})
+    (bucket_scan,) = seen(usage.read(), {bucket: size})
 
     def end() -> bool:
-        return not usage.correct([sighting], operation)
+        return not usage.correct([bucket_scan], operation)
 
-    return sighting, end
+    return bucket_scan, end
 
 
 @pytest.mark.parametrize("found", [0, 100, 5000])
 def test_with_nobody_else_a_walk_sets_the_count_to_the_disk(opened, found):
     usage = opened()
     usage.settle(0, grown(1000))
-    sighting, end = sight(usage, found)
+    bucket_scan, end = sight(usage, found)
     assert end()
-    assert sighting.is_exact
+    assert bucket_scan.is_exact
     assert state(usage) == (found, 0, 0)
 
 
 def test_a_bucket_that_was_changed_meanwhile_is_not_exact(opened):
     usage = opened()
     usage.settle(0, grown(4096))
-    sighting, end = sight(usage, 4096)
+    bucket_scan, end = sight(usage, 4096)
     usage.settle(0, grown(1024))
     assert end()
-    assert not sighting.is_exact
+    assert not bucket_scan.is_exact
     assert usage.read().settled_bytes == 5120
 
 
 def test_a_change_in_another_bucket_does_not_matter(opened):
     usage = opened()
-    sighting, end = sight(usage, 4096)
+    bucket_scan, end = sight(usage, 4096)
     usage.settle(0, grown(1024, bucket=8))
     assert end()
-    assert sighting.is_exact
+    assert bucket_scan.is_exact
     assert usage.read().settled_bytes == 4096 + 1024
 
 
@@ -64,12 +64,12 @@ def test_a_walk_waits_for_the_operations_that_ran_beside_it(opened):
     usage, other = opened(), opened("other")
     operation = other.begin()
     other.reserve(4096, 1, MANY)
-    sighting, end = sight(usage, 4096)  # it is on disk, and not told yet
+    bucket_scan, end = sight(usage, 4096)  # it is on disk, and not told yet
     assert not end()
     assert state(usage) == (0, 4096, 0)
     other.settle(4096, grown(4096), operation)
     assert end()
-    assert not sighting.is_exact
+    assert not bucket_scan.is_exact
     assert state(usage) == (4096, 0, 0)
 
 
@@ -77,23 +77,23 @@ def test_a_walk_waits_for_operations_of_its_own_tier(opened):
     usage = opened()
     operation = usage.begin()
     usage.reserve(4096, 1, MANY)
-    sighting, end = sight(usage, 4096)
+    bucket_scan, end = sight(usage, 4096)
     assert not end()
     usage.settle(4096, grown(4096, bucket=9), operation)
     assert end()
-    assert sighting.is_exact
+    assert bucket_scan.is_exact
 
 
 def test_operations_that_began_later_are_not_waited_for(opened):
     usage, other = opened(), opened("other")
     before = other.begin()
     other.read()
-    sighting, end = sight(usage, 4096)
+    bucket_scan, end = sight(usage, 4096)
     assert not end()
     later = other.begin()
     other.settle(0, grown(bucket=9), before)
     assert end()
-    assert sighting.is_exact
+    assert bucket_scan.is_exact
     other.settle(0, grown(), later)
 
 
@@ -125,11 +125,11 @@ def test_a_dead_writer_is_waited_for_until_it_is_found_dead(opened, living):
     dead.begin()
     dead.reserve(4096, 1, MANY)
     living.discard("dead")
-    sighting, end = sight(usage, 4096)
+    bucket_scan, end = sight(usage, 4096)
     assert not end()
     usage.begin_cycle()
     assert end()
-    assert sighting.is_exact
+    assert bucket_scan.is_exact
     assert state(usage) == (4096, 0, 4096)
 
 
@@ -139,18 +139,18 @@ def test_what_is_waited_for_in_vain_can_only_raise_the_count(opened, found, coun
     usage.settle(0, grown(4096))
     other.begin()
     other.reserve(4096, 1, MANY)
-    sighting, end = sight(usage, found)
+    bucket_scan, end = sight(usage, found)
     assert not end()
-    usage.give_up([sighting])
+    usage.give_up([bucket_scan])
     assert usage.read().settled_bytes == counted
 
 
 def test_an_unknown_bucket_is_known_even_if_it_was_waited_for_in_vain(opened):
     usage = opened(is_known=False)
     usage.begin()
-    sighting, end = sight(usage, 4096)
+    bucket_scan, end = sight(usage, 4096)
     assert not end()
-    usage.give_up([sighting])
+    usage.give_up([bucket_scan])
     assert usage.read().bucket(7)[0] == 4096
 
 
@@ -167,11 +167,11 @@ def test_two_walks_at_the_same_time_correct_once(opened):
 def test_a_folder_that_a_walk_has_removed_makes_other_walks_inexact(opened):
     first, second = opened("first"), opened("second")
     first.settle(0, grown(8192))
-    sighting, end = sight(first, 4096)
-    sighting.swept_bytes = 4096
+    bucket_scan, end = sight(first, 4096)
+    bucket_scan.swept_bytes = 4096
     _, end_other = sight(second, 8192)
     assert not end()
     assert end_other()
     assert end()
-    assert sighting.is_exact
+    assert bucket_scan.is_exact
     assert state(first)[0] == 4096

@@ -78,7 +78,7 @@ class Standalone:
         self.open()
 
     def open(self):
-        self.jobs, self.disowned = {}, {}
+        self.jobs, self.orphaned = {}, {}
         self.runner = VirtualRunner() if self.is_virtual else None
         bridge = Bridge(self.runner, lambda *_: SlowPool(self.chance)) if self.runner else None
         view = memoryview(self.rows)
@@ -104,7 +104,7 @@ class Standalone:
         return [make_offload_key(block_hash) for block_hash in prompt(chance)]
 
     def submit(self, chance, *, is_promotion):
-        in_use = {slot for job in (self.jobs | self.disowned).values() for slot in job.block_ids}
+        in_use = {slot for job in (self.jobs | self.orphaned).values() for slot in job.block_ids}
         free = sorted(set(range(len(self.rows))) - in_use)
         keys = self.keys(chance)[: len(free)]
         slots = np.array(chance.sample(free, len(keys)), np.int32)
@@ -142,11 +142,11 @@ class Standalone:
                 if job.is_promotion and key in landed:
                     law(key in self.offered, "a block is loaded that nobody has stored")
                     law(holds(self.rows[slot], key), f"wrong bytes are loaded into slot {slot}")
-            if result.disowned:
-                self.disowned[job.job_id] = job
+            if result.orphaned:
+                self.orphaned[job.job_id] = job
         for job_id in self.tier.get_released_jobs():
-            law(job_id in self.disowned, f"job {job_id} is released, and was not disowned")
-            del self.disowned[job_id]
+            law(job_id in self.orphaned, f"job {job_id} is released, and was not orphaned")
+            del self.orphaned[job_id]
 
     # -- the rest of the surface ----------------------------------------------------------------
 
@@ -218,9 +218,9 @@ class Standalone:
         chance = random.Random(0)
         self.heal(chance)
         deadline_s = time.monotonic() + GRACE_S
-        while self.jobs or self.disowned or self.tier.has_pending_work():
+        while self.jobs or self.orphaned or self.tier.has_pending_work():
             now_s = self.runner.now_s() if self.runner else time.monotonic()
-            law(now_s < deadline_s + 200, f"jobs without an end: {[*self.jobs, *self.disowned]}")
+            law(now_s < deadline_s + 200, f"jobs without an end: {[*self.jobs, *self.orphaned]}")
             self.end_step(chance)
             self.pass_time(1.0)
             self.poll(chance)
@@ -235,7 +235,7 @@ class Standalone:
         self.tier.submit_load(late)
         self.poll(chance)
         law(not self.jobs, f"jobs without a result after shutdown: {list(self.jobs)}")
-        law(set(report.unfinished_jobs) == set(self.disowned), f"{report}, but {self.disowned}")
+        law(set(report.unfinished_jobs) == set(self.orphaned), f"{report}, but {self.orphaned}")
         check_tier_sums(self.tier.stats())
         if self.runner is not None:
             self.heal(chance)

@@ -166,7 +166,7 @@ class LyingManager(SecondaryTierManager):
         self.chance = random.Random(seed)
         self.trouble = trouble
         self.rows = np.asarray(primary_kv_view)
-        self.blocks, self.jobs, self.disowned = {}, [], []
+        self.blocks, self.jobs, self.orphaned = {}, [], []
         self.reported, self.withheld = [], []
 
     def calm(self):
@@ -199,7 +199,7 @@ class LyingManager(SecondaryTierManager):
         return self._may_fail(iter(()))
 
     def has_pending_work(self):
-        return self._may_fail(bool(self.jobs or self.disowned))
+        return self._may_fail(bool(self.jobs or self.orphaned))
 
     def drain_jobs(self, timeout=30.0):
         return self._may_fail(honest=False)
@@ -221,8 +221,8 @@ class LyingManager(SecondaryTierManager):
         while self.jobs and not self._lies():
             job = self.jobs.pop()
             if self._lies():
-                self.disowned.append(job)
-                yield JobResult(job.job_id, success=False, disowned=True)
+                self.orphaned.append(job)
+                yield JobResult(job.job_id, success=False, orphaned=True)
                 continue
             truth, told = self._answers_of(job)
             self.withheld.append(truth)
@@ -238,8 +238,8 @@ class LyingManager(SecondaryTierManager):
             yield self.chance.choice(NONSENSE)
 
     def get_released_jobs(self):
-        while self.disowned and not self._lies():
-            job = self.disowned.pop()
+        while self.orphaned and not self._lies():
+            job = self.orphaned.pop()
             self._move(job)
             yield job.job_id
         if self._lies():

@@ -79,7 +79,7 @@ def test_no_line_is_wider_than_a_terminal():
             "valkey: store of job 8 ends: 1 block; took 1.00 ms, 1.00 ms of it in the queue",
         ),
         (
-            Note(11.0, "owed", 3, "fs", "others wait before them"),
+            Note(11.0, "pending", 3, "fs", "others wait before them"),
             "fs: 3 blocks have to wait: others wait before them",
         ),
         (

@@ -130,7 +130,7 @@ class World:
         self.client = client or FakeClient()
         self.runner = VirtualRunner()
         self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES)
-        options = {"remember_present_s": 0.0, "remember_absent_s": 0.0} | options
+        options = {"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | options
         self.tier = RemoteTier(
             RemoteSettings(**options),
             self._create,

@@ -22,7 +22,7 @@ class Host:
     def __init__(self, root, name, **far):
         (root / "bucket").mkdir(exist_ok=True)
         near = {"type": "slab", "root_dir": str(root / name), "capacity_bytes": "2MiB"}
-        bucket = {"type": "object", "url": f"file://{root / 'bucket'}", "remember_absent_s": 0}
+        bucket = {"type": "object", "url": f"file://{root / 'bucket'}", "negative_cache_ttl_s": 0}
         tiers = [near | {"segment_bytes": "256KiB"}, bucket | far]
         self.spec = TieringOffloadingSpec(
             {
@@ -183,4 +183,4 @@ def test_a_far_tier_is_not_asked_for_what_is_computed_sooner_once_that_is_known(
     assert one.questions() == before
     stats = one.manager.stats().tiers[1]
     assert stats.skipped_lookups["too_few"] > 0
-    assert stats.payback.latency_s > 0
+    assert stats.break_even.latency_s > 0

@@ -15,7 +15,7 @@ from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.object.client import ObjectConnection
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 from kvoffload_async.tiers.remote.calls import Calls, run_together
-from kvoffload_async.tiers.remote.existence import AnswerMemory, Questions
+from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber
 from kvoffload_async.tiers.remote.settings import Redactor, RemoteCounters, RemoteSettings
 
 CALLS = ["check", "connect", "create", "exist", "get", "put", "remove_if", "renew"]
@@ -174,8 +174,8 @@ async def called(calls, payload):
 async def asked(calls, payload):
     client = FakeClient(answers_many=False)
     client.exist = fail_in_a_circle
-    memory = AnswerMemory(0.0, 0.0, asyncio.get_running_loop().time)
-    await Questions(client, calls, memory, RemoteCounters()).ask_anew(payload, 100.0)
+    memory = ExistenceCache(0.0, 0.0, asyncio.get_running_loop().time)
+    await ExistenceProber(client, calls, memory, RemoteCounters()).ask_anew(payload, 100.0)
 
 
 async def together(_calls, payload):
@@ -229,7 +229,7 @@ class CircularObjects(ObjectTier):
 @pytest.mark.parametrize("pack_bytes", [0, 4 * BLOCK_BYTES])
 @pytest.mark.parametrize("failing", [*CALLS, "a bit"])
 def test_a_failed_call_of_an_object_store_keeps_no_memory(tmp_path, failing, pack_bytes):
-    remote = RemoteSettings(remember_present_s=0.0, remember_absent_s=0.0, max_retries=1)
+    remote = RemoteSettings(remember_present_s=0.0, negative_cache_ttl_s=0.0, max_retries=1)
     connection = ObjectConnection(url=(tmp_path / "objects").as_uri())
     tier = CircularObjects(
         ObjectSettings(connection=connection, pack_bytes=pack_bytes, remote=remote)

@@ -40,7 +40,7 @@ def test_a_block_that_is_there_is_not_sent_again():
 
 
 def test_a_block_that_was_found_absent_is_sent_without_another_question():
-    with World(remember_absent_s=5.0) as world:
+    with World(negative_cache_ttl_s=5.0) as world:
         world.run(world.tier.contains(K[:3]))
         questions = world.client.calls["exist"]
         assert world.store(K[:3]) == {}

@@ -46,7 +46,7 @@ def test_a_configuration_is_checked_without_a_server(config):
         ("call_timeout_s", -1),
         ("max_retries", 99),
         ("remember_present_s", -1),
-        ("remember_absent_s", "1"),
+        ("negative_cache_ttl_s", "1"),
         ("integrity_key_file", "relative"),
         ("io_timeout_s", "soon"),
         ("url", 5),

@@ -15,7 +15,7 @@ from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.remote import existence as memory_module
 from kvoffload_async.tiers.remote.calls import Limits, run_together
 from kvoffload_async.tiers.remote.client import Header, is_newer, namespace_of
-from kvoffload_async.tiers.remote.existence import AnswerMemory, longest_present_heads
+from kvoffload_async.tiers.remote.existence import ExistenceCache, longest_present_prefixes
 from kvoffload_async.tiers.remote.settings import Redactor
 
 K = [key_of(number) for number in range(200)]
@@ -35,7 +35,7 @@ def test_the_longest_heads_are_found_with_few_questions(lengths):
         rounds.append(keys)
         return there.intersection(keys)
 
-    assert asyncio.run(longest_present_heads(chains, ask)) == heads
+    assert asyncio.run(longest_present_prefixes(chains, ask)) == heads
     longest = max((len(chain) for chain in chains), default=0)
     assert len(rounds) <= 2 + max(0, longest - 2).bit_length()
     assert all(len(keys) <= len(chains) for keys in rounds)
@@ -62,7 +62,7 @@ def test_where_one_call_answers_for_many_keys_one_is_made():
 
 def test_what_was_answered_lately_needs_no_question():
     client = FakeClient(dict.fromkeys(K[:50], b""), answers_many=False)
-    with World(client, remember_present_s=9.0, remember_absent_s=9.0) as world:
+    with World(client, remember_present_s=9.0, negative_cache_ttl_s=9.0) as world:
         world.heads(K[:64])
         asked = client.calls["exist"]
         assert world.heads(K[:64]) == [50]
@@ -82,7 +82,7 @@ def test_one_question_that_fails_fails_the_probe():
 
 def test_answers_are_believed_for_their_time():
     now = [0.0]
-    memory = AnswerMemory(10.0, 1.0, lambda: now[0])
+    memory = ExistenceCache(10.0, 1.0, lambda: now[0])
     memory.appeared(K[:1])
     memory.vanished(K[1:2])
     assert [memory.get(key) for key in K[:3]] == [True, False, None]
@@ -93,7 +93,7 @@ def test_answers_are_believed_for_their_time():
 
 
 def test_the_last_answer_counts():
-    memory = AnswerMemory(10.0, 10.0, lambda: 0.0)
+    memory = ExistenceCache(10.0, 10.0, lambda: 0.0)
     memory.vanished(K[:1])
     memory.appeared(K[:1])
     assert memory.get(K[0]) is True
@@ -103,7 +103,7 @@ def test_the_last_answer_counts():
 
 def test_an_answer_that_was_contradicted_does_not_come_back():
     now = [0.0]
-    memory = AnswerMemory(1.0, 10.0, lambda: now[0])
+    memory = ExistenceCache(1.0, 10.0, lambda: now[0])
     memory.vanished(K[:1])
     memory.appeared(K[:1])
     now[0] = 2.0
@@ -111,7 +111,7 @@ def test_an_answer_that_was_contradicted_does_not_come_back():
 
 
 def test_nothing_is_remembered_for_no_time():
-    memory = AnswerMemory(0.0, 0.0, lambda: 0.0)
+    memory = ExistenceCache(0.0, 0.0, lambda: 0.0)
     memory.appeared(K[:1])
     memory.vanished(K[1:2])
     assert len(memory) == 0
@@ -120,7 +120,7 @@ def test_nothing_is_remembered_for_no_time():
 def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
     monkeypatch.setattr(memory_module, "MOST_ANSWERS", 10)
     now = [0.0]
-    memory = AnswerMemory(10.0, 10.0, lambda: now[0])
+    memory = ExistenceCache(10.0, 10.0, lambda: now[0])
     memory.appeared(K[:30])
     assert len(memory) == 10
     assert memory.get(K[29]) is True

@@ -19,7 +19,7 @@ from servers.valkey import ValkeyServer
 
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.remote.existence import longest_present_heads
+from kvoffload_async.tiers.remote.existence import longest_present_prefixes
 
 CHAIN = [key_of(number) for number in range(64)]
 PROBES = 10_000
@@ -59,7 +59,7 @@ def test_no_probe_of_ten_thousand_asks_more_than_its_bound():
                 asked += keys
                 return there.intersection(keys)
 
-            assert await longest_present_heads([CHAIN], ask) == [head]
+            assert await longest_present_prefixes([CHAIN], ask) == [head]
             costs[len(asked)] += 1
 
     asyncio.run(ask_all())

@@ -55,7 +55,7 @@ def test_a_server_that_is_there_again_is_used_again(world, fault):
 
 
 def test_what_nobody_has_answered_is_not_remembered_as_absent():
-    with World(FakeClient(servers=SERVERS), remember_absent_s=60.0, max_retries=0) as world:
+    with World(FakeClient(servers=SERVERS), negative_cache_ttl_s=60.0, max_retries=0) as world:
         world.store(K)
         world.client.down = {1}
         world.run(world.tier.contains(K))

@@ -83,7 +83,7 @@ def test_when_the_loop_dies_every_job_fails_and_no_call_raises(caplog):
     manager.on_schedule_end()
     in_flight, undelivered, later = results(manager, 0, 1, 2)
     assert all(isinstance(r.error, TierClosedError) for r in (in_flight, undelivered, later))
-    assert [r.disowned for r in (in_flight, undelivered, later)] == [True, False, False]
+    assert [r.orphaned for r in (in_flight, undelivered, later)] == [True, False, False]
     assert not manager.has_pending_work()
     assert caplog.text.count("has ended") == 1
     assert manager.shutdown(0.1).unfinished_jobs == (0,)

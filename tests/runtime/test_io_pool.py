@@ -12,7 +12,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
 from kvoffload_async.runtime.loop import LoopThread
 
-LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.NONE
+LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.METADATA
 
 
 def queued(loop, pool, direction, call, *, helpers=0):

@@ -10,7 +10,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.runtime.loop import LoopThread
 
-NONE = Direction.NONE
+NONE = Direction.METADATA
 
 
 @pytest.mark.parametrize("cancels", [True, False])

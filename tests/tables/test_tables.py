@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvoffload_async.abc import ranking as ranking_module
-from kvoffload_async.abc.ranking import KeyRanking, nobodies
+from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.manager import Generation
 from kvoffload_async.policies.arc import ArcPolicy
@@ -249,7 +249,7 @@ def test_a_policy_that_ranks_other_slots_than_it_was_given_is_a_violation():
 
 
 def test_nobody_is_a_key_of_its_own():
-    assert len({*nobodies(1000), *K}) == 1000 + len(K)
+    assert len({*placeholders(1000), *K}) == 1000 + len(K)
 
 
 @pytest.mark.parametrize("generation", [None, "of these weights"])

@@ -148,7 +148,7 @@ def test_questions_that_pile_up_behind_a_hung_one_are_bounded(worlds, caplog):
     world.tier.env.blocks_evicted([key_of(0)])
     world.settle()
     numbers = range(1, 16_400)
-    world.actor._recheck.ask([key_of(number) for number in numbers])
+    world.actor._reconciler.ask([key_of(number) for number in numbers])
     assert "does not end" in caplog.text
     del world.events[:]
     world.settle()

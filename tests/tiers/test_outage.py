@@ -160,8 +160,8 @@ async def probe(actor):
 
 
 async def recheck(actor):
-    actor._recheck.ask(K[:1])
-    await asyncio.wait(actor._recheck.tasks)
+    actor._reconciler.ask(K[:1])
+    await asyncio.wait(actor._reconciler.tasks)
 
 
 def test_an_error_in_the_middle_of_closing_keeps_no_memory(memory):

@@ -6,7 +6,7 @@ from vllm_world import MODULE, keys_of
 
 from kvoffload_async.errors import ConfigError
 
-QUICK = {"remember_present_s": 0, "remember_absent_s": 0}
+QUICK = {"remember_present_s": 0, "negative_cache_ttl_s": 0}
 
 
 @pytest.fixture(scope="module")

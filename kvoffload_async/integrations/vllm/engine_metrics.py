@@ -72,7 +72,7 @@ _OBSERVED_GAUGES: Final = {
     "capacity_bytes": "Bytes that it may occupy, where it says so.",
     "queued_jobs": "Jobs that a secondary tier has not begun.",
     "overdue_jobs": "Jobs that were given up, and whose copies still run.",
-    "owed_blocks": "Blocks that wait for room in a secondary tier.",
+    "pending_blocks": "Blocks that wait for room in a secondary tier.",
 }
 """Gauges of `TierStatistics` that are told under their own names."""
 _SUSPENDED: Final = "vllm:kvoffload_async_suspended_directions"
@@ -93,7 +93,7 @@ def definitions() -> dict[str, Any]:
         | convert.counter_definitions(_named(_OBSERVED_COUNTERS), ("tier",))
         | convert.gauge_definitions(_TIER_GAUGES | _named(_OBSERVED_GAUGES), ("tier",))
         | convert.gauge_definitions(
-            {_SUSPENDED: "Directions, of loads and stores, in which a tier is left alone."},
+            {_SUSPENDED: "Directions, of loads and stores, in which a tier is suspended."},
             ("tier",),
         )
         | convert.block_histogram_definition(

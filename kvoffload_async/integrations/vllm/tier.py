@@ -332,7 +332,7 @@ class VllmTier(tiering.SecondaryTierManager):
         """Take in what ended: a job that is overdue is kept back until it is released."""
         self._tier.poll_tier()
         for job, result in self._state.jobs.take_ended():
-            if result.disowned:
+            if result.orphaned:
                 self._overdue[result.job_id] = result
                 self._counted[metrics.OVERDUE_JOBS, (self.tier_type,)] += 1
             else:

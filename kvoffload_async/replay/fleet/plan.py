@@ -84,8 +84,8 @@ class Equipment:
             given = f"{tier['namespace']}-" if tier.get("namespace") else ""
             named = {**tier, "namespace": f"{given}fleet-{self._pass}-{pass_name}"}
             takes = accepted_options(SecondaryTierFactory.get_tier_class(tier["type"]))
-            if not remembers and "remember_absent_s" in takes:
-                named["remember_absent_s"] = 0
+            if not remembers and "negative_cache_ttl_s" in takes:
+                named["negative_cache_ttl_s"] = 0
             tiers.append(named)
         return replace(self._config, secondary_tiers=tuple(tiers))
 

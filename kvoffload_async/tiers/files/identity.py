@@ -27,7 +27,7 @@ class LostDirectoryError(OSError):
     """The directory of a tier, or a file in it, is not there any more; names the remedy."""
 
 
-class Anchor:
+class DirectoryIdentity:
     """Remembers which directory was opened. Thread: an I/O thread."""
 
     def __init__(self, ops: FileOps, path: str) -> None:

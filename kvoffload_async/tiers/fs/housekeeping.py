@@ -17,9 +17,9 @@ from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.entering import enter_namespace
 from kvoffload_async.tiers.fs.footprint import Footprint
 from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.namespace_init import enter_namespace
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.recovery import Recovery
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
@@ -199,7 +199,7 @@ class Housekeeping:
     # -- inside ---------------------------------------------------------------------------------
 
     async def _run(self, call: Callable[[], T], /) -> T:
-        return await self._env.io.run(Direction.NONE, call)
+        return await self._env.io.run(Direction.METADATA, call)
 
     def _enter_again(self) -> None:
         """Register, and make what must be there, as at the opening. Thread: an I/O thread."""

@@ -12,8 +12,8 @@ from functools import partial
 from kvoffload_async.abc.tier import Direction, IoRunner, TierEnvironment
 from kvoffload_async.block_io import Attribute, FileBatch, FileIo, create_file_io
 from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.tiers.files.coalescing import Coalescer
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.files.grouping import GroupedCall
 from kvoffload_async.tiers.files.ops import FileOps, Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
@@ -48,8 +48,8 @@ class NativeFiles:
         self._attribute = None
         if verify is not Verify.OFF:
             self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
-        self._checks = GroupedCall[None](
-            "fs:check", lambda *_: check(), partial(io.run, Direction.NONE)
+        self._checks = Coalescer[None](
+            "fs:check", lambda *_: check(), partial(io.run, Direction.METADATA)
         )
 
     async def load(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> Sequence[int]:

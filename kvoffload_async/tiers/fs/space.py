@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.abc.ranking import KeyRanking, nobodies
+from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.counts import Usage
@@ -60,13 +60,13 @@ class Plan:
 
     Attributes:
         items: What to hand to `BlockWriter.store`, each with its room.
-        roomless: Blocks for which there is none.
+        unplaced: Blocks for which there is none.
         reserved_bytes: What was set aside in the shared count.
         operation: Its number there, once the shared count knows of it.
     """
 
     items: list[StoreItem] = field(default_factory=list)
-    roomless: list[StoreItem] = field(default_factory=list)
+    unplaced: list[StoreItem] = field(default_factory=list)
     reserved_bytes: int = 0
     operation: int | None = None
 
@@ -251,7 +251,7 @@ class Space:
         victims = self._evict([item.key for item in coming], count)
         if not victims:
             del coming[roomy:]
-        plan.roomless = new[len(coming) :]
+        plan.unplaced = new[len(coming) :]
         self.blocks.admit([item.key for item in coming])
         plan.items += coming[:roomy]
         replacing = [
@@ -286,7 +286,7 @@ class Space:
         paid = await self._reserve(plan, self._unit_bytes, unpaid, run_io)
         given_up = [replace(item, victim=None) for item in given_up]
         plan.items[-unpaid:] = given_up[:paid]
-        plan.roomless += given_up[paid:]
+        plan.unplaced += given_up[paid:]
         self.forget([item.key for item in given_up[paid:]])
 
     async def _reserve(self, plan: Plan, unit_bytes: int, count: int, run_io: RunIo) -> int:
@@ -369,7 +369,7 @@ class Space:
         Some of those that come may have room already.
         """
         busy = self._busy
-        incoming = [*coming, *nobodies(count - len(coming))]
+        incoming = [*coming, *placeholders(count - len(coming))]
         victims = self._policy.make_room(incoming, count, lambda key: key not in busy) or []
         self.blocks.leave(victims)
         return victims

@@ -22,9 +22,9 @@ from kvoffload_async.errors import (
     TierFullError,
     TierTimeoutError,
 )
+from kvoffload_async.tiers.files.coalescing import SerialExecutor
 from kvoffload_async.tiers.files.digests import IntegrityKey
-from kvoffload_async.tiers.files.grouping import SharedThread
-from kvoffload_async.tiers.files.identity import Anchor
+from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.modes import Modes, warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
@@ -109,7 +109,7 @@ class FsTier(AsyncTier):
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
         self._native: NativeFiles | None = None
-        self._calls: SharedThread | None = None
+        self._calls: SerialExecutor | None = None
         self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
@@ -140,10 +140,10 @@ class FsTier(AsyncTier):
         )
         self._housekeeping = Housekeeping(self._ops, namespace, writers, self._files, env)
         try:
-            await env.io.run(Direction.NONE, self._enter)
-            await env.io.run(Direction.NONE, partial(self._housekeeping.enter, settings.verify))
+            await env.io.run(Direction.METADATA, self._enter)
+            await env.io.run(Direction.METADATA, partial(self._housekeeping.enter, settings.verify))
             self._root = await env.io.run(
-                Direction.NONE, partial(Anchor, self._ops, settings.root_dir)
+                Direction.METADATA, partial(DirectoryIdentity, self._ops, settings.root_dir)
             )
             if settings.space is not None:
                 self._space = await self._housekeeping.open_space(
@@ -154,7 +154,7 @@ class FsTier(AsyncTier):
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._calls = SharedThread("fs:store", self._run)
+        self._calls = SerialExecutor("fs:store", self._run)
         if not settings.direct_io:
             self._native = create_native_files(
                 *(env, self._ops, namespace, self._files, settings.verify),
@@ -170,7 +170,7 @@ class FsTier(AsyncTier):
         """Return the keys that have a file."""
         if self._native is not None:
             return await self._native.present(keys)
-        return await self._opened().io.run(Direction.NONE, partial(self._files.present, keys))
+        return await self._opened().io.run(Direction.METADATA, partial(self._files.present, keys))
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Write the blocks that have no file yet.
@@ -302,20 +302,20 @@ class FsTier(AsyncTier):
                 await self._write(outcomes, check)
             finally:
                 await space.account(plan, outcomes, self._run_store)
-            roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
-            failures |= {item.index: roomless for item in plan.roomless}
+            unplaced = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
+            failures |= {item.index: unplaced for item in plan.unplaced}
             for outcome in outcomes:
                 failures.pop(outcome.item.index, None)  # from the round before
             failures |= failures_of(outcomes)
             full = [] if is_full else [o for o in outcomes if isinstance(o.error, TierFullError)]
             is_full = is_full or bool(full)  # evict, and retry once
             again = [o.item for o in outcomes if o.status in LOST_ROOM] + [o.item for o in full]
-            if plan.roomless and space.can_evict:  # others have taken what was freed
-                again += plan.roomless
-            elif plan.roomless and not has_looked and self._housekeeping is not None:
+            if plan.unplaced and space.can_evict:  # others have taken what was freed
+                again += plan.unplaced
+            elif plan.unplaced and not has_looked and self._housekeeping is not None:
                 has_looked = True
                 if await self._housekeeping.look_for_blocks():
-                    again += plan.roomless
+                    again += plan.unplaced
             items = [replace(item, may_write=True, victim=None) for item in again]
             if not items:
                 break

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
 from kvoffload_async.tiers.files.ops import FileOps, write_all
-from kvoffload_async.tiers.fs.corrections import Sighting, is_corrected, raise_by
+from kvoffload_async.tiers.fs.corrections import BucketScan, is_corrected, raise_by
 from kvoffload_async.tiers.fs.counts import (
     FILE_BYTES,
     FILE_NAME,
@@ -37,7 +37,7 @@ from kvoffload_async.tiers.fs.counts import (
 )
 from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.own_count import OwnCount
+from kvoffload_async.tiers.fs.unreported_usage import UnreportedUsage
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class UsageFile:
         self._buffer = memoryview(bytearray(FILE_BYTES))
         self._last: Usage | None = None
         self._entry_bytes = 0
-        self._own = OwnCount(writer_id)
+        self._own = UnreportedUsage(writer_id)
 
     def open(self, entry_bytes: int = 0) -> None:
         """Join the count, which is made if it is not there.
@@ -208,24 +208,24 @@ class UsageFile:
 
         self._change(end)
 
-    def correct(self, sightings: Collection[Sighting], operation: int) -> list[Sighting]:
+    def correct(self, bucket_scans: Collection[BucketScan], operation: int) -> list[BucketScan]:
         """Correct the count by what walks have found; return what must be waited for.
 
         Args:
-            sightings: What they have found. Those that are not returned are done with; not exact
+            bucket_scans: What they have found. Those that are not returned are done with; not exact
                 are those whose bucket was changed meanwhile: their count is corrected only if it
                 is off by more than that.
             operation: The walk's own, which has ended.
         """
         self._own.end(operation)
-        return self._change(lambda usage: [s for s in sightings if not is_corrected(usage, s)])
+        return self._change(lambda usage: [s for s in bucket_scans if not is_corrected(usage, s)])
 
-    def give_up(self, sightings: Collection[Sighting]) -> None:
+    def give_up(self, bucket_scans: Collection[BucketScan]) -> None:
         """Correct the count by what was waited for in vain, as far as it is certainly too small."""
 
         def give_up(usage: Usage) -> None:
-            for sighting in sightings:
-                raise_by(usage, sighting)
+            for bucket_scan in bucket_scans:
+                raise_by(usage, bucket_scan)
 
         self._change(give_up)
 

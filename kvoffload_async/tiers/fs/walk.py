@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
-from kvoffload_async.tiers.fs.corrections import Sighting
+from kvoffload_async.tiers.fs.corrections import BucketScan
 from kvoffload_async.tiers.fs.inventory import (
     Inventory,
     StoppedError,
@@ -65,7 +65,7 @@ class _Cycle:
     todo: deque[int]
     unwalked: set[int] = field(default_factory=set)
     moving: list[int] = field(default_factory=list)
-    waiting: list[Sighting] = field(default_factory=list)
+    waiting: list[BucketScan] = field(default_factory=list)
     passes: int = 1
     waits: int = 0
     is_swept: bool = True
@@ -118,13 +118,13 @@ class NamespaceWalk:
             operation = usage.begin()
             try:
                 before = usage.read()
-                sightings = self._walk(cycle, step, begun_s + budget_s, should_stop)
+                bucket_scans = self._walk(cycle, step, begun_s + budget_s, should_stop)
             except BaseException:
                 usage.end(operation)
                 raise
-            for sighting in sightings:
-                _, sighting.changed = before.bucket(sighting.bucket)
-            self._correct(usage, cycle, sightings, operation)
+            for bucket_scan in bucket_scans:
+                _, bucket_scan.changed = before.bucket(bucket_scan.bucket)
+            self._correct(usage, cycle, bucket_scans, operation)
         if not cycle.todo:
             self._end_pass(cycle, step)
         step.cpu_s = time.thread_time() - begun_s
@@ -140,21 +140,21 @@ class NamespaceWalk:
 
     def _walk(
         self, cycle: _Cycle, step: Step, until_s: float, should_stop: Callable[[], bool]
-    ) -> list[Sighting]:
+    ) -> list[BucketScan]:
         """Walk over buckets; return what is in each."""
-        sightings: list[Sighting] = []
+        bucket_scans: list[BucketScan] = []
         # No pair per block: the collector would count them, and go over all of the process, for
         # tens of milliseconds, every few buckets.
         found: dict[OffloadKey, float] = {}
         roots = self._roots() if cycle.todo else {}
-        while cycle.todo and not (should_stop() or (sightings and time.thread_time() > until_s)):
+        while cycle.todo and not (should_stop() or (bucket_scans and time.thread_time() > until_s)):
             bucket = cycle.todo[0]
             paths = roots.get(bucket, [])
             try:
                 if bucket == REST:
                     self._forget_dead(cycle, paths)
                 inventory = take_inventory(self._ops, self._namespace, paths, should_stop)
-                sightings.append(self._sighting(cycle, bucket, inventory))
+                bucket_scans.append(self._bucket_scan(cycle, bucket, inventory))
             except StoppedError:
                 break
             except OSError as error:
@@ -164,7 +164,7 @@ class NamespaceWalk:
                 found |= inventory.blocks
             cycle.todo.popleft()
         step.found = {key: found[key] for key in sorted(found, key=found.__getitem__)}
-        return sightings
+        return bucket_scans
 
     def _roots(self) -> dict[int, list[str]]:
         """Return the paths directly in the namespace, by bucket."""
@@ -175,7 +175,7 @@ class NamespaceWalk:
             roots[REST if bucket is None else bucket].append(f"{folder}/{name}")
         return roots
 
-    def _sighting(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> Sighting:
+    def _bucket_scan(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> BucketScan:
         """Sweep a bucket; return what is left in it."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
         swept_bytes = sweep_folders(self._ops, inventory)
@@ -185,7 +185,7 @@ class NamespaceWalk:
         size_bytes = inventory.settled_bytes(frozenset(living))
         if bucket == REST:
             size_bytes += disk_bytes(self._ops.stat(self._namespace.folder))
-        return Sighting(bucket, size_bytes, swept_bytes, changed=0)
+        return BucketScan(bucket, size_bytes, swept_bytes, changed=0)
 
     def _forget_dead(self, cycle: _Cycle, paths: list[str]) -> None:
         """Sweep what is not in folders, and remove the entries of writers that left nothing."""
@@ -196,13 +196,13 @@ class NamespaceWalk:
                 self._writers.forget(writer_id)
 
     def _correct(
-        self, usage: UsageFile, cycle: _Cycle, sightings: list[Sighting], operation: int
+        self, usage: UsageFile, cycle: _Cycle, bucket_scans: list[BucketScan], operation: int
     ) -> None:
-        sightings = cycle.waiting + sightings
-        cycle.waiting = usage.correct(sightings, operation)
+        bucket_scans = cycle.waiting + bucket_scans
+        cycle.waiting = usage.correct(bucket_scans, operation)
         waiting = set(map(id, cycle.waiting))
-        done = [sighting for sighting in sightings if id(sighting) not in waiting]
-        cycle.moving += [sighting.bucket for sighting in done if not sighting.is_exact]
+        done = [bucket_scan for bucket_scan in bucket_scans if id(bucket_scan) not in waiting]
+        cycle.moving += [bucket_scan.bucket for bucket_scan in done if not bucket_scan.is_exact]
 
     def _end_pass(self, cycle: _Cycle, step: Step) -> None:
         """End the cycle, unless buckets are to be walked again or to be waited for."""

@@ -429,7 +429,7 @@ class HelperSupervisor:
 
         helper: Helper | None = None
         try:
-            await self._io.run(Direction.NONE, begin)
+            await self._io.run(Direction.METADATA, begin)
             self.starts += 1
             helper = self._helper
             if helper is not None:

@@ -55,17 +55,17 @@ MOST_REMEMBERED: Final = 1 << 17
 The oldest are forgotten first."""
 
 
-def is_lead(key: OffloadKey, spacing: int) -> bool:
-    """Tell whether a pack begins with this block wherever it is packed: one of `spacing` is so.
+def is_chunk_boundary(key: OffloadKey, mean_blocks: int) -> bool:
+    """Tell whether a pack begins with this block wherever it is packed: one of `mean_blocks` is so.
 
     Every host cuts at the same blocks then, whatever its jobs are, and a reader knows where to
-    look. What leads with a wider spacing does so with every narrower one.
+    look. What leads with a wider mean_blocks does so with every narrower one.
 
     Args:
         key: Of which block.
-        spacing: A power of two.
+        mean_blocks: A power of two.
     """
-    return not zlib.crc32(key) & (spacing - 1)
+    return not zlib.crc32(key) & (mean_blocks - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 An object is called after its first block, and one that is there tells which blocks behind it are
 in it. So a "no" says of a block that no object *begins* with it. Where the object before it ends,
-or where every pack begins (`chains.is_lead`), that means that the block is absent.
+or where every pack begins (`chains.is_chunk_boundary`), that means that the block is absent.
 
 As in `remote.prefixes`, where a block is present, so are taken to be those before it: what breaks
 the rule costs a failed load, and no wrong byte.
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from math import ceil, log2
 from typing import Final
 
-from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Chains, is_lead
+from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Chains, is_chunk_boundary
 from kvoffload_async.types import OffloadKey
 
 _FEWEST: Final = 8
@@ -49,7 +49,7 @@ class HeadSearch:
         chain: Sequence[OffloadKey],
         chains: Chains,
         *,
-        spacing: int,
+        mean_blocks: int,
         most: int,
     ) -> None:
         """Begin.
@@ -58,13 +58,13 @@ class HeadSearch:
             before: Keys right before the chain, as far as they are known.
             chain: Keys, head to tail.
             chains: What is known of objects, also from answers to come.
-            spacing: See `is_lead`.
+            mean_blocks: See `is_chunk_boundary`.
             most: How many keys `before` has at most: where it has fewer, the prompt begins there.
         """
         self.keys = (*before, *chain)
         self.found = 0
         self._chains = chains
-        self._spacing = spacing
+        self._mean_blocks = mean_blocks
         self._begins_prompt = len(before) < most
         self._left = most_questions(len(chain))
         self._search = self._questions(len(before))
@@ -96,7 +96,7 @@ class HeadSearch:
             return
         self._look_as_wide_as_packed(first, low)
         high = len(self.keys)
-        leads = [i for i in range(low, high) if is_lead(self.keys[i], self._spacing)]
+        leads = [i for i in range(low, high) if is_chunk_boundary(self.keys[i], self._mean_blocks)]
         begin, end = 0, len(leads)
         middle = end - 1  # the last one first: most chains are there whole, or end at once
         while begin < end:
@@ -128,17 +128,17 @@ class HeadSearch:
         for index in range(first - 1, -1, -1):
             if self._chains.first_of(self.keys[index]) is not None:
                 return index + 1  # it is known what that object has
-            if is_lead(self.keys[index], self._spacing):
+            if is_chunk_boundary(self.keys[index], self._mean_blocks):
                 return index
         return 0 if self._begins_prompt else first
 
     def _look_as_wide_as_packed(self, first: int, end: int) -> None:
         """Leave out what leads here, but not where somebody packs more: it is within an object."""
         for key in self.keys[max(0, first - MOST_BLOCKS) : end]:
-            while self._spacing < MOST_BLOCKS and is_lead(key, self._spacing):
+            while self._mean_blocks < MOST_BLOCKS and is_chunk_boundary(key, self._mean_blocks):
                 if self._chains.name_of(key) == key:
                     break
-                self._spacing *= 2
+                self._mean_blocks *= 2
 
     def _tail(self, first: int, low: int, high: int) -> Generator[int, int, None]:
         """Go from object to object, behind the last lead; halve where they are of one block."""
@@ -160,7 +160,7 @@ class HeadSearch:
                     return  # no object begins there
 
 
-async def longest_heads(searches: Sequence[HeadSearch], ask: Ask) -> list[int]:
+async def longest_prefixes(searches: Sequence[HeadSearch], ask: Ask) -> list[int]:
     """Carry out searches side by side; return how many keys of each are taken to be present.
 
     Args:

@@ -17,8 +17,14 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Chains, Packs, is_lead, is_pack
-from kvoffload_async.tiers.object.search import HeadSearch, longest_heads
+from kvoffload_async.tiers.object.packs import (
+    MOST_BLOCKS,
+    Chains,
+    Packs,
+    is_chunk_boundary,
+    is_pack,
+)
+from kvoffload_async.tiers.object.search import HeadSearch, longest_prefixes
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RemoteClient, Value
 from kvoffload_async.tiers.remote.settings import RemoteSettings
@@ -100,7 +106,7 @@ class ObjectTier(RemoteTier):
         block_bytes = env.kv_view.nbytes // len(env.kv_view)
         self._packs = Packs(identity.digest, block_bytes, self._settings.integrity_key)
         self._most_blocks = self._packs.most_blocks(self._pack_bytes)
-        self._spacing = 1 << self._most_blocks.bit_length() - 1
+        self._mean_blocks = 1 << self._most_blocks.bit_length() - 1
         self._chains = Chains()
         self._further_loads = asyncio.Semaphore(self._settings.connections)
         await super().open(env)
@@ -130,9 +136,11 @@ class ObjectTier(RemoteTier):
             # Where each block has its object, what precedes a chain says nothing of it.
             preceding = before[number] if before and self._most_blocks > 1 else ()
             searches.append(
-                HeadSearch(preceding, chain, self._chains, spacing=self._spacing, most=KEYS_BEFORE)
+                HeadSearch(
+                    preceding, chain, self._chains, mean_blocks=self._mean_blocks, most=KEYS_BEFORE
+                )
             )
-        return await longest_heads(searches, lambda keys: self._questions.ask(keys, deadline_s))
+        return await longest_prefixes(searches, lambda keys: self._questions.ask(keys, deadline_s))
 
     def gauges(self) -> Mapping[str, float]:
         return {**super().gauges(), **asdict(self._pack_counters)}
@@ -151,7 +159,7 @@ class ObjectTier(RemoteTier):
                 or i - begin >= self._most_blocks
                 or not self._chains.follows(keys[i - 1], keys[i])
                 or len(keys[i]) != len(keys[begin])
-                or is_lead(keys[i], self._spacing)
+                or is_chunk_boundary(keys[i], self._mean_blocks)
             ):
                 yield range(begin, i)
                 begin = i
@@ -229,7 +237,11 @@ class ObjectTier(RemoteTier):
             is_behind_known, known = known is not None, chains.first_of(key)
             if known is not None:
                 name = known
-            elif is_behind_known or is_lead(key, self._spacing) or not chains.follows(before, key):
+            elif (
+                is_behind_known
+                or is_chunk_boundary(key, self._mean_blocks)
+                or not chains.follows(before, key)
+            ):
                 name = key
             portions.setdefault(name, []).append(i)
             before = key
@@ -323,7 +335,7 @@ class ObjectTier(RemoteTier):
             corrupt = _corrupt(again)
         if value is not None and corrupt:
             counters.corrupt += len(corrupt)
-            sha1 = await self._in_thread(Direction.NONE, value.sha1)
+            sha1 = await self._in_thread(Direction.METADATA, value.sha1)
             await self._remove(client, name, value, sha1, deadline_s)
         if value is None or corrupt:
             self._memory.vanished([name])

@@ -61,7 +61,7 @@ class _Answers:
         return len(self._expiry)
 
 
-class AnswerMemory:
+class ExistenceCache:
     """Which blocks were there, and which not, for as long as that is to be believed.
 
     What other hosts store is seen once a negative answer has expired.
@@ -142,7 +142,7 @@ class _Search:
             self.high = min(self.high, index)
 
 
-async def longest_present_heads(chains: Sequence[Sequence[OffloadKey]], ask: Ask) -> list[int]:
+async def longest_present_prefixes(chains: Sequence[Sequence[OffloadKey]], ask: Ask) -> list[int]:
     """Return for each chain how many of its first keys are taken to be present.
 
     Args:
@@ -166,11 +166,11 @@ _CALLS_AT_ONCE: Final = 16
 _SHARE_OF_TIME: Final = 0.8
 
 
-class Questions:
+class ExistenceProber:
     """Asks a client what is there, and remembers the answers. Thread: loop."""
 
     def __init__(
-        self, client: RemoteClient, calls: Calls, memory: AnswerMemory, counters: RemoteCounters
+        self, client: RemoteClient, calls: Calls, memory: ExistenceCache, counters: RemoteCounters
     ) -> None:
         self._client = client
         self._calls = calls

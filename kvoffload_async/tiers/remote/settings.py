@@ -57,7 +57,7 @@ class RemoteSettings:
         probe_timeout_s: Deadline of all calls of a probe.
         max_retries: How often a call is repeated.
         remember_present_s: How long a positive answer is believed.
-        remember_absent_s: How long a negative answer is believed.
+        negative_cache_ttl_s: How long a negative answer is believed.
         integrity_key: What checksums are made with.
         redact: Hides the secrets of the configuration.
     """
@@ -70,7 +70,7 @@ class RemoteSettings:
     probe_timeout_s: float = 2.0
     max_retries: int = 2
     remember_present_s: float = 10.0
-    remember_absent_s: float = 1.0
+    negative_cache_ttl_s: float = 1.0
     integrity_key: IntegrityKey | None = None
     redact: Redactor = field(default_factory=Redactor)
 

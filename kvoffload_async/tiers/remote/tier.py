@@ -42,7 +42,11 @@ from kvoffload_async.tiers.remote.client import (
     Value,
     namespace_of,
 )
-from kvoffload_async.tiers.remote.existence import AnswerMemory, Questions, longest_present_heads
+from kvoffload_async.tiers.remote.existence import (
+    ExistenceCache,
+    ExistenceProber,
+    longest_present_prefixes,
+)
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
@@ -215,8 +219,8 @@ class RemoteTier(AsyncTier):
         self._rows: Bytes | None = None
         self._calls: Calls
         self._call_counters: CallCounters | None = None
-        self._memory: AnswerMemory
-        self._questions: Questions
+        self._memory: ExistenceCache
+        self._questions: ExistenceProber
         self._renewal: Renewal | None = None
         self._loads = Limits(settings.connections, settings.bytes_in_flight)
         self._stores = Limits(settings.connections, settings.bytes_in_flight)
@@ -243,10 +247,10 @@ class RemoteTier(AsyncTier):
         )
         self._call_counters = self._calls.counters
         loop = asyncio.get_running_loop()
-        self._memory = AnswerMemory(
-            settings.remember_present_s, settings.remember_absent_s, loop.time
+        self._memory = ExistenceCache(
+            settings.remember_present_s, settings.negative_cache_ttl_s, loop.time
         )
-        self._questions = Questions(self._client, self._calls, self._memory, self._counters)
+        self._questions = ExistenceProber(self._client, self._calls, self._memory, self._counters)
         try:
             await self._calls.run(self._client.connect, self._deadline(settings.job_timeout_s))
         except RefusedError as error:
@@ -278,7 +282,7 @@ class RemoteTier(AsyncTier):
         if self._client is None or self._client.answers_many:
             return await super().longest_prefixes(chains)
         deadline_s = self._deadline(self._settings.probe_timeout_s)
-        return await longest_present_heads(
+        return await longest_present_prefixes(
             chains, lambda keys: self._questions.ask(keys, deadline_s)
         )
 
@@ -458,7 +462,7 @@ class RemoteTier(AsyncTier):
             elif i in corrupt:
                 failures[i] = corrupt[i]
                 self._counters.corrupt += 1
-                sha1 = await self._in_thread(Direction.NONE, value.sha1)
+                sha1 = await self._in_thread(Direction.METADATA, value.sha1)
                 await self._remove(client, keys[i], value, sha1, deadline_s)
         self._memory.vanished(
             keys[i]

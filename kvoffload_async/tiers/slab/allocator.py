@@ -18,7 +18,7 @@ from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.ops import mapped
 from kvoffload_async.tiers.slab.layout import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
-from kvoffload_async.tiers.slab.places import Place
+from kvoffload_async.tiers.slab.places import SlotAddress
 from kvoffload_async.tiers.slab.records import keys_of
 from kvoffload_async.tiers.slab.segments import Segment
 from kvoffload_async.types import OffloadKey
@@ -56,7 +56,7 @@ class Allocator:
         self._is_futile = False
         """Whether nothing could be stored in spite of the last one."""
 
-    async def claim(self, keys: Sequence[OffloadKey]) -> list[Place]:
+    async def claim(self, keys: Sequence[OffloadKey]) -> list[SlotAddress]:
         """Return places for keys that are absent, ascending: for the first of them, if for fewer.
 
         What is evicted for it is announced; it is journalled by whoever writes to the places.

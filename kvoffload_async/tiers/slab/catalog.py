@@ -1,9 +1,9 @@
 """The index of a store in memory: key -> place, which blocks may be evicted, which places are free.
 
 A place is free, claimed (being written), or a block's. A block's place can be pinned by loads and
-stores; a block that is dropped while it is pinned leaves its place *doomed*, free when the last pin
-goes. Free places are kept as runs, so that who asks for many gets neighbours where there are some.
-Pure; its one writer is the loop.
+stores; a block that is dropped while it is pinned leaves its place *retired*: free when the last
+pin goes. Free places are kept as runs, so that a request for many gets neighbours where there are
+some. Pure; its one writer is the loop.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.abc.ranking import KeyRanking, nobodies
+from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.tables.arrays import long_integers
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tiers.slab.places import (
-    Place,
+    SlotAddress,
     SlotNumbers,
     joined,
     place_of,
@@ -55,21 +55,21 @@ class FreeRuns:
             extent: How many neighbours are worth having; who takes more gets extents of so many.
         """
         self._extent = extent
-        self._length_at: dict[Place, int] = {}
+        self._length_at: dict[SlotAddress, int] = {}
         """First place of a run -> its length."""
-        self._first_before: dict[Place, Place] = {}
-        """Place behind a run -> its first."""
+        self._first_before: dict[SlotAddress, SlotAddress] = {}
+        """SlotAddress behind a run -> its first."""
         self._classes: dict[int, _Class] = {}
         self._num_free = 0
 
     def __len__(self) -> int:
         return self._num_free
 
-    def runs(self) -> Iterator[tuple[Place, int]]:
+    def runs(self) -> Iterator[tuple[SlotAddress, int]]:
         """Yield every run as its first place and its length, in no order."""
         yield from self._length_at.items()
 
-    def free(self, first: Place, count: int = 1) -> None:
+    def free(self, first: SlotAddress, count: int = 1) -> None:
         """Give back a run of places that is not free."""
         self._num_free += count
         behind = first + count
@@ -87,7 +87,7 @@ class FreeRuns:
         """Tell whether there surely is a run of so many, or of an extent if that is less."""
         return max(self._classes, default=0) >= _least_class(min(count, self._extent))
 
-    def take(self, count: int) -> list[Place]:
+    def take(self, count: int) -> list[SlotAddress]:
         """Take places: for each extent a run that is long enough if there is one, else the longest.
 
         Of a run that is not much longer, what begins at a multiple of the count: so jobs of one
@@ -101,7 +101,7 @@ class FreeRuns:
         """
         if count > self._num_free:
             raise ValueError(f"{count} places are wanted, {self._num_free} are free")
-        taken: list[Place] = []
+        taken: list[SlotAddress] = []
         while count:
             wanted = min(count, self._extent)
             first = self._best_for(wanted)
@@ -132,7 +132,7 @@ class FreeRuns:
         self._num_free -= count
         return count
 
-    def _best_for(self, count: int) -> Place:
+    def _best_for(self, count: int) -> SlotAddress:
         """Return the first place of the lowest run that is surely long enough, or of a longest one.
 
         Longest up to its class: within a factor of two.
@@ -141,7 +141,7 @@ class FreeRuns:
         fitting = [runs.lowest() for number, runs in self._classes.items() if number >= least]
         return _swapped(min(fitting) if fitting else self._classes[max(self._classes)].lowest())
 
-    def _add(self, first: Place, length: int) -> None:
+    def _add(self, first: SlotAddress, length: int) -> None:
         self._length_at[first] = length
         self._first_before[first + length] = first
         number = _class_of(length)
@@ -150,7 +150,7 @@ class FreeRuns:
             runs = self._classes[number] = _Class()
         runs.add(_swapped(first))
 
-    def _remove(self, first: Place) -> None:
+    def _remove(self, first: SlotAddress) -> None:
         length = self._length_at.pop(first)
         del self._first_before[first + length]
         number = _class_of(length)
@@ -212,7 +212,7 @@ class Found(NamedTuple):
     """
 
     slots: list[int | None]
-    places: list[Place | None]
+    places: list[SlotAddress | None]
     num_dropped: int
 
 
@@ -226,13 +226,13 @@ class Catalog:
         """Slot of the ranking -> place of the block."""
         self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
-        self._pins: set[Place] = set()
-        self._more_pins: dict[Place, int] = {}
-        """Place that is pinned more than once -> how many times more."""
-        self._passed: dict[Place, int] = {}
-        """Place of a block that could not go when its turn came, for its pins -> its slot."""
-        self._doomed: set[Place] = set()
-        self._claimed: set[Place] = set()
+        self._pins: set[SlotAddress] = set()
+        self._more_pins: dict[SlotAddress, int] = {}
+        """SlotAddress that is pinned more than once -> how many times more."""
+        self._passed: dict[SlotAddress, int] = {}
+        """SlotAddress of a block that could not go when its turn came, for its pins -> its slot."""
+        self._doomed: set[SlotAddress] = set()
+        self._claimed: set[SlotAddress] = set()
         self._num_dropped = 0
 
     def __len__(self) -> int:
@@ -257,12 +257,12 @@ class Catalog:
         """Return every key, in a map for the caller to keep."""
         return self._ranking.map.copy()
 
-    def items(self) -> Iterator[tuple[OffloadKey, Place]]:
+    def items(self) -> Iterator[tuple[OffloadKey, SlotAddress]]:
         """Yield every key with its place."""
         place_of = self._place_of
         return ((key, place_of[slot]) for key, slot in self._ranking.map.items())
 
-    def find(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+    def find(self, keys: Sequence[OffloadKey]) -> list[SlotAddress | None]:
         """Return the place of each key, None for those that are absent."""
         return self.look_up(keys).places
 
@@ -322,14 +322,14 @@ class Catalog:
 
     # -- blocks ---------------------------------------------------------------------------------
 
-    def pin(self, places: Collection[Place]) -> None:
+    def pin(self, places: Collection[SlotAddress]) -> None:
         """Keep blocks where they are; each place is named once."""
         more = self._more_pins
         for place in self._pins.intersection(places):
             more[place] = more.get(place, 0) + 1
         self._pins.update(places)
 
-    def unpin(self, places: Collection[Place]) -> None:
+    def unpin(self, places: Collection[SlotAddress]) -> None:
         """Take back one pin each."""
         if self._more_pins:
             places = [place for place in places if not self._is_pinned_still(place)]
@@ -342,7 +342,7 @@ class Catalog:
             self._doomed -= freed
             self._give_back(freed)
 
-    def _is_pinned_still(self, place: Place) -> bool:
+    def _is_pinned_still(self, place: SlotAddress) -> bool:
         """Take back a pin that is not the only one; False if it is."""
         more = self._more_pins.pop(place, 0)
         if more > 1:
@@ -351,7 +351,7 @@ class Catalog:
 
     def claim(
         self, incoming: Sequence[OffloadKey], ahead: int = 0
-    ) -> tuple[list[Place], list[OffloadKey], list[Place]]:
+    ) -> tuple[list[SlotAddress], list[OffloadKey], list[SlotAddress]]:
         """Take places for keys that are absent; where too few are free, blocks have to go.
 
         Args:
@@ -371,7 +371,7 @@ class Catalog:
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
         may_go = self._may_go if self._pins else _always
-        coming = [*incoming, *nobodies(count - len(incoming))]
+        coming = [*incoming, *placeholders(count - len(incoming))]
         slots = self._ranking.policy.make_room(coming, count, may_go) or []
         freed = [self._place_of[slot] for slot in slots]
         victims = self._ranking.remove(slots)
@@ -381,33 +381,33 @@ class Catalog:
         return taken, victims, freed
 
     def _may_go(self, slot: int) -> bool:
-        place: Place = self._place_of[slot]
+        place: SlotAddress = self._place_of[slot]
         if place in self._pins:
             self._passed[place] = slot
             return False
         return True
 
-    def release(self, places: Sequence[Place]) -> None:
+    def release(self, places: Sequence[SlotAddress]) -> None:
         """Give back claimed places that were not used."""
         self._claimed.difference_update(places)
         self._give_back(places)
 
-    def _give_back(self, places: Iterable[Place]) -> None:
+    def _give_back(self, places: Iterable[SlotAddress]) -> None:
         ascending = sorted(places)
         for run in joined(ascending, 0, len(ascending)):
             self._free.free(run.place, run.length)
 
-    def admit(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+    def admit(self, keys: Sequence[OffloadKey], places: Sequence[SlotAddress]) -> None:
         """Note blocks that were written to claimed places, head to tail."""
         self._claimed.difference_update(places)
         self._enter(keys[::-1], places[::-1])
 
-    def _enter(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+    def _enter(self, keys: Sequence[OffloadKey], places: Sequence[SlotAddress]) -> None:
         place_of = self._place_of
         for slot, place in zip(self._ranking.admit(keys), places, strict=True):
             place_of[slot] = place
 
-    def drop(self, key: OffloadKey, place: Place) -> None:
+    def drop(self, key: OffloadKey, place: SlotAddress) -> None:
         """Forget a pinned block, if it still is at this place."""
         if self.find([key]) == [place]:
             self._ranking.discard([key])

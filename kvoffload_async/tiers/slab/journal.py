@@ -3,9 +3,9 @@
 Written by the threads that store, one append a job, under a lock. Removals are noted, and written
 before the slots that they free are written to again: whoever is about to do that calls `flush`.
 
-When half of the log is full, the next journal is begun beside it (`NextJournal`). Every append then
+When half of the log is full, the next journal is begun beside it (`Compaction`). Every append then
 writes a part of that as well, in proportion to itself: so much that it is complete before the log
-is full. `tend`, which no store waits for, has it on the device and renames it over the other.
+is full. `compact_step`, which no store waits for, syncs it and renames it over the other.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.files.identity import Anchor
+from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, journal_units, log_units
-from kvoffload_async.tiers.slab.places import Place, joined, place_of, segment_of, slot_of
+from kvoffload_async.tiers.slab.places import SlotAddress, joined, place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
     DIGEST_AT,
     KEY_AT,
+    NEEDS_VERIFY,
     RECORD,
     RECORD_BYTES,
-    SUSPECT,
     PackedRun,
     RecordRows,
     Records,
@@ -147,16 +147,16 @@ class RecordTable:
                 is_mine = segments == segment
                 mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
                 self._parts[segment].fill(slot_of(mine["place"]), mine)
-            self.has_suspects = self.has_suspects or bool((records["flags"] & SUSPECT).any())
+            self.has_suspects = self.has_suspects or bool((records["flags"] & NEEDS_VERIFY).any())
             last_use = max(last_use, int(records["use"].max()))
         self.tick = max(self.tick, min(last_use + 1, MAX_USE))
 
-    def put(self, place: Place, packed: bytes) -> None:
+    def put(self, place: SlotAddress, packed: bytes) -> None:
         """Write the packed records of a run that begins at a place."""
         self._parts[segment_of(place)].put(slot_of(place), packed)
         self.use(place, len(packed) // RECORD_BYTES)
 
-    def remove(self, places: Sequence[Place]) -> bytes:
+    def remove(self, places: Sequence[SlotAddress]) -> bytes:
         """Note that places have no block; return the records that say so."""
         ascending = sorted(places)
         for run in joined(ascending, 0, len(ascending)):
@@ -164,7 +164,7 @@ class RecordTable:
             self._parts[segment_of(run.place)].heads[slot : slot + run.length] = 0
         return removal_records(ascending)
 
-    def use(self, place: Place, count: int = 1) -> None:
+    def use(self, place: SlotAddress, count: int = 1) -> None:
         """Note that a run was used now."""
         slot = slot_of(place)
         self._parts[segment_of(place)].uses[slot : slot + count] = self.tick
@@ -184,15 +184,15 @@ class RecordTable:
         """Return the ticks of each segment's slots, as they are and go on changing."""
         return {segment: part.uses for segment, part in list(self._parts.items())}
 
-    def digests(self, place: Place, count: int) -> bytes:
+    def digests(self, place: SlotAddress, count: int) -> bytes:
         """Return the checksums of a run, one behind the other."""
         return self._parts[segment_of(place)].stored_digests(slot_of(place), count)
 
-    def is_suspect(self, place: Place, count: int) -> bool:
+    def is_suspect(self, place: SlotAddress, count: int) -> bool:
         """Tell whether one of a run must be verified in any case."""
         slot = slot_of(place)
         heads = self._parts[segment_of(place)].heads[slot : slot + count]
-        return bool((heads >> np.uint32(16) & np.uint32(SUSPECT)).any())
+        return bool((heads >> np.uint32(16) & np.uint32(NEEDS_VERIFY)).any())
 
     def records_in(self, segment: int) -> Records:
         """Return the records of the blocks in a segment."""
@@ -236,7 +236,7 @@ _SYNC_BYTES: Final = 8 << 20
 """How much of it may wait for the device before somebody waits for it."""
 
 
-class NextJournal:
+class Compaction:
     """A journal that is not in use yet.
 
     Attributes:
@@ -369,7 +369,7 @@ class Journal:
         self,
         ops: FileOps,
         folder: str,
-        anchor: Anchor,
+        directory_identity: DirectoryIdentity,
         table: RecordTable,
         seed: int,
         *,
@@ -380,7 +380,7 @@ class Journal:
         Args:
             ops: The system calls.
             folder: The store's.
-            anchor: Of that folder; nothing is written once it is another.
+            directory_identity: Of that folder; nothing is written once it is another.
             table: What it says; kept up to date here.
             seed: Binds it to the store.
             fdatasync: Wait for the device at the end of every append.
@@ -388,7 +388,7 @@ class Journal:
         self._ops = ops
         self._path = f"{folder}/{JOURNAL}"
         self._next_path = f"{folder}/{NEXT_JOURNAL}"
-        self._anchor = anchor
+        self._directory_identity = directory_identity
         self._table = table
         self._seed = seed
         self._fdatasync = fdatasync
@@ -400,7 +400,7 @@ class Journal:
         """How long it may become, and how much of that is left when the next one is begun."""
         self._begin_units = 0
         """How long it may become before the next one is begun."""
-        self._next: NextJournal | None = None
+        self._next: Compaction | None = None
         self._next_from_units = 0  # how long this one was when that was begun
         self._replaced: list[int] = []
         """Files that are not in use any more; closing them frees their space, which takes time."""
@@ -458,7 +458,7 @@ class Journal:
         """Note that the folder has a new file, of which later appends speak."""
         self._is_folder_synced = False
 
-    def note_removed(self, places: Sequence[Place]) -> None:
+    def note_removed(self, places: Sequence[SlotAddress]) -> None:
         """Note that blocks are gone; they are so on disk after the next `commit` or `flush`."""
         # Taken out of the table first: who writes it anew must not find there what is noted.
         if places:
@@ -505,7 +505,7 @@ class Journal:
                     self._put(puts)
                     self._rewrite(body)
             except OSError:
-                self._disown(puts)
+                self._orphan(puts)
                 raise
             for _ in range(noted):
                 self._removed.popleft()
@@ -516,11 +516,11 @@ class Journal:
         return bool(self._removed)
 
     @property
-    def is_to_be_tended(self) -> bool:
-        """Whether there is something for `tend` to do; about, while another thread appends."""
+    def needs_compaction(self) -> bool:
+        """Whether `compact_step` has work; approximate while another thread appends."""
         return self._next is not None and self._next.is_due
 
-    def tend(self) -> None:
+    def compact_step(self) -> None:
         """Put the next journal in use once it is on the device: to be called when nobody waits."""
         with self._mutex:
             following = self._next
@@ -560,7 +560,7 @@ class Journal:
         self._ops.close(fd)
         if following is not None:
             with contextlib.suppress(OSError):
-                self._anchor.check()  # else it would be another store's
+                self._directory_identity.check()  # else it would be another store's
                 self._ops.unlink(self._next_path)
 
     # -- inside, under the lock -----------------------------------------------------------------
@@ -569,7 +569,7 @@ class Journal:
         for place, packed in puts:
             self._table.put(place, packed)
 
-    def _disown(self, puts: Sequence[PackedRun]) -> None:
+    def _orphan(self, puts: Sequence[PackedRun]) -> None:
         """Take back puts that may or may not be on disk; their removals are written as any are."""
         for first, packed in puts:
             count = len(packed) // RECORD_BYTES
@@ -657,7 +657,7 @@ class Journal:
         except OSError as error:
             self._abandon(error)
 
-    def _switch(self, following: NextJournal) -> None:
+    def _switch(self, following: Compaction) -> None:
         self._ops.rename(self._next_path, self._path)
         self._next = None
         self._replaced.append(self._opened())
@@ -672,12 +672,12 @@ class Journal:
         self._max_units, self._window_units = journal_units(slots), log_units(slots) // 2
         self._begin_units = self._max_units - self._window_units
 
-    def _prepare(self) -> NextJournal:
+    def _prepare(self) -> Compaction:
         """Return the next journal; a new one has all its space allocated. Raises OSError."""
         if self._next is None:
             with contextlib.suppress(FileNotFoundError):
                 self._ops.unlink(self._next_path)
-            self._next = NextJournal(
+            self._next = Compaction(
                 self._ops, self._next_path, self._table, self._seed, self._max_units
             )
         return self._next
@@ -708,8 +708,8 @@ class Journal:
 
     def _check(self) -> None:
         """Raise an OSError if what is written would not be found again."""
-        self._anchor.check()
-        self._anchor.check_file(self._opened(), JOURNAL)
+        self._directory_identity.check()
+        self._directory_identity.check_file(self._opened(), JOURNAL)
 
     def _opened(self) -> int:
         if self._fd is None:

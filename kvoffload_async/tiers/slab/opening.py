@@ -16,7 +16,7 @@ from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.identity import Anchor, boot_id
+from kvoffload_async.tiers.files.identity import DirectoryIdentity, boot_id
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, write_all
 from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable
@@ -103,11 +103,11 @@ class OpenStore:
         self._session_fd: int | None = None
         self.folder = _choose_folder(ops, layout, settings.on_mismatch)
         ops.make_folders(self.folder)
-        anchor = Anchor(ops, self.folder)
+        directory_identity = DirectoryIdentity(ops, self.folder)
         try:
             _readable_manifest(ops, self.folder)  # of a newer release's store nothing is written
             self._lock_fd = _take_lock(ops, self.folder)
-            anchor.watch(self._lock_fd, LOCK)
+            directory_identity.watch(self._lock_fd, LOCK)
             found = list_folder(ops, self.folder)
             self.manifest = self._check_manifest(found, layout)
         except BaseException:
@@ -116,13 +116,13 @@ class OpenStore:
         table = RecordTable()
         direct = DirectIo(wanted=settings.direct_io, where=self.folder)
         self.data_path = DataPath(
-            anchor=anchor,
-            segments=Segments(ops, self.folder, anchor, direct, manifest=self.manifest),
+            directory_identity=directory_identity,
+            segments=Segments(ops, self.folder, directory_identity, direct, manifest=self.manifest),
             table=table,
             journal=Journal(
                 ops,
                 self.folder,
-                anchor,
+                directory_identity,
                 table,
                 self.manifest.journal_seed,
                 fdatasync=settings.fdatasync,
@@ -297,7 +297,7 @@ class OpenStore:
         data_path = self.data_path
         if not self._vouches:
             return
-        data_path.anchor.check()
+        data_path.directory_identity.check()
         is_synced = data_path.fdatasync
         if not (is_synced or data_path.verify):
             # Nothing but this tells, after a power cut, whether what has no checksum is right.

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Place = int
+SlotAddress = int
 """Segment in the upper bits, slot in the lower 32."""
 
-PlaceOrPlaces = TypeVar("PlaceOrPlaces", Place, npt.NDArray[np.int64])
+SlotAddressOrArray = TypeVar("SlotAddressOrArray", SlotAddress, npt.NDArray[np.int64])
 
 _SLOT_BITS: Final = 32
 _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
@@ -26,17 +26,17 @@ MAX_SLOTS: Final = _SLOT_MASK
 """Slots that a segment may have; one less than fit, for the gap between segments."""
 
 
-def place_of(segment: int, slot: int) -> Place:
+def place_of(segment: int, slot: int) -> SlotAddress:
     """Return the place of a slot."""
     return segment << _SLOT_BITS | slot
 
 
-def segment_of(place: PlaceOrPlaces) -> PlaceOrPlaces:
+def segment_of(place: SlotAddressOrArray) -> SlotAddressOrArray:
     """Return the segment of a place, or of each of an array of them."""
     return place >> _SLOT_BITS
 
 
-def slot_of(place: PlaceOrPlaces) -> PlaceOrPlaces:
+def slot_of(place: SlotAddressOrArray) -> SlotAddressOrArray:
     """Return the slot of a place, or of each of an array of them."""
     return place & _SLOT_MASK
 
@@ -81,12 +81,12 @@ class Run(NamedTuple):
         length: How many they are.
     """
 
-    place: Place
+    place: SlotAddress
     start: int
     length: int
 
 
-def joined(places: Sequence[Place], start: int, stop: int) -> Sequence[Run]:
+def joined(places: Sequence[SlotAddress], start: int, stop: int) -> Sequence[Run]:
     """Return the maximal runs of neighbours among `places[start:stop]`, which ascend."""
     if start < stop and places[stop - 1] - places[start] == stop - 1 - start:
         return [Run(places[start], start, stop - start)]  # ascending and distinct: all neighbours

@@ -16,7 +16,7 @@ import xxhash
 
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, MOST_PARTS
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.slab.places import Place, SlotNumbers
+from kvoffload_async.tiers.slab.places import SlotAddress, SlotNumbers
 from kvoffload_async.types import OffloadKey
 
 RECORD_BYTES: Final = 128
@@ -31,7 +31,7 @@ REMOVE: Final = 2
 
 HAS_DIGEST: Final = 1
 """Flag: the record has a checksum."""
-SUSPECT: Final = 2
+NEEDS_VERIFY: Final = 2
 """Flag: the block must be verified before it is served, whatever the configuration says."""
 KEYED: Final = 4
 """Flag: the checksum is made with the store's integrity key."""
@@ -64,7 +64,7 @@ _PREFIX = struct.Struct("<8sQII")
 _CHECK = struct.Struct("<Q")
 _HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
 
-PackedRun = tuple[Place, bytes]
+PackedRun = tuple[SlotAddress, bytes]
 """The first place of a run of blocks, and their packed records."""
 
 
@@ -76,7 +76,7 @@ def seed_of(layout: str, store_uuid: str = "") -> int:
 
 def put_records(
     keys: Sequence[OffloadKey],
-    first: Place,
+    first: SlotAddress,
     digests: Sequence[bytes],
     use: int = 0,
     *,
@@ -96,7 +96,7 @@ def put_records(
     )
 
 
-def removal_records(places: Iterable[Place]) -> bytes:
+def removal_records(places: Iterable[SlotAddress]) -> bytes:
     """Return the records that say that places have no block."""
     pack = _RECORD.pack
     return b"".join([pack(REMOVE, 0, 0, place, 0, b"", b"") for place in places])
@@ -171,9 +171,9 @@ def picked(units: Records, rows: RecordRows) -> Records:
     return records
 
 
-def places_of(records: Records) -> list[Place]:
+def places_of(records: Records) -> list[SlotAddress]:
     """Return the places of records."""
-    places: list[Place] = records["place"].tolist()
+    places: list[SlotAddress] = records["place"].tolist()
     return places
 
 

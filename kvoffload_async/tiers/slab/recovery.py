@@ -42,7 +42,7 @@ from kvoffload_async.tiers.slab.places import SlotNumbers, segment_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
-    SUSPECT,
+    NEEDS_VERIFY,
     RecordRows,
     Records,
     Scan,
@@ -448,7 +448,7 @@ class Recovery:
             rows = live_in(self._found, scanned, self._manifest)
         is_trusted = session is None or session.is_trusted(boot_id(), scanned.sequence)
         suspect = rows[rows < scanned.damage_at] if is_trusted else rows
-        scanned.units["flags"][suspect] |= np.uint16(SUSPECT)
+        scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
         servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
         recovered = Recovered(
             scanned,
@@ -598,6 +598,6 @@ def _servable(
     """Return which blocks may be served: what must be verified needs a checksum, by the key."""
     servable: npt.NDArray[np.bool_] = flags & HAS_DIGEST != 0
     if not verify:
-        servable |= flags & SUSPECT == 0
+        servable |= flags & NEEDS_VERIFY == 0
     servable &= (flags & KEYED != 0) == is_keyed
     return servable

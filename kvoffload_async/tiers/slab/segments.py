@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvoffload_async.block_io import Run as Extent
-from kvoffload_async.tiers.files.identity import Anchor
+from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, write_all
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest, SegmentHeader
@@ -44,7 +44,7 @@ class Segments:
         self,
         ops: FileOps,
         folder: str,
-        anchor: Anchor,
+        directory_identity: DirectoryIdentity,
         direct: DirectIo,
         *,
         manifest: Manifest,
@@ -52,7 +52,7 @@ class Segments:
         self._ops = ops
         self._manifest = manifest
         self._folder = folder
-        self._anchor = anchor
+        self._directory_identity = directory_identity
         self._direct = direct
         self._open: dict[int, Segment] = {}
         self._next = 0
@@ -95,7 +95,7 @@ class Segments:
         Raises:
             OSError: It could not be made, ENOSPC included; nothing of it is left.
         """
-        self._anchor.check()
+        self._directory_identity.check()
         path, fd = self._path(self._next), None
         while fd is None:
             number, path = self._next, self._path(self._next)
@@ -118,7 +118,7 @@ class Segments:
 
     def remove(self, number: int) -> None:
         """Delete a segment that nobody reads or writes; raises OSError, and then it stays."""
-        self._anchor.check()  # else it would be another store's
+        self._directory_identity.check()  # else it would be another store's
         segment = self._open.pop(number)  # first: `check` must not take it for lost
         try:
             self._ops.unlink(self._path(number))
@@ -140,7 +140,7 @@ class Segments:
         for number in numbers:
             segment = self._open.get(number)
             if segment is not None:
-                self._anchor.check_file(segment.fd, segment_name(number))
+                self._directory_identity.check_file(segment.fd, segment_name(number))
 
     def sync(self, numbers: Iterable[int], failures_before: int | None = None) -> None:
         """Wait until what was written to these segments is on the device.

@@ -32,7 +32,7 @@ from kvoffload_async.tiers.files.ops import FileOps, unusable
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
 from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
-from kvoffload_async.tiers.slab.places import Place
+from kvoffload_async.tiers.slab.places import SlotAddress
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
 from kvoffload_async.tiers.slab.transfers import (
     Blocks,
@@ -168,14 +168,14 @@ class SlabTier(AsyncTier):
         )
         construct = partial(self._open_store, layout, store_settings)
         try:
-            store = await env.io.run(Direction.NONE, construct)
+            store = await env.io.run(Direction.METADATA, construct)
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
         try:
             threads = settings.io_threads
             self._transfers = create_transfers(env, self._ops, store.data_path, threads)
         except BaseException:
-            await env.io.run(Direction.NONE, partial(self._close_store, store))
+            await env.io.run(Direction.METADATA, partial(self._close_store, store))
             raise
         self._store = store
         self._allocator = Allocator(store, store.budget, env)
@@ -254,7 +254,7 @@ class SlabTier(AsyncTier):
         store, self._store = self._store, None
         if store is not None and env is not None:
             await self._transfers.close()
-            await env.io.run(Direction.NONE, partial(self._close_store, store))
+            await env.io.run(Direction.METADATA, partial(self._close_store, store))
 
     def gauges(self) -> Mapping[str, float]:
         """Return how many blocks are there, how many slots are free, and bytes."""
@@ -320,8 +320,8 @@ class SlabTier(AsyncTier):
         if len(indices) < len(keys):
             keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
         places = await self._allocator.claim(keys)
-        roomless = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
-        failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], roomless)
+        unplaced = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
+        failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], unplaced)
         if not places:
             return failures
         mine = keys[: len(places)]
@@ -340,7 +340,11 @@ class SlabTier(AsyncTier):
         return failures | {indices[i]: error for i, error in batch.failures.items()}
 
     def _take_in(
-        self, store: OpenStore, batch: StoreBatch, keys: Sequence[OffloadKey], places: list[Place]
+        self,
+        store: OpenStore,
+        batch: StoreBatch,
+        keys: Sequence[OffloadKey],
+        places: list[SlotAddress],
     ) -> None:
         """Note which blocks of a batch are there now."""
         bad = batch.failures

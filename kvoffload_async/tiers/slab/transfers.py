@@ -22,12 +22,12 @@ from typing import Final, NamedTuple, Self
 from kvoffload_async.abc.tier import Direction, IoRunner, TierEnvironment
 from kvoffload_async.block_io import ENDED_EARLY, BlockIo, Moved, create_block_io
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
+from kvoffload_async.tiers.files.coalescing import Coalescer
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES, BlockDigester
-from kvoffload_async.tiers.files.grouping import GroupedCall
-from kvoffload_async.tiers.files.identity import Anchor
+from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, mapped
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable, split_digests
-from kvoffload_async.tiers.slab.places import Place, Run, joined, segment_of
+from kvoffload_async.tiers.slab.places import Run, SlotAddress, joined, segment_of
 from kvoffload_async.tiers.slab.records import PackedRun, put_records
 from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.types import JobMetadata, OffloadKey
@@ -38,7 +38,7 @@ class DataPath:
     """What a batch works with.
 
     Attributes:
-        anchor: Of the store's folder.
+        directory_identity: Of the store's folder.
         digester: Computes checksums.
         slot_bytes: Bytes of a slot.
         verify: Whether checksums are computed and compared.
@@ -46,7 +46,7 @@ class DataPath:
         piece_bytes: About what one Python thread moves at a time, where there is enough to do.
     """
 
-    anchor: Anchor
+    directory_identity: DirectoryIdentity
     segments: Segments
     table: RecordTable
     journal: Journal
@@ -72,12 +72,12 @@ class Blocks(NamedTuple):
     """
 
     keys: Sequence[OffloadKey]
-    places: Sequence[Place]
+    places: Sequence[SlotAddress]
     rows: Sequence[int]
 
 
 def in_order_of_places(
-    job: JobMetadata, found: Sequence[Place | None]
+    job: JobMetadata, found: Sequence[SlotAddress | None]
 ) -> tuple[Blocks, Sequence[int]]:
     """Return the blocks of a job that are there, their places ascending, and their indices."""
     rows: list[int] = job.block_ids.tolist()
@@ -291,12 +291,12 @@ class Transfers:
         self._loop = asyncio.get_running_loop()
         self._checked_s: dict[int, float] = {}
         """Segment -> when the last look began that found its file; empty after one that did not."""
-        probe, store = partial(io.run, Direction.NONE), partial(io.run, Direction.STORE)
-        self._checks = GroupedCall("slab:check", self._check, probe)
-        self._flushes = GroupedCall("slab:flush", self._flush, store)
-        self._notes = GroupedCall("slab:note", self._note, store)
-        self._commits = GroupedCall("slab:commit", self._commit, store)
-        self._tends = GroupedCall("slab:tend", self._tend, store)
+        probe, store = partial(io.run, Direction.METADATA), partial(io.run, Direction.STORE)
+        self._checks = Coalescer("slab:check", self._check, probe)
+        self._flushes = Coalescer("slab:flush", self._flush, store)
+        self._notes = Coalescer("slab:note", self._note, store)
+        self._commits = Coalescer("slab:commit", self._commit, store)
+        self._compactions = Coalescer("slab:compact_step", self._compact_step, store)
 
     async def load(self, batch: LoadBatch) -> None:
         """Load a batch; returns when no byte of it moves any more, also if cancelled.
@@ -338,8 +338,8 @@ class Transfers:
             await self._move(Direction.STORE, batch)
             if len(batch.failures) < len(batch.indices):
                 error = await self._commits.add(batch)
-                if self._data_path.journal.is_to_be_tended:
-                    self._tends.begin(None)
+                if self._data_path.journal.needs_compaction:
+                    self._compactions.begin(None)
         if error is not None:
             batch.fail(error)
         if batch.error is not None:
@@ -347,7 +347,7 @@ class Transfers:
 
     async def close(self) -> None:
         """Wait until no thread is at work; no job may run any more."""
-        for call in (self._checks, self._flushes, self._notes, self._commits, self._tends):
+        for call in (self._checks, self._flushes, self._notes, self._commits, self._compactions):
             await call.close()
         await self._block_io.close()
 
@@ -402,7 +402,7 @@ class Transfers:
 
     def _check(self, segments: Sequence[set[int]], _is_awaited: Callable[[], bool]) -> None:
         """Look whether folder and files are there still. Thread: an I/O thread."""
-        self._data_path.anchor.check()
+        self._data_path.directory_identity.check()
         self._data_path.segments.check(set[int]().union(*segments))
 
     def _flush(self, _waiting: Sequence[None], is_awaited: Callable[[], bool]) -> None:
@@ -420,9 +420,9 @@ class Transfers:
         """Journal what was written. Thread: an I/O thread."""
         StoreBatch.finish(self._data_path, batches, is_awaited)
 
-    def _tend(self, _waiting: Sequence[None], _is_awaited: Callable[[], bool]) -> None:
+    def _compact_step(self, _waiting: Sequence[None], _is_awaited: Callable[[], bool]) -> None:
         """Go on with the next journal, which nobody waits for. Thread: an I/O thread."""
-        self._data_path.journal.tend()
+        self._data_path.journal.compact_step()
 
 
 def create_transfers(

@@ -13,14 +13,14 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES, is_lead
+from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES, is_chunk_boundary
 
 # -- hosts that pack otherwise --------------------------------------------------------------------
 
 
 def test_packs_of_blocks_that_need_padding_are_no_larger_than_readers_believe(host, connection):
     block_bytes = 266_305  # 63 of them are less than 16 MiB, but not if each is padded
-    chain = [key for key in K if not is_lead(key, 32)][:60]
+    chain = [key for key in K if not is_chunk_boundary(key, 32)][:60]
     one = host(block_bytes, pack_bytes=MOST_PAYLOAD_BYTES)
     packs = one.tier._packs
     most = packs.most_blocks(MOST_PAYLOAD_BYTES)
@@ -100,7 +100,7 @@ def test_blocks_that_have_an_object_each_are_loaded_several_at_once(host):
 
 
 def test_what_is_behind_a_pack_that_was_looked_at_is_loaded_beside_it(host):
-    writer = host(remember_absent_s=60.0)
+    writer = host(negative_cache_ttl_s=60.0)
     assert head(writer, K[:30]) == 0
     assert writer.store(K[:10]) == {}
     assert writer.store(K[10:30]) == {}
@@ -113,7 +113,7 @@ def test_what_is_behind_a_pack_that_was_looked_at_is_loaded_beside_it(host):
 
 
 def test_packs_that_begin_where_every_pack_does_are_loaded_at_once(host):
-    lead = next(key for key in map(key_of, range(1000)) if is_lead(key, 64))
+    lead = next(key for key in map(key_of, range(1000)) if is_chunk_boundary(key, 64))
     chain = [*K[:10], lead, *K[10:20]]
     stored(host(), chain)
     reader = host()
@@ -135,7 +135,7 @@ def test_blocks_of_a_pack_that_has_gone_are_missed_several_at_once(host):
 
 @pytest.mark.parametrize("ends", [[1, 2, 30], [1, 2, 3, 4, 30], [1, 20, 21, 22, 30]])
 def test_a_pack_behind_blocks_that_have_an_object_each_is_found(host, ends):
-    writer = host(remember_absent_s=60.0)
+    writer = host(negative_cache_ttl_s=60.0)
     assert head(writer, K[:30]) == 0
     for begin, end in zip([0, *ends], ends, strict=False):
         assert writer.store(K[begin:end]) == {}

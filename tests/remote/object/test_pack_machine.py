@@ -14,7 +14,7 @@ from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.object.client import ObjectConnection, name_of
-from kvoffload_async.tiers.object.packs import is_lead
+from kvoffload_async.tiers.object.packs import is_chunk_boundary
 from kvoffload_async.tiers.object.search import most_questions
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ BLOCK_BYTES = 4096
 KEYS = [key_of(number) for number in range(24)]
 # Three prompts: the second parts from the first behind 5 blocks, the third is another one.
 PROMPTS = [KEYS[:12], [*KEYS[:5], *KEYS[12:18]], KEYS[18:]]
-assert any(is_lead(key, 4) for key in PROMPTS[0][1:]), "packs end within a prompt too"
+assert any(is_chunk_boundary(key, 4) for key in PROMPTS[0][1:]), "packs end within a prompt too"
 
 hosts = st.integers(0, 1)
 pack_sizes = st.sampled_from([0, 4, 8, 64])
@@ -50,7 +50,7 @@ class PackMachine(RuleBasedStateMachine):
         seconds = 60.0 if remembers else 0.0
         self.options = {
             "remember_present_s": seconds,
-            "remember_absent_s": seconds,
+            "negative_cache_ttl_s": seconds,
             "integrity_key": integrity_key,
         }
         self.connection = ObjectConnection(f"file://{self.make_folder()}")

@@ -8,9 +8,9 @@ from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.object.client import name_of
-from kvoffload_async.tiers.object.packs import is_lead
+from kvoffload_async.tiers.object.packs import is_chunk_boundary
 
-K = [key for key in map(key_of, range(50)) if not is_lead(key, 64)][:10]
+K = [key for key in map(key_of, range(50)) if not is_chunk_boundary(key, 64)][:10]
 BLOCK_BYTES = 4096
 
 
@@ -20,7 +20,7 @@ class PackStore(Store):
     def __init__(self, folder, **options):
         super().__init__(folder, **options)
         packed = [key_of(1000 + number) for number in range(10)]
-        packed = [key for key in packed if not is_lead(key, 64)]
+        packed = [key for key in packed if not is_chunk_boundary(key, 64)]
         self.num_packed = len(packed)
         tier = tier_on(self.connection, pack_bytes=1 << 20, **options)
         with TierHarness(tier) as harness:

@@ -8,10 +8,10 @@ from remote.object.tiers import BLOCK_BYTES, K, damage, head, loads, objects, st
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.packs import is_lead
+from kvoffload_async.tiers.object.packs import is_chunk_boundary
 from kvoffload_async.types import make_offload_key
 
-LEAD = next(key for key in map(key_of, range(1000)) if is_lead(key, 64))
+LEAD = next(key for key in map(key_of, range(1000)) if is_chunk_boundary(key, 64))
 
 
 def requests(harness, call):
@@ -21,7 +21,7 @@ def requests(harness, call):
 
 
 def test_blocks_that_follow_each_other_are_one_object_and_one_request_each_way(host, connection):
-    one, other = host(remember_absent_s=60.0), host()
+    one, other = host(negative_cache_ttl_s=60.0), host()
     stored(one, K)
     assert len(objects(connection)) == 1
     assert one.tier.gauges()["stored_packs"] == 1
@@ -64,7 +64,7 @@ def test_a_pack_ends_before_a_block_that_leads(host, connection):
 
 
 def test_a_pack_is_no_larger_than_it_may_be(host, connection):
-    stored(host(pack_bytes=8 * BLOCK_BYTES), [k for k in K if not is_lead(k, 8)][:16])
+    stored(host(pack_bytes=8 * BLOCK_BYTES), [k for k in K if not is_chunk_boundary(k, 8)][:16])
     assert len(objects(connection)) == 2
 
 
@@ -79,7 +79,7 @@ def test_what_is_stored_already_is_not_stored_again(host, connection):
 
 
 def test_two_hosts_that_store_the_same_at_once_leave_one_object(host, connection):
-    hosts = [host(remember_absent_s=60.0) for _ in range(2)]
+    hosts = [host(negative_cache_ttl_s=60.0) for _ in range(2)]
     assert [head(one, K[:20]) for one in hosts] == [0, 0]
     assert hosts[0].store(K[:20]) == {}
     assert requests(hosts[1], lambda: hosts[1].store(K[:20])) == ({}, 2)
@@ -89,7 +89,7 @@ def test_two_hosts_that_store_the_same_at_once_leave_one_object(host, connection
 
 
 def test_who_loses_the_race_stores_what_the_winner_has_not(host, connection):
-    one, other = (host(remember_absent_s=60.0) for _ in range(2))
+    one, other = (host(negative_cache_ttl_s=60.0) for _ in range(2))
     assert head(other, K[:30]) == 0
     stored(one, K[:20])
     assert other.store(K[:30]) == {}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object import search
-from kvoffload_async.tiers.object.packs import Chains, is_lead
-from kvoffload_async.tiers.object.search import HeadSearch, longest_heads, most_questions
+from kvoffload_async.tiers.object.packs import Chains, is_chunk_boundary
+from kvoffload_async.tiers.object.search import HeadSearch, longest_prefixes, most_questions
 
 CHAIN = [key_of(number) for number in range(256)]
 MOST_BEFORE = 100
@@ -21,8 +21,8 @@ MOST_BEFORE = 100
 class Store:
     """Objects in memory, cut as a writer cuts them."""
 
-    def __init__(self, spacing):
-        self.spacing = spacing
+    def __init__(self, mean_blocks):
+        self.mean_blocks = mean_blocks
         self.objects = {}
         self.asked = []
         self.chains = Chains()
@@ -31,7 +31,7 @@ class Store:
         """Store blocks that follow each other, as packs."""
         begin = 0
         for i in range(1, len(keys) + 1):
-            if i == len(keys) or i - begin >= most or is_lead(keys[i], self.spacing):
+            if i == len(keys) or i - begin >= most or is_chunk_boundary(keys[i], self.mean_blocks):
                 self.objects.setdefault(keys[begin], keys[begin:i])
                 begin = i
 
@@ -45,10 +45,10 @@ class Store:
     def heads(self, *chains, before=()):
         self.asked.clear()
         searches = [
-            HeadSearch(before, chain, self.chains, spacing=self.spacing, most=MOST_BEFORE)
+            HeadSearch(before, chain, self.chains, mean_blocks=self.mean_blocks, most=MOST_BEFORE)
             for chain in chains
         ]
-        return asyncio.run(longest_heads(searches, self.ask))
+        return asyncio.run(longest_prefixes(searches, self.ask))
 
 
 def cuts(length):
@@ -57,18 +57,20 @@ def cuts(length):
 
 
 @given(
-    spacing=st.sampled_from([1, 4, 16, 64]), length=st.integers(0, 256), head=st.integers(0, 256)
+    mean_blocks=st.sampled_from([1, 4, 16, 64]),
+    length=st.integers(0, 256),
+    head=st.integers(0, 256),
 )
-def test_what_one_job_has_stored_is_found_whole(spacing, length, head):
-    store = Store(spacing)
+def test_what_one_job_has_stored_is_found_whole(mean_blocks, length, head):
+    store = Store(mean_blocks)
     store.put(CHAIN[: min(head, length)])
     assert store.heads(CHAIN[:length]) == [min(head, length)]
     assert len(store.asked) <= most_questions(length)
 
 
-@given(spacing=st.sampled_from([4, 16, 64]), ends=cuts(64))
-def test_what_several_jobs_have_stored_is_found_up_to_the_bound_of_questions(spacing, ends):
-    store = Store(spacing)
+@given(mean_blocks=st.sampled_from([4, 16, 64]), ends=cuts(64))
+def test_what_several_jobs_have_stored_is_found_up_to_the_bound_of_questions(mean_blocks, ends):
+    store = Store(mean_blocks)
     for begin, end in pairwise([0, *ends]):
         store.put(CHAIN[begin:end])
     (found,) = store.heads(CHAIN[:64])
@@ -76,9 +78,9 @@ def test_what_several_jobs_have_stored_is_found_up_to_the_bound_of_questions(spa
     assert found == 64 or len(store.asked) == most_questions(64)
 
 
-@given(spacing=st.sampled_from([16, 64]), ends=cuts(64), start=st.integers(1, 63))
-def test_a_reader_in_mid_prompt_walks_over_a_few_objects_and_no_more(spacing, ends, start):
-    store = Store(spacing)
+@given(mean_blocks=st.sampled_from([16, 64]), ends=cuts(64), start=st.integers(1, 63))
+def test_a_reader_in_mid_prompt_walks_over_a_few_objects_and_no_more(mean_blocks, ends, start):
+    store = Store(mean_blocks)
     for begin, end in pairwise([0, *ends]):
         store.put(CHAIN[begin:end])
     (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
@@ -87,17 +89,17 @@ def test_a_reader_in_mid_prompt_walks_over_a_few_objects_and_no_more(spacing, en
     assert found == 64 - start or is_far or len(store.asked) == most_questions(64 - start)
 
 
-@given(spacing=st.sampled_from([16, 64]), start=st.integers(1, 63), head=st.integers(0, 64))
-def test_a_reader_who_has_the_head_elsewhere_finds_the_rest_of_a_pack(spacing, start, head):
-    store = Store(spacing)
+@given(mean_blocks=st.sampled_from([16, 64]), start=st.integers(1, 63), head=st.integers(0, 64))
+def test_a_reader_who_has_the_head_elsewhere_finds_the_rest_of_a_pack(mean_blocks, start, head):
+    store = Store(mean_blocks)
     store.put(CHAIN[:head])
     (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
     assert found == max(0, head - start) or len(store.asked) == most_questions(64 - start)
 
 
-@pytest.mark.parametrize("spacing", [4, 16])
-def test_a_chain_that_is_there_whole_costs_two_questions_and_one_that_is_not_one(spacing):
-    store = Store(spacing)
+@pytest.mark.parametrize("mean_blocks", [4, 16])
+def test_a_chain_that_is_there_whole_costs_two_questions_and_one_that_is_not_one(mean_blocks):
+    store = Store(mean_blocks)
     assert store.heads(CHAIN[:64]) == [0]
     assert len(store.asked) == 1
     store.put(CHAIN[:64])
@@ -107,18 +109,18 @@ def test_a_chain_that_is_there_whole_costs_two_questions_and_one_that_is_not_one
 
 def test_a_reader_who_does_not_know_what_precedes_finds_nothing_of_a_pack_begun_before():
     store = Store(64)
-    chain = [key for key in CHAIN if not is_lead(key, 64)][:20]
+    chain = [key for key in CHAIN if not is_chunk_boundary(key, 64)][:20]
     store.put(chain)
     assert store.heads(chain[3:]) == [0]
     assert store.heads(chain[3:], before=chain[:3]) == [17]
 
 
-@pytest.mark.parametrize("spacing", [4, 8, 16])
-def test_a_reader_of_small_packs_finds_larger_ones_once_he_has_seen_one(spacing):
+@pytest.mark.parametrize("mean_blocks", [4, 8, 16])
+def test_a_reader_of_small_packs_finds_larger_ones_once_he_has_seen_one(mean_blocks):
     store = Store(64)
     store.put(CHAIN)
-    store.spacing = spacing
-    assert any(is_lead(key, spacing) for key in store.objects[CHAIN[0]][1:])
+    store.mean_blocks = mean_blocks
+    assert any(is_chunk_boundary(key, mean_blocks) for key in store.objects[CHAIN[0]][1:])
     assert store.heads(CHAIN) == [256]
     assert store.heads(CHAIN[2:], before=CHAIN[:2]) == [254]
 
@@ -126,13 +128,13 @@ def test_a_reader_of_small_packs_finds_larger_ones_once_he_has_seen_one(spacing)
 def test_keys_that_lead_everywhere_do_not_keep_a_reader_busy(monkeypatch):
     store = Store(4)
     store.objects[CHAIN[0]] = CHAIN[:30]
-    monkeypatch.setattr(search, "is_lead", lambda key, spacing: True)
+    monkeypatch.setattr(search, "is_chunk_boundary", lambda key, mean_blocks: True)
     assert store.heads(CHAIN[:64]) == [30]
 
 
 def test_a_reader_who_knows_the_pack_that_his_chain_begins_in_asks_for_that_one():
     store = Store(64)
-    chain = [key for key in CHAIN if not is_lead(key, 64)]
+    chain = [key for key in CHAIN if not is_chunk_boundary(key, 64)]
     store.put(chain[:40])
     store.chains.saw_object(chain[:40])
     assert store.heads(chain[10:50], before=chain[:10]) == [30]
@@ -141,7 +143,7 @@ def test_a_reader_who_knows_the_pack_that_his_chain_begins_in_asks_for_that_one(
 
 def test_a_reader_who_knows_what_precedes_goes_on_from_there_however_many_objects_that_is():
     store = Store(64)
-    chain = [key for key in CHAIN if not is_lead(key, 64)]
+    chain = [key for key in CHAIN if not is_chunk_boundary(key, 64)]
     for begin in range(0, 60, 6):
         store.put(chain[begin : begin + 6])
         store.chains.saw_object(chain[begin : begin + 6])
@@ -151,13 +153,13 @@ def test_a_reader_who_knows_what_precedes_goes_on_from_there_however_many_object
 
 
 @given(
-    spacing=st.sampled_from([4, 64]),
+    mean_blocks=st.sampled_from([4, 64]),
     present=st.sets(st.integers(0, 63)),
     start=st.integers(0, 63),
     ends=cuts(64),
 )
-def test_gaps_and_single_blocks_cost_no_more_questions(spacing, present, start, ends):
-    store = Store(spacing)
+def test_gaps_and_single_blocks_cost_no_more_questions(mean_blocks, present, start, ends):
+    store = Store(mean_blocks)
     for begin, end in pairwise([0, *ends]):
         store.put([CHAIN[i] for i in range(begin, end) if i in present])
     (found,) = store.heads(CHAIN[start:64], before=CHAIN[:start])
@@ -165,19 +167,19 @@ def test_gaps_and_single_blocks_cost_no_more_questions(spacing, present, start, 
     assert len(store.asked) <= most_questions(64 - start)
 
 
-@given(spacing=st.sampled_from([1, 4, 64]), head=st.integers(0, 64))
-def test_of_blocks_that_were_stored_one_by_one_nearly_all_are_found(spacing, head):
-    store = Store(spacing)
+@given(mean_blocks=st.sampled_from([1, 4, 64]), head=st.integers(0, 64))
+def test_of_blocks_that_were_stored_one_by_one_nearly_all_are_found(mean_blocks, head):
+    store = Store(mean_blocks)
     store.put(CHAIN[:head], most=1)
     (found,) = store.heads(CHAIN[:64])
     assert head - 4 <= found <= head
-    assert spacing > 1 or found == head
+    assert mean_blocks > 1 or found == head
     assert len(store.asked) <= 8
 
 
 def test_another_prompt_shares_the_pack_of_the_first_one_up_to_where_they_part():
     store = Store(64)
-    chain = [key for key in CHAIN if not is_lead(key, 64)]
+    chain = [key for key in CHAIN if not is_chunk_boundary(key, 64)]
     one, other = chain[:40], [*chain[:10], *chain[50:80]]
     store.put(one)
     assert store.heads(other) == [10]
@@ -207,7 +209,7 @@ def test_no_probe_of_64_blocks_costs_more_than_8_questions_however_they_were_sto
 @given(jobs=st.integers(0, 16))
 def test_a_chain_that_nobody_has_costs_one_question_and_three_more_where_its_head_is_known(jobs):
     store = Store(64)
-    keys = [key for key in CHAIN if not is_lead(key, 64)]
+    keys = [key for key in CHAIN if not is_chunk_boundary(key, 64)]
     for begin in range(0, 16, 16 // jobs) if jobs else ():
         store.put(keys[begin : begin + 16 // jobs])
     assert store.heads(keys[16:80], before=keys[:16]) == [0]
@@ -223,9 +225,9 @@ def test_chains_with_a_common_head_share_their_questions():
     assert len(store.asked) <= 8
 
 
-@pytest.mark.parametrize("spacing", [4, 16, 64])
-def test_one_block_in_so_many_leads_and_also_with_every_narrower_spacing(spacing):
+@pytest.mark.parametrize("mean_blocks", [4, 16, 64])
+def test_one_block_in_so_many_leads_and_also_with_every_narrower_mean_blocks(mean_blocks):
     keys = [key_of(number) for number in range(64 * 1000)]
-    leads = [key for key in keys if is_lead(key, spacing)]
-    assert len(leads) == pytest.approx(len(keys) / spacing, rel=0.15)
-    assert all(is_lead(key, spacing // 2) for key in leads)
+    leads = [key for key in keys if is_chunk_boundary(key, mean_blocks)]
+    assert len(leads) == pytest.approx(len(keys) / mean_blocks, rel=0.15)
+    assert all(is_chunk_boundary(key, mean_blocks // 2) for key in leads)

@@ -23,7 +23,7 @@ def documented():
 
 def tier_at(url, *, is_cluster=False, **options):
     files = {name: options.pop(name, None) for name in TLS_FILES}
-    remote = RemoteSettings(**{"remember_present_s": 0.0, "remember_absent_s": 0.0} | options)
+    remote = RemoteSettings(**{"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | options)
     settings = ValkeySettings(
         address=Address.parse(url), is_cluster=is_cluster, remote=remote, **files
     )

@@ -92,10 +92,10 @@ def test_every_pass_and_every_fleet_begins_with_nothing_stored(bucket, tmp_path)
 
 def test_in_lockstep_no_process_remembers_that_a_block_was_absent(tmp_path):
     pytest.importorskip("obstore", reason="needs the extra object")
-    far = {"type": "object", "url": f"file://{tmp_path}", "remember_absent_s": 5.0}
+    far = {"type": "object", "url": f"file://{tmp_path}", "negative_cache_ttl_s": 5.0}
     equipment = Equipment(config(far), tmp_path)
     remembered = [
-        tiers_of(equipment, 0, remembers=remembers)[1]["remember_absent_s"]
+        tiers_of(equipment, 0, remembers=remembers)[1]["negative_cache_ttl_s"]
         for remembers in (True, False)
     ]
     assert remembered == [5.0, 0]

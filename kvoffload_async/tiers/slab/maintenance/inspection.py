@@ -30,12 +30,12 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
     user_of,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.places import Place, segment_of, slot_of
+from kvoffload_async.tiers.slab.places import SlotAddress, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
+    NEEDS_VERIFY,
     RECORD_BYTES,
-    SUSPECT,
     Records,
     keys_of,
     places_of,
@@ -126,7 +126,7 @@ def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> Sla
         in_use_by=user,
         blocks=len(contents.live),
         with_digest=int((flags & HAS_DIGEST != 0).sum()),
-        suspect=int((flags & SUSPECT != 0).sum()),
+        suspect=int((flags & NEEDS_VERIFY != 0).sum()),
         segments=len(contents.found.segments),
         slots=slots,
         free_slots=slots - len(contents.live),
@@ -320,7 +320,7 @@ class SlotChecker:
         self._manifest = manifest
         self._digester = create_digester(manifest.layout, key)
         self._keys: Sequence[OffloadKey] = keys_of(live)
-        self._places: Sequence[Place] = places_of(live)
+        self._places: Sequence[SlotAddress] = places_of(live)
         self._flags: Sequence[int] = live["flags"].tolist()
         self._digests = live["digest"]
 
@@ -371,7 +371,7 @@ class SlotChecker:
     def _compare(self, row: int, data: memoryview) -> Judgement:
         flags, is_keyed = self._flags[row], self._digester.is_keyed
         if not flags & HAS_DIGEST:
-            if flags & SUSPECT:
+            if flags & NEEDS_VERIFY:
                 return Verdict.CORRUPT, "recorded before damage, and without a checksum"
             if not is_keyed:
                 return Verdict.WITHOUT_DIGEST, ""

@@ -56,7 +56,7 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
-    SUSPECT,
+    NEEDS_VERIFY,
     Records,
     checkpoint,
 )
@@ -142,7 +142,7 @@ class Changes:
         self._drop(judged, Verdict.CORRUPT)
         self._drop(judged, Verdict.UNREADABLE)
         kept = contents.live[judged.is_good]
-        kept["flags"] &= np.uint16(0xFFFF ^ SUSPECT)  # they have verified
+        kept["flags"] &= np.uint16(0xFFFF ^ NEEDS_VERIFY)  # they have verified
         is_damaged = (
             changed.dropped
             or scanned.is_damaged

@@ -54,7 +54,7 @@ from kvoffload_async.tiers.slab.manifest import (
 )
 from kvoffload_async.tiers.slab.records import (
     KEYED,
-    SUSPECT,
+    NEEDS_VERIFY,
     RecordRows,
     Records,
     Scan,
@@ -227,7 +227,7 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
             note_uses(scanned, rows, session)
         rows = by_use(scanned, rows)
         live = scanned.units[rows]
-        live["flags"][(rows < scanned.damage_at) | (not is_trusted)] |= SUSPECT
+        live["flags"][(rows < scanned.damage_at) | (not is_trusted)] |= NEEDS_VERIFY
         live = _last_of_each_key(live, rows)
     return Contents(manifest, problem, is_newer, found, scanned, len(journal), is_trusted, live)
 

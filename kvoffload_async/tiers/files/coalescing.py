@@ -40,7 +40,7 @@ class _Waiter(Generic[T]):
     is_waiting: bool = True
 
 
-class GroupedCall(Generic[T]):
+class Coalescer(Generic[T]):
     """A call that takes several items. Thread: loop; the call itself is made by an I/O thread."""
 
     def __init__(self, name: str, call: Call[T], run: Runner) -> None:
@@ -195,7 +195,7 @@ class _Turn:
     timer: asyncio.TimerHandle | None = None
 
 
-class SharedThread:
+class SerialExecutor:
     """Runs calls that block, each on its own account: all that wait are one hand-over to a thread.
 
     One that hangs costs the others `_PATIENCE_S`: what was to come behind it is made by another
@@ -205,7 +205,7 @@ class SharedThread:
     """
 
     def __init__(self, name: str, run: Runner) -> None:
-        """Begin with none, on the loop that awaits them; see `GroupedCall`."""
+        """Begin with none, on the loop that awaits them; see `Coalescer`."""
         self._name = name
         self._run = run
         self._loop = asyncio.get_running_loop()
@@ -216,7 +216,7 @@ class SharedThread:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, call: Callable[[], T], /) -> T:
-        """Return what a call returns; cancelled, as `GroupedCall.add`.
+        """Return what a call returns; cancelled, as `Coalescer.add`.
 
         Raises:
             TierError: No thread can be had.

@@ -25,7 +25,7 @@ from kvoffload_async.types import (
 )
 
 
-class ForeignTierState(TierState):
+class ExternalTierState(TierState):
     """A tier whose manager has an index and results of its own: it is asked, and it answers."""
 
     def __init__(
@@ -103,14 +103,14 @@ class ForeignTierState(TierState):
     def answer(self, result: JobResult) -> None:
         """Take in a result that the tier has given.
 
-        One of a job that was given up says that the copy has ended, unless it is `disowned`.
+        One of a job that was given up says that the copy has ended, unless it is `orphaned`.
 
         Raises:
             StateError: The job is not this tier's, or has a result; or keys that landed are not
                 the job's.
         """
         if result.job_id in self._given_up:
-            if not result.disowned:
+            if not result.orphaned:
                 self.release(result.job_id)
             return
         if self.jobs.state_of(result.job_id) is not JobState.FLYING:
@@ -122,7 +122,7 @@ class ForeignTierState(TierState):
             raise StateError(
                 f"tier {self.name!r} reported keys for job {result.job_id} that are not the job's"
             )
-        if result.disowned:
+        if result.orphaned:
             self.jobs.handle(JobAbandoned(result.job_id, result.error), given=result)
         else:
             self.jobs.handle(JobSettled(result.job_id), given=result)
@@ -136,12 +136,12 @@ class ForeignTierState(TierState):
         self.jobs.handle(JobSettled(job_id, job_error=error))
 
     def release(self, job_id: JobId) -> None:
-        """Take in that the copy of a disowned job has ended.
+        """Take in that the copy of an orphaned job has ended.
 
         Raises:
-            StateError: The job is not this tier's, or was not disowned.
+            StateError: The job is not this tier's, or was not orphaned.
         """
-        if self.jobs.state_of(job_id) is not JobState.DISOWNED:
+        if self.jobs.state_of(job_id) is not JobState.ORPHANED:
             raise StateError(f"tier {self.name!r} released job {job_id}, which is not its job")
         self._given_up.discard(job_id)
         self.jobs.handle(JobSettled(job_id))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from core.terms import HIT, MISS, PENDING, RETRY, job, k, ks, released, results
-from core.tiers import ForeignTier
+from core.tiers import ExternalTier
 from core.world import World, stored_below
 from planner_invariants import BlocksTouched, RequestClosed, RequestOpened
 
@@ -13,11 +13,11 @@ from kvoffload_async.errors import IllegalTransitionError, StateError, TierUnava
 from kvoffload_async.types import ENGINE_REQ_ID, JobResult, LookupResult
 
 DOWN = TierUnavailableError("down")
-FOREIGN = {"kinds": {0: "foreign", 1: "foreign"}}
+FOREIGN = {"kinds": {0: "external", 1: "external"}}
 
 
 def running(*job_ids):
-    tier = ForeignTier("tier").state
+    tier = ExternalTier("tier").state
     for job_id in job_ids:
         tier.submit(job(job_id))
     tier.take_effects()
@@ -28,7 +28,7 @@ def test_a_job_that_the_tier_cannot_answer_fails():
     tier = running(0)
     tier.fail(0, DOWN)
     (result,) = results(tier)
-    assert (result.success, result.error, result.disowned) == (False, DOWN, False)
+    assert (result.success, result.error, result.orphaned) == (False, DOWN, False)
     with pytest.raises(IllegalTransitionError):
         tier.fail(0, DOWN)
 
@@ -37,7 +37,7 @@ def test_a_job_that_the_tier_cannot_answer_fails():
 def test_a_late_result_of_a_job_that_was_given_up_says_that_its_copy_has_ended(late):
     tier = running(0)
     assert tier.abandon_rest() == [0]
-    assert [result.disowned for result in results(tier)] == [True]
+    assert [result.orphaned for result in results(tier)] == [True]
     tier.answer(late)
     assert released(tier) == [0]
     with pytest.raises(StateError, match="not its job"):
@@ -47,16 +47,16 @@ def test_a_late_result_of_a_job_that_was_given_up_says_that_its_copy_has_ended(l
 def test_a_job_that_was_given_up_by_both_is_released_once():
     tier = running(0)
     tier.abandon_rest()
-    tier.answer(JobResult(0, success=False, disowned=True))
+    tier.answer(JobResult(0, success=False, orphaned=True))
     assert released(tier) == []
     tier.release(0)
     assert released(tier) == [0]
     with pytest.raises(StateError, match="not its job"):
-        tier.answer(JobResult(0, success=False, disowned=True))
+        tier.answer(JobResult(0, success=False, orphaned=True))
 
 
 def test_only_jobs_that_are_old_enough_and_under_way_are_given_up():
-    tier = ForeignTier("tier").state
+    tier = ExternalTier("tier").state
     for job_id, submitted_s in enumerate([1.0, 2.0, 2.5]):
         tier.submit(replace(job(job_id), submit_time=submitted_s))
         if job_id != 1:
@@ -66,24 +66,24 @@ def test_only_jobs_that_are_old_enough_and_under_way_are_given_up():
     (error,) = tier.give_up(2.5, 30.0)
     assert "job 1" in str(error)
     failed, late = results(tier)
-    assert (failed.error, failed.disowned) == (DOWN, False)
-    assert (late.error, late.disowned) == (error, True)
+    assert (failed.error, failed.orphaned) == (DOWN, False)
+    assert (late.error, late.orphaned) == (error, True)
     assert tier.give_up(2.5, 30.0) == []
     tier.take_effects()
     assert tier.give_up(2.0, 30.0) == [], "it is younger than that"
     assert len(tier.give_up(2.5, 30.0)) == 1
 
 
-def test_a_second_result_of_a_job_that_the_tier_disowned_does_not_release_it():
+def test_a_second_result_of_a_job_that_the_tier_orphaned_does_not_release_it():
     tier = running(0)
-    tier.answer(JobResult(0, success=False, disowned=True))
+    tier.answer(JobResult(0, success=False, orphaned=True))
     with pytest.raises(StateError, match="not its job"):
         tier.answer(JobResult(0, success=True))
     assert released(tier) == []
 
 
 def test_a_third_partys_tier_has_nothing_to_measure():
-    tier = ForeignTier("theirs").state
+    tier = ExternalTier("theirs").state
     assert tier.selective is None
     assert tier.knowledge is None
 
@@ -165,12 +165,12 @@ def test_a_job_reported_twice_or_by_the_wrong_manager_is_a_defect():
         world.planner.tiers[0].answer(JobResult(0, success=True))
 
 
-def test_only_a_disowned_job_is_released_and_only_by_its_manager():
+def test_only_an_orphaned_job_is_released_and_only_by_its_manager():
     world = World(tiers=2, **FOREIGN)
     world.store(world.begin(), "a")
     with pytest.raises(StateError, match="'tier0' released job 0"):
         world.planner.tiers[0].release(0)
-    world.disown(0)
+    world.orphan(0)
     with pytest.raises(StateError, match="'tier1' released job 0"):
         world.planner.tiers[1].release(0)
     world.release(0)
@@ -183,7 +183,7 @@ def test_nothing_has_landed_while_the_copy_still_runs_whatever_the_tier_says():
     world, ctx = stored_below(names="ab", **FOREIGN)
     [world.lookup(ctx, name) for name in "ab"]
     world.step()
-    world.disown(0, landed=frozenset(ks("a")))
+    world.orphan(0, landed=frozenset(ks("a")))
     world.check()
     assert world.primary.counts["held"] == 2
     world.release()
@@ -202,14 +202,14 @@ def test_blocks_that_an_error_of_the_managers_own_has_hit_are_stored_later():
 
 
 def test_what_it_may_lack_is_neither_offered_to_it_nor_taken_to_have_landed():
-    world, ctx = stored_below(tiers=2, names="a", kinds={0: "foreign"})
+    world, ctx = stored_below(tiers=2, names="a", kinds={0: "external"})
     world.lookup(ctx, "a")
     world.step()
     world.settle()
-    backlog = world.planner.cascades.backlogs[0]
-    assert list(backlog.slots()) == []
+    queue = world.planner.cascades.queues[0]
+    assert list(queue.slots()) == []
     world.store(ctx, "b")
-    world.disown()
+    world.orphan()
     world.release()
-    assert world.primary.keys_of(tuple(backlog.slots())) == [k("b")]
+    assert world.primary.keys_of(tuple(queue.slots())) == [k("b")]
     world.wind_down()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.index import EXPLORATION_PAUSE_S, FRESH_S, Payback
+from kvoffload_async.core.index import EXPLORATION_PAUSE_S, FRESH_S, BreakEven
 
 SECONDS = st.floats(1e-6, 10.0)
 RATES = st.floats(0.1, 1e4)
@@ -14,11 +14,11 @@ JOBS = st.lists(st.tuples(st.integers(1, 2000), SECONDS), min_size=1, max_size=3
 
 
 def measured(rate, probe_s, jobs):
-    payback = Payback(rate)
-    payback.probe_ended(probe_s, worked=True)
+    break_even = BreakEven(rate)
+    break_even.probe_ended(probe_s, worked=True)
     for num_blocks, seconds in jobs:
-        payback.load_ended(num_blocks, seconds)
-    return payback
+        break_even.load_ended(num_blocks, seconds)
+    return break_even
 
 
 def on_a_line(fixed_s, block_s, sizes):
@@ -33,19 +33,19 @@ def needed(rate, probe_s, jobs):
 
 
 def test_without_a_load_any_number_is_enough():
-    payback = Payback(100.0)
-    payback.probe_ended(5.0, worked=True)
-    assert payback.needed_blocks == 0
-    assert payback.latency_s is None
-    assert payback.blocks_per_s is None
+    break_even = BreakEven(100.0)
+    break_even.probe_ended(5.0, worked=True)
+    assert break_even.needed_blocks == 0
+    assert break_even.latency_s is None
+    assert break_even.blocks_per_s is None
 
 
 def test_jobs_on_a_line_give_its_parts_and_the_break_even_point():
     # 100 blocks a second are computed, 1000 are loaded: 9 ms are won a block, for 18 ms and a probe
-    payback = measured(100.0, 0.009, on_a_line(0.018, 0.001, [8, 64, 16, 32]))
-    assert payback.latency_s == pytest.approx(0.027)
-    assert payback.blocks_per_s == pytest.approx(1000.0)
-    assert payback.needed_blocks in (3, 4)  # 3.0, as exactly as floats are
+    break_even = measured(100.0, 0.009, on_a_line(0.018, 0.001, [8, 64, 16, 32]))
+    assert break_even.latency_s == pytest.approx(0.027)
+    assert break_even.blocks_per_s == pytest.approx(1000.0)
+    assert break_even.needed_blocks in (3, 4)  # 3.0, as exactly as floats are
 
 
 @given(
@@ -55,9 +55,9 @@ def test_jobs_on_a_line_give_its_parts_and_the_break_even_point():
 )
 def test_the_line_is_found_whatever_sizes_the_jobs_have(fixed_s, block_s, sizes):
     sizes += [min(sizes), 4 * max(sizes)]
-    payback = measured(1e6, 0.0, on_a_line(fixed_s, block_s, sizes))
-    assert payback.latency_s == pytest.approx(fixed_s, rel=1e-4, abs=1e-6 * block_s * max(sizes))
-    assert payback.blocks_per_s == pytest.approx(1 / block_s, rel=1e-4, abs=1e-3 / fixed_s)
+    break_even = measured(1e6, 0.0, on_a_line(fixed_s, block_s, sizes))
+    assert break_even.latency_s == pytest.approx(fixed_s, rel=1e-4, abs=1e-6 * block_s * max(sizes))
+    assert break_even.blocks_per_s == pytest.approx(1 / block_s, rel=1e-4, abs=1e-3 / fixed_s)
 
 
 def test_no_number_is_enough_where_a_block_is_computed_as_fast_as_it_is_loaded():
@@ -88,21 +88,21 @@ def test_jobs_of_one_size_rule_out_no_smaller_one():
 
 
 def test_times_that_fall_with_the_blocks_count_as_latency():
-    payback = measured(100.0, 0.0, [(10, 0.3), (100, 0.1)] * 20)
-    assert payback.blocks_per_s is None
-    assert 0.1 < payback.latency_s < 0.3
+    break_even = measured(100.0, 0.0, [(10, 0.3), (100, 0.1)] * 20)
+    assert break_even.blocks_per_s is None
+    assert 0.1 < break_even.latency_s < 0.3
 
 
 def test_a_line_that_began_below_nothing_begins_at_nothing():
-    payback = measured(10.0, 0.5, [(10, 0.01), (100, 1.0)] * 20)
-    assert payback.latency_s == 0.5
-    assert 100 < payback.blocks_per_s < 110
+    break_even = measured(10.0, 0.5, [(10, 0.01), (100, 1.0)] * 20)
+    assert break_even.latency_s == 0.5
+    assert 100 < break_even.blocks_per_s < 110
 
 
 def test_loads_that_take_no_time_leave_the_probe():
-    payback = measured(100.0, 0.05, [(4, 0.0), (8, 0.0)])
-    assert payback.needed_blocks == 5
-    assert payback.blocks_per_s is None
+    break_even = measured(100.0, 0.05, [(4, 0.0), (8, 0.0)])
+    assert break_even.needed_blocks == 5
+    assert break_even.blocks_per_s is None
     assert measured(100.0, 0.0, [(1, 1e-320), (100, 1e-318)]).blocks_per_s is None
 
 
@@ -127,104 +127,104 @@ def test_a_faster_accelerator_never_needs_fewer_blocks(rate, probe_s, jobs, fact
 
 @given(JOBS, st.floats(1e-6, 0.1), st.floats(1e-6, 0.1))
 def test_later_jobs_outweigh_earlier_ones(jobs, fixed_s, block_s):
-    payback = measured(1e6, 0.0, jobs + on_a_line(fixed_s, block_s, [10, 1000] * 150))
-    assert payback.latency_s == pytest.approx(fixed_s, rel=0.01, abs=1e-4 * block_s)
-    assert payback.blocks_per_s == pytest.approx(1 / block_s, rel=0.01)
+    break_even = measured(1e6, 0.0, jobs + on_a_line(fixed_s, block_s, [10, 1000] * 150))
+    assert break_even.latency_s == pytest.approx(fixed_s, rel=0.01, abs=1e-4 * block_s)
+    assert break_even.blocks_per_s == pytest.approx(1 / block_s, rel=0.01)
 
 
 def test_probes_are_averaged_and_later_ones_outweigh_earlier_ones():
-    payback = measured(100.0, 0.1, [(10, 0.0)])
-    payback.probe_ended(0.2, worked=True)
-    assert payback.latency_s == pytest.approx(0.11)
+    break_even = measured(100.0, 0.1, [(10, 0.0)])
+    break_even.probe_ended(0.2, worked=True)
+    assert break_even.latency_s == pytest.approx(0.11)
     for _ in range(100):
-        payback.probe_ended(0.2, worked=True)
-    assert payback.latency_s == pytest.approx(0.2, rel=1e-3)
+        break_even.probe_ended(0.2, worked=True)
+    assert break_even.latency_s == pytest.approx(0.2, rel=1e-3)
 
 
 def test_after_a_while_without_one_the_next_sample_counts_alone():
-    payback = measured(100.0, 5.0, [(10, 5.0), (100, 50.0)] * 50)
-    assert payback.needed_blocks == math.inf
-    payback.advance(FRESH_S)
-    payback.probe_ended(0.01, worked=True)
-    payback.load_ended(10, 0.02)
-    assert payback.needed_blocks == 2
+    break_even = measured(100.0, 5.0, [(10, 5.0), (100, 50.0)] * 50)
+    assert break_even.needed_blocks == math.inf
+    break_even.advance(FRESH_S)
+    break_even.probe_ended(0.01, worked=True)
+    break_even.load_ended(10, 0.02)
+    assert break_even.needed_blocks == 2
 
 
 def test_shortly_before_that_it_counts_among_the_others():
-    payback = measured(100.0, 5.0, [(10, 5.0), (100, 50.0)] * 50)
-    payback.advance(FRESH_S - 0.001)
-    payback.probe_ended(0.01, worked=True)
-    payback.load_ended(10, 0.02)
-    assert payback.needed_blocks == math.inf
+    break_even = measured(100.0, 5.0, [(10, 5.0), (100, 50.0)] * 50)
+    break_even.advance(FRESH_S - 0.001)
+    break_even.probe_ended(0.01, worked=True)
+    break_even.load_ended(10, 0.02)
+    assert break_even.needed_blocks == math.inf
 
 
 # -- what fails ---------------------------------------------------------------------------------
 
 
 def test_a_probe_that_failed_makes_nothing_look_fast():
-    payback = measured(100.0, 0.5, [(10, 0.0)])
-    payback.probe_ended(0.0, worked=False)
-    payback.probe_ended(0.5, worked=False)
-    assert payback.latency_s == 0.5
+    break_even = measured(100.0, 0.5, [(10, 0.0)])
+    break_even.probe_ended(0.0, worked=False)
+    break_even.probe_ended(0.5, worked=False)
+    assert break_even.latency_s == 0.5
 
 
 def test_a_probe_that_failed_late_makes_the_tier_look_slow():
-    payback = measured(100.0, 0.5, [(10, 0.0)])
-    payback.probe_ended(2.5, worked=False)
-    assert payback.latency_s == pytest.approx(0.7)
+    break_even = measured(100.0, 0.5, [(10, 0.0)])
+    break_even.probe_ended(2.5, worked=False)
+    assert break_even.latency_s == pytest.approx(0.7)
 
 
 def test_a_failed_probe_alone_says_nothing():
-    payback = Payback(100.0)
-    payback.probe_ended(2.0, worked=False)
-    payback.load_ended(10, 0.0)
-    assert payback.latency_s == 0.0
+    break_even = BreakEven(100.0)
+    break_even.probe_ended(2.0, worked=False)
+    break_even.load_ended(10, 0.0)
+    assert break_even.latency_s == 0.0
 
 
 # -- exploring ----------------------------------------------------------------------------------
 
 
 def test_nothing_is_explored_while_loads_are_measured():
-    payback = measured(100.0, 5.0, [(10, 5.0)])
-    assert not payback.may_explore
-    payback.advance(FRESH_S - 1)
-    payback.load_ended(10, 5.0)
-    payback.advance(FRESH_S)
-    assert not payback.may_explore
-    payback.advance(2 * FRESH_S - 1)
-    assert payback.may_explore
+    break_even = measured(100.0, 5.0, [(10, 5.0)])
+    assert not break_even.may_explore
+    break_even.advance(FRESH_S - 1)
+    break_even.load_ended(10, 5.0)
+    break_even.advance(FRESH_S)
+    assert not break_even.may_explore
+    break_even.advance(2 * FRESH_S - 1)
+    assert break_even.may_explore
 
 
 def test_one_explores_at_a_time_and_after_a_pause():
-    payback = measured(100.0, 5.0, [(10, 5.0)])
-    payback.advance(FRESH_S)
-    payback.explore()
-    assert payback.explorations == 1
-    payback.advance(FRESH_S + EXPLORATION_PAUSE_S)
-    assert not payback.may_explore
-    payback.exploration_ended()
-    assert payback.may_explore
-    payback.explore()
-    payback.exploration_ended()
-    assert not payback.may_explore
+    break_even = measured(100.0, 5.0, [(10, 5.0)])
+    break_even.advance(FRESH_S)
+    break_even.explore()
+    assert break_even.explorations == 1
+    break_even.advance(FRESH_S + EXPLORATION_PAUSE_S)
+    assert not break_even.may_explore
+    break_even.exploration_ended()
+    assert break_even.may_explore
+    break_even.explore()
+    break_even.exploration_ended()
+    assert not break_even.may_explore
 
 
 def test_an_exploration_that_never_ends_keeps_no_other_off_for_ever():
-    payback = measured(100.0, 5.0, [(10, 5.0)])
-    payback.advance(FRESH_S)
-    payback.explore()
-    payback.advance(2 * FRESH_S - 1)
-    assert not payback.may_explore
-    payback.advance(2 * FRESH_S)
-    assert payback.may_explore
+    break_even = measured(100.0, 5.0, [(10, 5.0)])
+    break_even.advance(FRESH_S)
+    break_even.explore()
+    break_even.advance(2 * FRESH_S - 1)
+    assert not break_even.may_explore
+    break_even.advance(2 * FRESH_S)
+    assert break_even.may_explore
 
 
 def test_an_exploration_ends_with_a_load():
-    payback = measured(100.0, 5.0, [(10, 5.0)])
-    payback.advance(FRESH_S)
-    payback.explore()
-    payback.advance(FRESH_S + 1)
-    payback.load_ended(10, 5.0)
-    assert not payback.may_explore
-    payback.advance(2 * FRESH_S + 1)
-    assert payback.may_explore
+    break_even = measured(100.0, 5.0, [(10, 5.0)])
+    break_even.advance(FRESH_S)
+    break_even.explore()
+    break_even.advance(FRESH_S + 1)
+    break_even.load_ended(10, 5.0)
+    assert not break_even.may_explore
+    break_even.advance(2 * FRESH_S + 1)
+    assert break_even.may_explore

@@ -5,12 +5,12 @@ from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, scr
 
 from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
 from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.facade.foreign import is_foreign
+from kvoffload_async.facade.external import is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.types import JobResult, LookupResult, Medium, TierMatcher
 
 BOTH = pytest.mark.parametrize(
-    "manager_class", [SecondaryTierManager, Hearing], ids=["driven by the planner", "foreign"]
+    "manager_class", [SecondaryTierManager, Hearing], ids=["driven by the planner", "external"]
 )
 
 
@@ -34,8 +34,8 @@ class Knowing(SecondaryTierManager):
 
 def test_only_a_manager_that_overrides_what_is_left_to_the_planner_is_foreign(worlds):
     (elsewhere,) = worlds(manager_class=Elsewhere).secondaries
-    assert not is_foreign(elsewhere)
-    assert is_foreign(worlds(manager_class=Knowing).secondaries[0])
+    assert not is_external(elsewhere)
+    assert is_external(worlds(manager_class=Knowing).secondaries[0])
 
 
 def test_the_planner_and_its_tier_share_one_state(worlds):
@@ -80,7 +80,7 @@ def test_a_tier_that_faults_as_often_as_its_breaker_allows_is_left_alone(worlds,
     world.store(2)
     world.step()
     assert not world.parked()
-    assert world.manager.planner.cascades.backlogs[0].count == 2
+    assert world.manager.planner.cascades.queues[0].count == 2
     assert not world.manager.has_pending_work(), "steps alone would not bring it back"
 
 

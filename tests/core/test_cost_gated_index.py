@@ -6,11 +6,11 @@ from core.terms import HIT, MISS, RETRY, k, ks
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload_async.core.index import ExactIndex, ProbedIndex, SelectiveIndex
+from kvoffload_async.core.index import CostGatedIndex, ExactIndex, ProbedIndex
 
 
 def selective(min_blocks=3, index=None):
-    return SelectiveIndex(ProbedIndex(2) if index is None else index, min_blocks)
+    return CostGatedIndex(ProbedIndex(2) if index is None else index, min_blocks)
 
 
 def answers(index, names, request="r"):
@@ -119,7 +119,7 @@ class SelectiveMachine(RuleBasedStateMachine):
     @initialize(min_blocks=st.integers(2, 4))
     def build(self, min_blocks):
         self.min_blocks = min_blocks
-        self.index = SelectiveIndex(ProbedIndex(2, 4), min_blocks)
+        self.index = CostGatedIndex(ProbedIndex(2, 4), min_blocks)
         self.plain = ProbedIndex(2, 4)
         self.missed = {}
         self.decided = set()

@@ -1,10 +1,10 @@
 """What the machine itself can do: the same bytes copied, written and read, and nothing else.
 
-There are two floors beneath a tier. The plain one is `pwritev` and `preadv` in few large calls, by
-several Python threads: extents of about `EXTENT_BYTES`, written into and read from one file. Files
-are preallocated anew for every measurement.
+A tier has two baselines. The plain one is `pwritev` and `preadv` in few large calls, by several
+Python threads: extents of about `EXTENT_BYTES`, written into and read from one file. Files are
+preallocated anew for every measurement.
 
-The native floor is the bare native engine: the threads and the system calls of a tier, checksums
+The native baseline is the bare native engine: the threads and the system calls of a tier, checksums
 too, and no tier. A job is one batch, as it is in a tier, with at most `in_flight` of them under
 way. The bytes lie in as many files as there are threads, extent by extent in turn, since the kernel
 lets one thread at a time write into a file; `slab` does the same.
@@ -107,7 +107,7 @@ Moves = Mapping[str, Callable[[], Sample]]
 """What stores and loads all rows, by the name of the pass."""
 
 
-class Floor(ABC):
+class Baseline(ABC):
     """Writes and reads the rows of one payload.
 
     Attributes:
@@ -155,7 +155,7 @@ class Floor(ABC):
             files = []
             flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
             for number in range(count):
-                file = os.open(Path(directory, f"floor-{number}"), flags, 0o600)
+                file = os.open(Path(directory, f"baseline-{number}"), flags, 0o600)
                 stack.callback(os.close, file)
                 os.posix_fallocate(file, 0, size_bytes)
                 files.append(file)
@@ -167,12 +167,12 @@ class Floor(ABC):
             yield
         except OSError as error:
             raise InputError(
-                f"{self.directory}: the floor cannot be measured here ({error.strerror}); name "
+                f"{self.directory}: the baseline cannot be measured here ({error.strerror}); name "
                 "another directory"
             ) from error
 
 
-class PlainFloor(Floor):
+class PlainBaseline(Baseline):
     """Plain system calls in Python threads, without checksums."""
 
     kind: ClassVar[str] = "plain"
@@ -240,7 +240,7 @@ def _timed(
             call(start)
             ended_s[start] = time.perf_counter()
 
-    with ThreadPoolExecutor(threads, "kvoffload-bench-floor") as pool:
+    with ThreadPoolExecutor(threads, "kvoffload-bench-baseline") as pool:
         tasks = [pool.submit(serve) for _ in range(threads)]
         gate.wait(_START_S)
         begun_s, cpu_s = time.perf_counter(), time.process_time()
@@ -279,10 +279,10 @@ def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
 STALL_S: Final = 60.0
 """How long a pass may go without the end of a batch."""
 _CLOSE_S: Final = 30.0
-_PREFIX: Final = b"floor"
+_PREFIX: Final = b"baseline"
 
 
-class NativeFloor(Floor):
+class NativeBaseline(Baseline):
     """A native engine of its own, anew in every measurement."""
 
     kind: ClassVar[str] = "native"

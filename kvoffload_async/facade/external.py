@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, TypeGuard, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.core.foreign_tier import ForeignTierState
+from kvoffload_async.core.external_tier import ExternalTierState
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.ledger import BeginRequest, FinishRequest, JobState, StartJob, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
@@ -200,7 +200,7 @@ _LEFT_TO_THE_PLANNER: Final = (
 )
 
 
-def is_foreign(manager: SecondaryTierManager) -> bool:
+def is_external(manager: SecondaryTierManager) -> bool:
     """Tell whether a manager has a say in its jobs, lookups or results: it overrides a method."""
     return any(
         getattr(type(manager), name) is not getattr(SecondaryTierManager, name)
@@ -216,7 +216,7 @@ def share_knowledge(state: TierState, manager: SecondaryTierManager) -> None:
         state.knowledge, state.selective = own.index, own.selective
 
 
-class ForeignTier:
+class ExternalTier:
     """Carries effects to such a manager, and its results back; no error of its escapes.
 
     A job that it does not report within twice its `io_timeout_s` fails, and is overdue: its slots
@@ -232,7 +232,7 @@ class ForeignTier:
     def __init__(
         self, manager: SecondaryTierManager, breaker: BreakerSettings, clock: Callable[[], float]
     ) -> None:
-        self.state = ForeignTierState(
+        self.state = ExternalTierState(
             manager.tier_type,
             self,
             breaker=breaker,
@@ -313,7 +313,7 @@ def _checked(result: object) -> JobResult:
             (result.success, bool),
             (result.successful_keys, frozenset | None),
             (result.error, Exception | None),
-            (result.disowned, bool),
+            (result.orphaned, bool),
         )
         figures = (result.transfer_time, result.transfer_bytes, result.queue_time)
         if all(isinstance(value, allowed) for value, allowed in fields) and all(

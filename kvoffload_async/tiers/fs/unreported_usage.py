@@ -11,7 +11,7 @@ from kvoffload_async.tiers.fs.counts import WRAP, Usage, WriterCount
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
 
-class OwnCount:
+class UnreportedUsage:
     """What this writer is to have in the count after its next change.
 
     It never waits for a change that is under way: nothing is lost if that hangs.
