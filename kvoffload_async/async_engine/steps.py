@@ -257,6 +257,7 @@ class Stores:
 
     def _has_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Tell whether each key that can be stored is in the primary, or on its way there."""
+        self._manager.begin_step()  # what was on its way may have failed by now
         current = self._manager.generation.current(keys)
         return all(self._primary.state_of(key) is not BlockState.ABSENT for key in current)
 

@@ -297,8 +297,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
-        if not self._polled_this_step:
-            self._poll()
+        self.begin_step()
         if self._is_tagged and not self.generation.has(key):
             return LookupResult.MISS
         return self.planner.lookup(key, req_context)
@@ -331,8 +330,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if not self._polled_this_step:
-            self._poll()
+        self.begin_step()
         output = self.planner.prepare_store(self.generation.current(keys), req_context)
         self._tiers.hand_over(self.planner)
         return output
@@ -351,12 +349,28 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     # -- steps ----------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Take in what the tiers have to report, once a step. Thread: owner.
+
+        The calls that need it begin the step themselves.
+
+        Raises:
+            ClosedError: The manager is shut down.
+        """
+        if self._polled_this_step:
+            return
+        self._ensure_open()
+        self._polled_this_step = True
+        began_s = self._clock()
+        self.planner.begin_step(began_s)
+        self._tiers.poll(self.planner)
+        self._steps.spent(began_s)
+
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:
             return
-        if not self._polled_this_step:
-            self._poll()
+        self.begin_step()
         self._polled_this_step = False
         began_s = self._clock()
         self.planner.end_step(() if context is None else context.new_req_ids)
@@ -460,7 +474,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._reset()
 
     def _reset(self) -> None:
-        self._poll()
+        self._polled_this_step = False
+        self.begin_step()
         self._polled_this_step = False
         self._tiers.abandon_unreported()
         self.planner.collect()
@@ -511,12 +526,3 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was shut down")
-
-    def _poll(self) -> None:
-        """Take in what the tiers have to report. Once a step."""
-        self._ensure_open()
-        self._polled_this_step = True
-        began_s = self._clock()
-        self.planner.begin_step(began_s)
-        self._tiers.poll(self.planner)
-        self._steps.spent(began_s)

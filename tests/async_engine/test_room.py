@@ -3,7 +3,16 @@
 import asyncio
 
 import pytest
-from async_engine.worlds import FAR_S, hashes, jump, on_loop, opened, turns
+from async_engine.worlds import (
+    FAR_S,
+    SCRIPTED,
+    hashes,
+    jump,
+    on_loop,
+    only_in_the_tier,
+    opened,
+    turns,
+)
 
 from kvoffload_async.async_engine import EngineBounds
 from kvoffload_async.errors import BusyError, ClosedError, TransportError
@@ -171,3 +180,26 @@ async def test_closing_ends_stores_that_wait_for_room_beside_copies_that_hang():
             assert isinstance(hung.exception(), TransportError)
             assert all(isinstance(store.exception(), ClosedError) for store in stores)
         world.transport.settle()
+
+
+@pytest.mark.parametrize("passed", range(8))
+@on_loop
+async def test_a_block_whose_promotion_fails_just_before_it_is_stored_is_copied(passed):
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "a")
+        async with (
+            world.engine.request("r", hashes("a")) as reader,
+            world.engine.request("w", hashes("a")) as writer,
+        ):
+            lookup = asyncio.create_task(world.engine.lookup(reader, FAR_S))
+            await turns()
+            (load,) = world.tiers[0].parked
+            world.tiers[0].settle(load, error=OSError("injected"))
+            await turns(passed)
+            world.fill(hashes("a"), [1])
+            await world.during(world.engine.store(writer, [1], 0, FAR_S))
+            await world.during(lookup)
+            assert await world.during(world.engine.lookup(writer)) == 1
+            await world.during(world.engine.load(writer, [2]))
+            assert world.holds(hashes("a"), [2])
+        await world.check_rest()
