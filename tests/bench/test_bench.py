@@ -329,7 +329,7 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
         "Store",
         "Load, one large job",
         "memcpy",
-        *(f"baseline, {kind}" for kind in KINDS),
+        *(f"base, {kind}" for kind in KINDS),
         "switches",
         "CPU, load",
         "fs / fake",
