@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -327,14 +326,8 @@ class OffloadConfig:
         if not isinstance(raw, Mapping):
             _reject("config", raw, "an object of keys and values")
         parsers = {option.name: option.metadata["parse"] for option in fields(cls)}
-        names = {key: _RENAMED.get(key, key) for key in raw}
-        reject_unknown(names.values(), parsers, "config")
-        for old, new in _RENAMED.items():
-            if old in raw:
-                warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=2)
-                if new in raw:
-                    raise ConfigError(f"{old}: is the old name of {new}; leave it out")
-        config = cls(**{names[key]: parsers[names[key]](raw[key], key) for key in raw})
+        reject_unknown(raw, parsers, "config")
+        config = cls(**{key: parsers[key](raw[key], key) for key in raw})
         for key in ("cpu_bytes_to_use", "block_bytes"):
             if getattr(config, key) is None:
                 raise ConfigError(f"{key}: missing; give {_required_hint(key)}")
@@ -347,11 +340,8 @@ class OffloadConfig:
 
 
 def accepted_keys() -> set[str]:
-    """Return the keys that `OffloadConfig.parse` accepts, old names among them."""
-    return {option.name for option in fields(OffloadConfig)} | _RENAMED.keys()
-
-
-_RENAMED: Final = {"check_laws": "check_invariants"}
+    """Return the keys that `OffloadConfig.parse` accepts."""
+    return {option.name for option in fields(OffloadConfig)}
 
 
 def _required_hint(key: str) -> str:

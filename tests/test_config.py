@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.config import OffloadConfig, accepted_keys, parse_size_bytes
+from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import ConfigError, OffloadError, UnknownNameError
 
 MINIMAL = {"cpu_bytes_to_use": "1MiB", "block_bytes": 4096}
@@ -153,30 +153,6 @@ def test_the_callers_mapping_is_not_changed():
     before = {**raw, "secondary_tiers": [dict(tier) for tier in tiers]}
     OffloadConfig.parse(raw)
     assert raw == before
-
-
-def test_the_old_name_of_check_invariants_still_works():
-    with pytest.warns(DeprecationWarning, match="check_laws is called check_invariants now"):
-        config = OffloadConfig.parse({**MINIMAL, "check_laws": True})
-    assert config.check_invariants
-    assert "check_laws" in accepted_keys()
-
-
-def test_a_wrong_value_under_an_old_name_is_refused_by_the_name_that_was_given():
-    with (
-        pytest.warns(DeprecationWarning, match="check_laws is called"),
-        pytest.raises(ConfigError, match="check_laws: 1 is not valid"),
-    ):
-        OffloadConfig.parse({**MINIMAL, "check_laws": 1})
-
-
-def test_an_old_name_beside_the_new_one_is_refused():
-    raw = {**MINIMAL, "check_laws": True, "check_invariants": True}
-    with (
-        pytest.warns(DeprecationWarning, match="check_laws is called"),
-        pytest.raises(ConfigError, match=r"check_laws: .* old name of check_invariants; leave it"),
-    ):
-        OffloadConfig.parse(raw)
 
 
 def test_a_config_error_is_a_value_error_of_this_package():

@@ -269,9 +269,9 @@ class Engine:
             raise ValueError("ticket: 0 is none")
         self._threads.withdraw(ticket)
 
-    def tend(self, hung_after_s: float) -> int:
+    def replace_hung(self, hung_after_s: float) -> int:
         """Start spare threads for those that hang in one call; return how many hang."""
-        return self._threads.tend(_nanoseconds("hung_after_s", hung_after_s))
+        return self._threads.replace_hung(_nanoseconds("hung_after_s", hung_after_s))
 
     def close(self, timeout_s: float) -> int:
         """Cancel what waits, and wait for what runs; return how many threads are left behind.

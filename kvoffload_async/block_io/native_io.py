@@ -195,7 +195,7 @@ class NativeBlockIo(BlockIo):
         future: LastingFuture[Any] = LastingFuture(partial(engine.withdraw, ticket))
         self._pending[ticket] = future, take
         if self._tending is None:
-            self._tending = self._loop.call_later(_HUNG_AFTER_S, self._tend, engine)
+            self._tending = self._loop.call_later(_HUNG_AFTER_S, self._replace_hung, engine)
         return await future
 
     def _deliver(self, engine: Engine) -> None:
@@ -204,9 +204,9 @@ class NativeBlockIo(BlockIo):
             take(outcome)
             future.set_result(outcome)
 
-    def _tend(self, engine: Engine) -> None:
+    def _replace_hung(self, engine: Engine) -> None:
         """Replace threads that hang, as long as anything is in flight."""
         self._tending = None
         if self._pending:
-            engine.tend(_HUNG_AFTER_S)
-            self._tending = self._loop.call_later(_HUNG_AFTER_S, self._tend, engine)
+            engine.replace_hung(_HUNG_AFTER_S)
+            self._tending = self._loop.call_later(_HUNG_AFTER_S, self._replace_hung, engine)

@@ -300,7 +300,6 @@ def gc(
     unknown_files: Annotated[
         bool, typer.Option("--unknown-files", help="Remove files that are no blocks.")
     ] = False,
-    strangers: Annotated[bool, typer.Option("--strangers", hidden=True)] = False,
     max_age: Annotated[
         float | None,
         typer.Option(
@@ -327,19 +326,16 @@ def gc(
     lists_all: ListsAll = False,
     verbose: Verbose = False,
 ) -> None:
-    """Remove what nobody will use; what living writers own stays.
+    """Remove leftovers of crashed writers, stale temporary files and empty directories.
 
-    That is: temporary files and entries of dead writers, old temporary files of unknown ones,
-    empty folders, and on demand corrupt blocks and unknown files. The fs tiers' shared count of
-    bytes is right afterwards.
+    Files of living writers stay. With --corrupt, corrupt blocks are removed as well; with
+    --unknown-files, files that are no blocks. The byte count that fs tiers share is corrected.
     """
-    if strangers:
-        typer.echo("kvoffload: warning: --strangers is called --unknown-files now", err=True)
     with errors_as_one_line():
         options = GcOptions(
             older_than_s=older_than,
             corrupt=corrupt,
-            unknown_files=unknown_files or strangers,
+            unknown_files=unknown_files,
             dry_run=dry_run,
             max_age_s=max_age,
             keep_bytes=None if keep is None else parse_size_bytes(keep, "--keep"),

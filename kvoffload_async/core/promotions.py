@@ -262,16 +262,16 @@ class TierSearch:
     def end_step(self, now_s: float) -> None:
         """Tell tiers that wait for nearer ones what these have found out in this step."""
         for index, tier in enumerate(self._tiers):
-            if tier.selective is not None:
+            if tier.cost_gated is not None:
                 nearer = self._tiers[:index]
-                tier.selective.settle(partial(_ask_nearer, nearer, now_s))
+                tier.cost_gated.settle(partial(_ask_nearer, nearer, now_s))
 
     def _ask(self, key: OffloadKey, request: RequestState, now_s: float) -> LookupResult:
         unknown = skipped = False
         for index, tier in enumerate(self._tiers):
             if unknown and tier.locality is Locality.REMOTE:
-                if tier.selective is not None:
-                    tier.selective.expect(key, request.ctx)
+                if tier.cost_gated is not None:
+                    tier.cost_gated.expect(key, request.ctx)
                 continue
             counters = tier.counters
             reason = tier.skips_load(request.ctx, now_s)
@@ -283,7 +283,7 @@ class TierSearch:
                 continue
             answer = self.sources[index].lookup(key, request.ctx)
             if answer is LookupResult.MISS:
-                if tier.selective is not None and tier.selective.declines(request.ctx):
+                if tier.cost_gated is not None and tier.cost_gated.declines(request.ctx):
                     counters.skipped_lookups["too_few"] += 1
                     skipped = True
                 else:

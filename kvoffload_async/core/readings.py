@@ -111,7 +111,7 @@ def read_tier(
         used_bytes=said.get("used_bytes"),
         capacity_bytes=said.get("capacity_bytes"),
         gauges=dict(said),
-        break_even=_read_break_even(own.selective),
+        break_even=_read_break_even(own.cost_gated),
     )
 
 
@@ -120,10 +120,10 @@ def read_planner(taken: Figures) -> PlannerStatistics:
     return PlannerStatistics(**_PLANNER.named(taken))
 
 
-def _read_break_even(selective: CostGatedIndex | None) -> BreakEvenStatistics | None:
-    if selective is None or selective.break_even is None:
+def _read_break_even(cost_gated: CostGatedIndex | None) -> BreakEvenStatistics | None:
+    if cost_gated is None or cost_gated.break_even is None:
         return None
-    break_even, needed = selective.break_even, selective.needed_blocks
+    break_even, needed = cost_gated.break_even, cost_gated.needed_blocks
     return BreakEvenStatistics(
         needed_blocks=None if math.isinf(needed) else int(needed),
         latency_s=break_even.latency_s,

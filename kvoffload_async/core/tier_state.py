@@ -88,7 +88,7 @@ class TierState:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
         knowledge: The same, or that of the manager behind this state; None: that is not ours.
-        selective: The same, if it asks only for requests that miss enough blocks; else None.
+        cost_gated: The same, if it asks only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots of promotions, from their reservation until their block has landed or
             was given up, and no copy runs.
@@ -127,7 +127,7 @@ class TierState:
         self.name = name
         self.index = index
         self.knowledge: KeyIndex | None = index
-        self.selective = index if isinstance(index, CostGatedIndex) else None
+        self.cost_gated = index if isinstance(index, CostGatedIndex) else None
         self.jobs = Ledger(slot_bytes)
         self.health = TierHealth(breaker or BreakerSettings())
         self.medium = medium
@@ -393,7 +393,7 @@ class TierState:
 
     @property
     def _break_even(self) -> BreakEven | None:
-        return None if self.selective is None else self.selective.break_even
+        return None if self.cost_gated is None else self.cost_gated.break_even
 
     def _abandon(self, *states: JobState) -> None:
         for job_id in self.jobs.ids_in(*states):

@@ -213,7 +213,7 @@ def share_knowledge(state: TierState, manager: SecondaryTierManager) -> None:
     own = getattr(manager, "tier_state", None)
     if isinstance(own, TierState):
         own.health = state.health
-        state.knowledge, state.selective = own.index, own.selective
+        state.knowledge, state.cost_gated = own.index, own.cost_gated
 
 
 class ExternalTier:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -210,13 +209,6 @@ class SecondaryTierFactory:
         for key, name in (("type", tier_type), ("module_path", module_path)):
             if name is not None and not isinstance(name, str):
                 raise ConfigError(f"{key}: {shown(name)} is not valid; it must be a name")
-        if tier_type in _RENAMED:
-            warnings.warn(
-                f"the secondary tier {tier_type!r} is called {_RENAMED[tier_type]!r} now",
-                DeprecationWarning,
-                stacklevel=4,
-            )
-            tier_type = _RENAMED[tier_type]
         if module_path is None:
             loaded = cls.get_tier_class(tier_type)
         else:
@@ -271,7 +263,6 @@ _GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "
 _HIDDEN = frozenset({"backpressure_detector", "ops"})
 _OF_THE_ENGINE: Mapping[str, Parser] = {"required": parse_bool, "reopen_pause_s": parse_seconds}
 """Keys of a tier that say what is done with it, and never reach it."""
-_RENAMED = {"fs_python": "fs"}
 _MOST_S_PER_MIB = 1e9
 
 

@@ -9,7 +9,6 @@ import math
 import platform
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -188,7 +187,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         shutdown_timeout_s: float = 30.0,
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        check_laws: bool | None = None,
         generation: int | str | None = None,
         explain_requests: int = 0,
     ) -> None:
@@ -209,7 +207,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             shutdown_timeout_s: Seconds that `shutdown` waits, a tier.
             check_invariants: Check every invariant at the end of every step; for debugging.
             clock: Monotonic seconds.
-            check_laws: Deprecated: the old name of `check_invariants`.
             generation: Which weights the blocks are of; see `invalidate`.
             explain_requests: How many requests to keep for `explain`.
         """
@@ -221,10 +218,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._clock = clock
         self._drain_timeout_s = drain_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
-        if check_laws is not None:
-            renamed = "check_laws is called check_invariants now"
-            warnings.warn(renamed, DeprecationWarning, stacklevel=2)
-        self._check_invariants = check_invariants or bool(check_laws)
+        self._check_invariants = check_invariants
         primary.core.drops_pending = parse_write_back(write_back, "write_back") == "drop"
         slots = primary.core.num_slots
         self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
@@ -257,13 +251,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def __repr__(self) -> str:
         state = "closed" if self._closed else planner_text(self.planner)
         return f"<{type(self).__name__}: {state}>"
-
-    @property
-    def engine(self) -> Planner:
-        """Deprecated: the planner's old name."""
-        renamed = "TieringOffloadingManager.engine is called planner now"
-        warnings.warn(renamed, DeprecationWarning, stacklevel=2)
-        return self.planner
 
     def get_primary_kv_view(self) -> memoryview:
         """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
@@ -427,7 +414,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         """
         if self._bridge is None:
             raise StateError("the tiers share no bridge: poll them instead")
-        indexes = (tier.selective for tier in self.planner.tiers)
+        indexes = (tier.cost_gated for tier in self.planner.tiers)
         if any(index is not None and index.has_decided for index in indexes):
             return True  # who was told to ask again gets another answer
         return self._bridge.wait_for_progress(timeout_s)

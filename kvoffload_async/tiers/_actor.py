@@ -38,7 +38,7 @@ from kvoffload_async.tiers._environment import (
     ENDS_LOOP,
     ActorEnvironment,
     Watch,
-    as_contained,
+    as_guarded,
     error_of,
     guarded,
     log_trace,
@@ -299,7 +299,7 @@ class TierActor:
         try:
             failures = await operation(run.job) if run.job.keys else {}
         except ENDS_LOOP as error:
-            raise as_contained(error) from error
+            raise as_guarded(error) from error
         self._settle(run, *validate_result(failures, len(run.job.keys)))
 
     def _job_ended(self, run: _Run, task: asyncio.Task[None]) -> None:

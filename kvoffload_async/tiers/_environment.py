@@ -44,10 +44,10 @@ async def guarded(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs:
     try:
         return await operation(*args, **kwargs)
     except ENDS_LOOP as error:
-        raise as_contained(error) from error
+        raise as_guarded(error) from error
 
 
-def as_contained(error: BaseException) -> TierUnavailableError:
+def as_guarded(error: BaseException) -> TierUnavailableError:
     """Return what stands in for an exit that a tier has asked for."""
     return TierUnavailableError(f"a tier raised {text_of(error)}")
 

@@ -125,14 +125,14 @@ def test_a_spare_stands_for_a_thread_that_hangs(tmp_path):
         hang = ops.hang(on="stat", times=2)
         hung = [engine.has_files(block.root, [name]) for name in block.names[:2]]
         while ops.counts()["stat"] < 2:
-            assert engine.tend(3600.0) == 0
-        assert engine.tend(0.0) == 2
+            assert engine.replace_hung(3600.0) == 0
+        assert engine.replace_hung(0.0) == 2
         assert engine.counters()["spares"] == 1
         assert outcomes(engine, engine.has_files(block.root, ["leaf/0.bin"])) == b"\0"
         hang.release()
         assert outcomes(engine, *hung) == [b"\0", b"\0"]
         while engine.counters()["threads"] > 2:
-            assert engine.tend(3600.0) == 0
+            assert engine.replace_hung(3600.0) == 0
         assert engine.counters()["spares"] == 0
         block.close()
 
@@ -210,7 +210,7 @@ def test_a_forked_child_is_told_and_joins_nothing(engine, block):
         engine.take,
         engine.counters,
         lambda: engine.close(1.0),
-        lambda: engine.tend(1.0),
+        lambda: engine.replace_hung(1.0),
         lambda: engine.withdraw(1),
         lambda: engine.has_files(block.root, []),
     ]

@@ -161,7 +161,7 @@ def test_settings_that_make_no_sense_are_refused(changed, words):
         pass
 
 
-@pytest.mark.parametrize("call", ["close", "tend"])
+@pytest.mark.parametrize("call", ["close", "replace_hung"])
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
 def test_what_is_no_duration_is_refused(engine, call, seconds):
     with pytest.raises(ValueError, match="is no duration"):

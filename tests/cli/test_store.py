@@ -70,30 +70,6 @@ def test_verbose_tells_of_each_store_as_it_is_looked_at(store):
     assert "done after" in lines[2]
 
 
-class TestOldNames:
-    """Deprecated; they do what the new ones do."""
-
-    def test_the_option_for_unknown_files(self, store):
-        path = store.unknown_file()
-        result = store.command.run("store", "gc", store.root, "--strangers", "--json")
-        assert result.exit_code == 0
-        assert "--strangers is called --unknown-files now" in result.stderr
-        assert not path.exists()
-        assert "strangers" not in store.command.run("store", "gc", "--help").stdout
-
-    def test_the_keys_of_a_report(self, store):
-        store.unknown_file()
-        found = store.run("verify")
-        assert found["strangers"] == found["unknown_files"] == 1
-        assert found["stranger_bytes"] == found["unknown_file_bytes"] > 0
-        verified = found["verification"]
-        assert verified["sealed"] == verified["verified"]
-        assert verified["unsealed"] == verified["without_digest"]
-        assert verified["sealed"] + verified["unsealed"] == found["blocks"] > 0
-        removed = store.run("gc", "--unknown-files")
-        assert removed["strangers"] == removed["unknown_files"] != []
-
-
 class TestManyBadBlocks:
     """What is wrong with many blocks is told in few lines, unless somebody wants to see all."""
 

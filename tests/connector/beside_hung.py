@@ -56,7 +56,9 @@ def _check_promotion(serving, index, tier):
 
 def _rest(serving, index):
     copying = serving.connector._jobs
-    serving.run_until(lambda: not len(copying) and not serving.world.owes(index), seconds=2.5)
+    serving.run_until(
+        lambda: not len(copying) and not serving.world.has_pending(index), seconds=2.5
+    )
 
 
 def _prompt(serving, stem):

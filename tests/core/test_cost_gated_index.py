@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffload_async.core.index import CostGatedIndex, ExactIndex, ProbedIndex
 
 
-def selective(min_blocks=3, index=None):
+def cost_gated(min_blocks=3, index=None):
     return CostGatedIndex(ProbedIndex(2) if index is None else index, min_blocks)
 
 
@@ -23,7 +23,7 @@ def probed(index):
 
 
 def test_a_request_that_misses_too_little_costs_no_question():
-    index = selective()
+    index = cost_gated()
     assert answers(index, "ab") == [RETRY, RETRY]
     assert index.is_waiting
     assert probed(index) is None
@@ -33,13 +33,13 @@ def test_a_request_that_misses_too_little_costs_no_question():
 
 
 def test_a_key_that_is_asked_for_again_counts_once():
-    index = selective()
+    index = cost_gated()
     assert answers(index, "ababab") == [RETRY] * 6
     assert probed(index) is None
 
 
 def test_a_request_that_misses_enough_asks_for_all_of_it():
-    index = selective()
+    index = cost_gated()
     assert answers(index, "abcd") == [RETRY] * 4
     assert probed(index) == tuple(ks("abcd"))
     assert index.probes_outstanding == 1
@@ -48,7 +48,7 @@ def test_a_request_that_misses_enough_asks_for_all_of_it():
 
 
 def test_a_request_that_turns_out_to_miss_more_is_answered_after_all():
-    index = selective()
+    index = cost_gated()
     answers(index, "ab")
     index.next_probe()
     assert answers(index, "ab") == [MISS, MISS]
@@ -57,7 +57,7 @@ def test_a_request_that_turns_out_to_miss_more_is_answered_after_all():
 
 
 def test_a_short_request_takes_nothing_from_a_long_one_that_shares_its_blocks():
-    index = selective()
+    index = cost_gated()
     answers(index, "a", "short")
     answers(index, "abc", "long")
     assert probed(index) == tuple(ks("abc"))
@@ -67,7 +67,7 @@ def test_a_short_request_takes_nothing_from_a_long_one_that_shares_its_blocks():
 
 
 def test_who_was_told_to_wait_is_told_that_the_answer_is_there():
-    index, told = selective(), []
+    index, told = cost_gated(), []
     index.decided = told.append
     assert index.decided == told.append
     answers(index, "ab")
@@ -77,7 +77,7 @@ def test_who_was_told_to_wait_is_told_that_the_answer_is_there():
 
 
 def test_who_waits_for_few_blocks_is_told_where_no_probe_may_be_started():
-    index, told = selective(), []
+    index, told = cost_gated(), []
     index.decided = told.append
     answers(index, "a", "short")
     answers(index, "xyz", "long")
@@ -87,7 +87,7 @@ def test_who_waits_for_few_blocks_is_told_where_no_probe_may_be_started():
 
 
 def test_a_request_that_ended_begins_anew():
-    index = selective()
+    index = cost_gated()
     answers(index, "abc")
     index.forget_request("r")
     assert probed(index) is None
@@ -97,9 +97,9 @@ def test_a_request_that_ended_begins_anew():
 
 
 def test_what_is_known_of_blocks_reaches_the_index_behind_it():
-    index = selective(min_blocks=2, index=ExactIndex())
+    index = cost_gated(min_blocks=2, index=ExactIndex())
     assert index.is_exact
-    assert not selective().is_exact
+    assert not cost_gated().is_exact
     index.appeared(ks("abc"))
     index.vanished(ks("c"), surely=True)
     assert index.lacks(ks("abc")) == ks("c")
@@ -113,8 +113,8 @@ NAMES = st.sampled_from("abcdef")
 REQUESTS = st.sampled_from("rst")
 
 
-class SelectiveMachine(RuleBasedStateMachine):
-    """Beside an index that is asked what the selective one ought to ask."""
+class CostGatedMachine(RuleBasedStateMachine):
+    """Beside an index that is asked what the cost_gated one ought to ask."""
 
     @initialize(min_blocks=st.integers(2, 4))
     def build(self, min_blocks):
@@ -181,5 +181,5 @@ class SelectiveMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.stateful
-class TestSelective(SelectiveMachine.TestCase):
+class TestCostGated(CostGatedMachine.TestCase):
     settings = AS_THE_PROFILE

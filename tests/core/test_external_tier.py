@@ -84,7 +84,7 @@ def test_a_second_result_of_a_job_that_the_tier_orphaned_does_not_release_it():
 
 def test_a_third_partys_tier_has_nothing_to_measure():
     tier = ExternalTier("theirs").state
-    assert tier.selective is None
+    assert tier.cost_gated is None
     assert tier.knowledge is None
 
 

@@ -38,7 +38,7 @@ FILTERS = st.sampled_from(
     [ALL_TIERS, ALL_TIERS, frozenset(), frozenset({TierMatcher(locality=Locality.REMOTE)})]
 )
 ERRORS = st.sampled_from([BlockMissingError, TierFullError, TierUnavailableError])
-KINDS = st.sampled_from(["exact", "probed", "selective", "external"])
+KINDS = st.sampled_from(["exact", "probed", "cost_gated", "external"])
 DEFERRAL_S = 8.0
 SETUPS = st.fixed_dictionaries(
     {

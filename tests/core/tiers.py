@@ -26,7 +26,7 @@ MIB = 1 << 20
 INDEXES = {
     "exact": ExactIndex,
     "probed": lambda: ProbedIndex(2),
-    "selective": lambda: CostGatedIndex(ProbedIndex(2), 2),
+    "cost_gated": lambda: CostGatedIndex(ProbedIndex(2), 2),
 }
 """What the owner may know of a native tier."""
 

@@ -71,7 +71,7 @@ class WatchedPrimary(Primary):
 class World:
     """A planner, `tiers` scripted tiers, and everything that moves.
 
-    `kinds` says by number what is known of a tier: "exact", unless it is "probed", "selective", or
+    `kinds` says by number what is known of a tier: "exact", unless it is "probed", "cost_gated", or
     "external".
     """
 

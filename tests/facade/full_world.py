@@ -253,7 +253,7 @@ class FullWorld(World):
     def rest_beside_the_hung_tier(self):
         for _ in range(40):
             self.settle_step(2.5)
-            if not any(self.owes(index) for index in self.healthy):
+            if not any(self.has_pending(index) for index in self.healthy):
                 return
         raise AssertionError("a healthy tier does not come to rest")
 

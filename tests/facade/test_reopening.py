@@ -338,7 +338,7 @@ def test_one_that_is_asked_only_for_enough_blocks_says_what_it_was_not_asked_for
         mount.is_there = True
         state = opened(manager)
         own = manager.secondary_tiers[0]._opened_tier.tier_state
-        assert state.selective is own.index
+        assert state.cost_gated is own.index
         assert state.knowledge is own.index
         ctx = ReqContext("r")
         manager.on_new_request(ctx)

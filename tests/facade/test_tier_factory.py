@@ -88,13 +88,6 @@ def test_an_option_is_checked_against_its_default_before_anything_starts(module,
         SecondaryTierFactory.check_config({"type": "PlainTier", "module_path": module, **options})
 
 
-def test_the_old_name_of_the_fs_tier_is_understood_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="'fs_python' is called 'fs' now"):
-        SecondaryTierFactory.check_config(
-            {"type": "fs_python", "root_dir": "/made/up", "model": "m"}
-        )
-
-
 def test_an_out_of_tree_manager_is_found_by_module_path(create, module):
     tier = create({"type": "PlainManager", "module_path": module, "custom_param": 1})
     assert type(tier).__name__ == "PlainManager"

@@ -188,7 +188,7 @@ class World:
                 tier.settle_all()
             self.runner.run_ready()
 
-    def owes(self, index):
+    def has_pending(self, index):
         """Tell whether a tier has jobs, or copies of late ones, or is pending blocks."""
         planner = self.manager.planner
         jobs = planner.tiers[index].jobs

@@ -181,7 +181,7 @@ class FsMachine(RuleBasedStateMachine):
     # -- what others do -------------------------------------------------------------------------
 
     @rule(key=one_key, has_digest=st.booleans())
-    def foreign_file(self, key, has_digest):
+    def others_file(self, key, has_digest):
         self.is_disturbed = True
         if not self.place.path(key).exists():
             self.place.put(key, has_digest=has_digest)

@@ -248,15 +248,15 @@ static void test_spares_stand_for_threads_that_hang(void)
         CHECK(engine_submit(engine, hung[i]) == 0);
     }
     await_hanging(3);
-    CHECK(engine_tend(engine, 60000000000) == 0);
-    CHECK(engine_tend(engine, 0) == 3);
+    CHECK(engine_replace_hung(engine, 60000000000) == 0);
+    CHECK(engine_replace_hung(engine, 0) == 3);
     CHECK(engine->counters[THREADS] == 5 && engine->counters[SPARES] == 2);
     run(engine, other); /* by a spare */
-    CHECK(engine_tend(engine, 0) == 3);
+    CHECK(engine_replace_hung(engine, 0) == 3);
     release_calls();
     await_ended(engine, hung, 3);
     await_threads(engine, 3);
-    CHECK(engine_tend(engine, 0) == 0); /* joins those that were replaced */
+    CHECK(engine_replace_hung(engine, 0) == 0); /* joins those that were replaced */
     CHECK(engine->counters[SPARES] == 0);
     free_batch(other);
     for (int i = 0; i < 3; i++)
@@ -386,7 +386,7 @@ static void fuzz_round(_Atomic uint64_t *random, struct engine *engine)
         for (int i = 0; i < STORES_AT_ONCE; i++) {
             if (next_random(random) % 3 == 0)
                 engine_withdraw(engine, batches[i]->ticket);
-            engine_tend(engine, 0);
+            engine_replace_hung(engine, 0);
         }
         release_calls();
         await_ended(engine, ended, STORES_AT_ONCE);
@@ -416,7 +416,7 @@ static void fuzz_close(_Atomic uint64_t *random)
         CHECK(engine_submit(engine, batches[i]) == 0);
     }
     if (next_random(random) % 2)
-        engine_tend(engine, 0);
+        engine_replace_hung(engine, 0);
     int num_left = engine_close(engine, hangs ? 100000 : 60000000000);
     CHECK(hangs || num_left == 0);
     release_calls();

@@ -93,12 +93,6 @@ def test_vllms_own_keys_are_allowed():
     )
 
 
-def test_the_old_name_of_check_invariants_still_works():
-    with pytest.warns(DeprecationWarning, match="check_laws is called check_invariants now"):
-        spec = spec_with(check_laws=True)
-    assert spec._engine.config.check_invariants
-
-
 def test_the_canonical_layout_is_refused():
     with pytest.raises(ConfigError, match="canonical_layout"):
         KVOffloadSpec(replace(make_config([], "e"), canonical_layout=True))

@@ -259,7 +259,7 @@ struct engine *engine_open(const char *name, const struct limits *limits, file_c
 int engine_submit(struct engine *engine, struct batch *batch); /* EAGAIN, ESHUTDOWN */
 struct batch *engine_take(struct engine *engine);               /* a list of what has ended */
 void engine_withdraw(struct engine *engine, uint64_t ticket);   /* 0: all */
-int engine_tend(struct engine *engine, int64_t hung_after_ns);
+int engine_replace_hung(struct engine *engine, int64_t hung_after_ns);
 int engine_close(struct engine *engine, int64_t timeout_ns);
 void engine_free(struct engine *engine);
 int64_t monotonic_ns(void);

@@ -444,10 +444,10 @@ static PyObject *engine_withdraw_ticket(Engine *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
-static PyObject *engine_tend_threads(Engine *self, PyObject *hung_after_ns)
+static PyObject *engine_replace_hung_threads(Engine *self, PyObject *hung_after_ns)
 {
     int64_t ns;
-    return take_number(self, hung_after_ns, &ns) ? PyLong_FromLong(engine_tend(self->engine, ns))
+    return take_number(self, hung_after_ns, &ns) ? PyLong_FromLong(engine_replace_hung(self->engine, ns))
                                                  : NULL;
 }
 
@@ -531,7 +531,7 @@ static PyMethodDef engine_methods[] = {
     {"submit", (PyCFunction)engine_submit_batch, METH_VARARGS, NULL},
     {"take", (PyCFunction)engine_take_ended, METH_NOARGS, NULL},
     {"withdraw", (PyCFunction)engine_withdraw_ticket, METH_O, NULL},
-    {"tend", (PyCFunction)engine_tend_threads, METH_O, NULL},
+    {"replace_hung", (PyCFunction)engine_replace_hung_threads, METH_O, NULL},
     {"close", (PyCFunction)engine_close_threads, METH_O, NULL},
     {"counters", (PyCFunction)engine_counts, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

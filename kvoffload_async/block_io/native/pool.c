@@ -309,7 +309,7 @@ void engine_withdraw(struct engine *engine, uint64_t ticket)
     pthread_mutex_unlock(&engine->mutex);
 }
 
-int engine_tend(struct engine *engine, int64_t hung_after_ns)
+int engine_replace_hung(struct engine *engine, int64_t hung_after_ns)
 {
     int num_hung = 0;
     pthread_mutex_lock(&engine->mutex);

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, TypeVarTuple
+from typing import Any, Final, Generic, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
@@ -14,9 +14,6 @@ import anyio.to_thread
 from kvoffload_async.abc.maintenance import MAX_LISTED, MaintenanceControl, Problem
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.waiting import all_done
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 class BadBlock(Protocol):
@@ -122,15 +119,6 @@ class Verification(Generic[Bad]):
 IO_THREADS: Final = 4
 """Threads that are in a system call at once; more lose on a local disk."""
 
-_OLD_KEYS: Final = {
-    "verified": "sealed",
-    "with_digest": "sealed",
-    "without_digest": "unsealed",
-    "unknown_files": "strangers",
-    "unknown_file_bytes": "stranger_bytes",
-}
-"""What figures were called before; deprecated, and reported beside the new names."""
-
 Batch = TypeVar("Batch")
 Checked = TypeVar("Checked")
 Arguments = TypeVarTuple("Arguments")
@@ -189,10 +177,3 @@ async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Wait until tasks have ended, however often it is cancelled; then be cancelled."""
     with anyio.CancelScope(shield=True):
         await all_done(*tasks)
-
-
-def figures_of(report: DataclassInstance) -> dict[str, Any]:
-    """Return a report as a JSON object, with the keys that figures had before."""
-    figures = asdict(report)
-    old = {_OLD_KEYS[key]: value for key, value in figures.items() if key in _OLD_KEYS}
-    return figures | old

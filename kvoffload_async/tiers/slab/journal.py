@@ -122,7 +122,7 @@ class RecordTable:
         self._parts: dict[int, _Part] = {}
         self.tick = 1
         """Of the next use; about, with several threads."""
-        self.has_suspects = False
+        self.has_unverified = False
         """Whether there may be blocks that must be verified in any case."""
 
     def add_segment(self, segment: int, slots: int) -> None:
@@ -147,7 +147,9 @@ class RecordTable:
                 is_mine = segments == segment
                 mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
                 self._parts[segment].fill(slot_of(mine["place"]), mine)
-            self.has_suspects = self.has_suspects or bool((records["flags"] & NEEDS_VERIFY).any())
+            self.has_unverified = self.has_unverified or bool(
+                (records["flags"] & NEEDS_VERIFY).any()
+            )
             last_use = max(last_use, int(records["use"].max()))
         self.tick = max(self.tick, min(last_use + 1, MAX_USE))
 
@@ -188,7 +190,7 @@ class RecordTable:
         """Return the checksums of a run, one behind the other."""
         return self._parts[segment_of(place)].stored_digests(slot_of(place), count)
 
-    def is_suspect(self, place: SlotAddress, count: int) -> bool:
+    def needs_verify(self, place: SlotAddress, count: int) -> bool:
         """Tell whether one of a run must be verified in any case."""
         slot = slot_of(place)
         heads = self._parts[segment_of(place)].heads[slot : slot + count]

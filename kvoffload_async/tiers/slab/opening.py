@@ -261,7 +261,7 @@ class OpenStore:
         scanned, data_path = recovered.scanned, self.data_path
         data_path.table.fill(scanned.units, recovered.in_order())
         self._vouches = data_path.journal.open(
-            scanned.end_bytes, scanned.sequence, anew=recovered.is_suspect
+            scanned.end_bytes, scanned.sequence, anew=recovered.needs_verify
         )
         data_path.journal.note_gone(recovered.records(recovered.gone))
         return catalog

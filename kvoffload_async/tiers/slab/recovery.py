@@ -356,7 +356,7 @@ class Recovered:
         scanned: The journal; suspect blocks are marked in its units.
         rows: The units of the blocks that may be served, the least recently used first.
         gone: The units of those that may not.
-        is_suspect: Whether the journal has to be written anew, so that nobody trusts it later.
+        needs_verify: Whether the journal has to be written anew, so that nobody trusts it later.
         budget: With what is kept of a journal that could not be read taken off.
         session: What is known of the last process that had the store open.
     """
@@ -364,7 +364,7 @@ class Recovered:
     scanned: Scan
     rows: RecordRows
     gone: RecordRows
-    is_suspect: bool
+    needs_verify: bool
     budget: Budget
     session: Session | None
 
@@ -562,7 +562,7 @@ class Recovery:
         finally:
             self._ops.close(fd)
 
-    def _report(self, recovered: Recovered, num_suspect: int, *, is_trusted: bool) -> None:
+    def _report(self, recovered: Recovered, num_unverified: int, *, is_trusted: bool) -> None:
         scanned = recovered.scanned
         if scanned.is_damaged:
             logger.warning(
@@ -572,12 +572,12 @@ class Recovery:
                 scanned.lost_bytes,
                 scanned.num_gaps,
             )
-        if not is_trusted and num_suspect:
+        if not is_trusted and num_unverified:
             logger.warning(
                 "%s: the store was not closed before the machine went down, or its journal has "
                 "lost its end: its %d blocks are verified, and %d without a checksum are dropped",
                 self._folder,
-                num_suspect,
+                num_unverified,
                 len(recovered.gone),
             )
 

@@ -231,7 +231,7 @@ class LoadBatch(Batch):
             self._verified = [
                 run
                 for run in self.runs
-                if table.has_suspects and table.is_suspect(run.place, run.length)
+                if table.has_unverified and table.needs_verify(run.place, run.length)
             ]
             self.wants_digests = bool(self._verified)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from typing import ClassVar, Self
 
@@ -20,7 +21,7 @@ from kvoffload_async.abc.maintenance import (
 )
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo, figures_of
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.format import check_namespace
 from kvoffload_async.tiers.fs.maintenance.cleanup import Cleanup
@@ -61,7 +62,7 @@ class FsMaintenance(StoreMaintenance):
         found, _ = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
-        yield Summary("Store", found.rows, figures_of(found))
+        yield Summary("Store", found.rows, asdict(found))
 
     async def verify(self, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
@@ -78,7 +79,7 @@ class FsMaintenance(StoreMaintenance):
                 problem = verified.take_in(outcome)
                 if problem is not None:
                     yield problem
-        figures = figures_of(found) | {"verification": figures_of(verified)}
+        figures = asdict(found) | {"verification": asdict(verified)}
         yield Summary("Blocks", verified.rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
@@ -91,7 +92,7 @@ class FsMaintenance(StoreMaintenance):
         cleanup = Cleanup(self._ops, self._namespace, options)
         if refusal := await self._refusal(io, for_writing=True):
             yield Problem(refusal)
-            yield Summary(cleanup.removed.title, cleanup.removed.rows, figures_of(cleanup.removed))
+            yield Summary(cleanup.removed.title, cleanup.removed.rows, asdict(cleanup.removed))
             return
         try:
             await io.run(cleanup.register)
@@ -103,7 +104,7 @@ class FsMaintenance(StoreMaintenance):
         for finding in cleanup.take_findings():
             yield finding
         removed = cleanup.removed
-        yield Summary(removed.title, removed.rows, figures_of(removed))
+        yield Summary(removed.title, removed.rows, asdict(removed))
 
     def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
         """Remove corrupt blocks, as `gc` does when it is asked to: there is nothing to rebuild."""

@@ -10,7 +10,7 @@ import stat as stat_module
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import ClassVar, Final, Self
 
@@ -31,7 +31,7 @@ from kvoffload_async.abc.maintenance import (
 )
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.identity import boot_id
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, figures_of, problem_of
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, problem_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, SESSION, TEMP_SUFFIX
 from kvoffload_async.tiers.slab.maintenance.inspection import (
@@ -280,7 +280,7 @@ class SlabMaintenance(StoreMaintenance):
         found, _ = await inspect_slab(MaintenanceIo(self._ops, control), self._store)
         for text in found.problems:
             yield Problem(text)
-        yield Summary("Slab stores", found.rows, figures_of(found))
+        yield Summary("Slab stores", found.rows, asdict(found))
 
     async def verify(self, control: MaintenanceControl) -> Findings:
         """Read every block and compare it with its digest; changes nothing.
@@ -300,7 +300,7 @@ class SlabMaintenance(StoreMaintenance):
                 yield bad
         verified = await io.run(judged.verification, control.max_listed)
         rows = [*verified.rows, ("changed meanwhile", f"{verified.changed:,}")]
-        figures = figures_of(found) | {"verification": figures_of(verified)}
+        figures = asdict(found) | {"verification": asdict(verified)}
         yield Summary("Blocks", rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
@@ -314,7 +314,7 @@ class SlabMaintenance(StoreMaintenance):
         for finding in changes.take_findings():
             yield finding
         title = "Would be removed" if options.dry_run else "Removed"
-        yield Summary(title, changes.changed.rows, figures_of(changes.changed))
+        yield Summary(title, changes.changed.rows, asdict(changes.changed))
 
     def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
         """Keep all that verifies, and drop the rest; changes nothing where nothing is wrong.
@@ -334,7 +334,7 @@ class SlabMaintenance(StoreMaintenance):
                 await self._rebuild(io, changes, given)
         for finding in changes.take_findings():
             yield finding
-        yield Summary("Repaired", changes.changed.rows, figures_of(changes.changed))
+        yield Summary("Repaired", changes.changed.rows, asdict(changes.changed))
 
     @asynccontextmanager
     async def _locked(self, io: MaintenanceIo) -> AsyncIterator[None]:

@@ -1,6 +1,6 @@
 """What the bare native engine moves: the floor beneath the tiers, and how its pieces were chosen.
 
-    python tests/benchmarks/native_floor.py --folder /dev/shm --threads 3 --piece 256 --part 1024
+    python tests/benchmarks/native_baseline.py --folder /dev/shm --threads 3 --piece 256 --part 1024
 
 Each round moves 16 batches of 16 blocks, with checksums, to and from one file in the page cache;
 beside it `pwritev` and `preadv` without, in as many threads of Python. GiB/s, the best round of
