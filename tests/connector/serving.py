@@ -332,8 +332,11 @@ class Serving:
             for first in range(start, len(text), size)
         )
 
-    def run_until(self, is_at_rest, seconds=0.0, max_steps=400):
-        """Let everything that can end do so, step by step."""
+    def run_until(self, is_at_rest, seconds=0.1, max_steps=400):
+        """Let everything that can end do so, step by step, each of which takes some seconds.
+
+        A request that is first in line for room, and is not asked for, delays the others a moment.
+        """
         planner = self.world.manager.planner
         for _ in range(max_steps):
             self.world.settle_all()  # before any deadline passes
