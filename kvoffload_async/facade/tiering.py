@@ -284,7 +284,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what is known of a block; a hit in a secondary tier queues its promotion."""
-        self.begin_step()
+        if not self._polled_this_step:  # asked for every key
+            self.begin_step()
         if self._is_tagged and not self.generation.has(key):
             return LookupResult.MISS
         return self.planner.lookup(key, req_context)
