@@ -116,9 +116,13 @@ class Promotions:
             told = 0 if lines.has_new_first[tier] else self._told[tier]
             if not (room and told) or first.asked_at_s == now_s:
                 lines.moved(tier, now_s)
-            has_news = room > told or not (room or self._room_may_come(tier, first))
-            if has_news and self._primary.decided is not None:
-                self._primary.decided(list(first.refused[tier]))
+            keys = list(first.refused[tier])
+            is_in_vain = not (room or self._room_may_come(tier, first))
+            if is_in_vain:  # it waits no more, also if it asks another tier first and waits there
+                for key in keys:
+                    lines.served(tier, first, key)
+            if (is_in_vain or room > told) and self._primary.decided is not None:
+                self._primary.decided(keys)
             self._told[tier] = room
 
     def fail(self, tier: int, keys: Sequence[OffloadKey]) -> None:

@@ -221,6 +221,10 @@ def test_who_waits_is_told_when_no_room_comes_any_more():
     world.orphan()
     world.step()
     assert told == ks("ab")
+    for _ in range(3):
+        world.step()
+    assert told == ks("ab"), "it is told once, also if it does not ask this tier again"
+    assert not any(world.planner.promotions.lines.waiting())
     assert ask(world, second, "b") == [MISS]
     world.wind_down()
 
