@@ -151,7 +151,7 @@ def prometheus(*tiers):
 
 def test_failures_reach_prometheus_by_cause_and_each_once(serving, ops, faulty, fs):
     world = serving(faulty)
-    ops.fail(errno.ENOSPC, on="pwrite")
+    ops.fail(errno.ENOSPC, on="pwritev")
     world.store(keys_of(1))
     world.settle()
     metrics, registry = prometheus(faulty, fs)

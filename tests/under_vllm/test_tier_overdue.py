@@ -20,7 +20,7 @@ def world(serving, faulty):
 
 
 def test_an_overdue_store_keeps_its_slots_pinned_until_its_bytes_rest(world, ops):
-    hang = ops.hang(on="pwrite")
+    hang = ops.hang(on="pwritev")
     keys = keys_of(1, 2, 3, 4)
     world.store(keys)
     until_overdue(world)
@@ -50,7 +50,7 @@ def test_an_overdue_load_keeps_its_slot_until_its_bytes_rest_and_is_then_a_miss(
 
 
 def test_an_overdue_job_is_reported_once_as_failed_and_counted(world, ops):
-    hang = ops.hang(on="pwrite")
+    hang = ops.hang(on="pwritev")
     world.store(keys_of(1))
     until_overdue(world)
     hang.release()
@@ -66,7 +66,7 @@ def test_an_overdue_job_is_reported_once_as_failed_and_counted(world, ops):
 
 
 def test_draining_raises_where_bytes_do_not_come_to_rest_and_a_reset_changes_nothing(world, ops):
-    hang = ops.hang(on="pwrite")
+    hang = ops.hang(on="pwritev")
     keys = keys_of(1, 2)
     world.store(keys)
     world.tier._drain_timeout_s = 2 * IO_TIMEOUT_S
@@ -82,7 +82,7 @@ def test_draining_raises_where_bytes_do_not_come_to_rest_and_a_reset_changes_not
 
 
 def test_a_shutdown_that_leaves_a_copy_behind_keeps_the_primary_mapped(world, ops):
-    hang = ops.hang(on="pwrite")
+    hang = ops.hang(on="pwritev")
     world.store(keys_of(1))
     until_overdue(world)
     mapping = world.spec._scheduler_mmap.mmap_obj
