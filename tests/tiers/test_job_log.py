@@ -70,7 +70,7 @@ def test_back_pressure_and_the_shutdown_are_no_errors(worlds, caplog, closes):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (TierUnavailableError("EIO"), " (the engine does without these blocks; fix the named cause"),
+        (TierUnavailableError("EIO"), "does without these blocks; fix the named cause"),
         (CorruptBlockError("xxh3"), "check the disk: kvoffload store verify)"),
         (TierFullError("no room"), "raise its capacity, or make some)"),
         (JobCancelledError("cancelled"), "cancelled"),
