@@ -51,6 +51,9 @@ class Promotions:
         self._batches: dict[tuple[int, ReqContext], _Batch] = {}
         self._told = [0] * len(tiers)
         """How much room there was when the first in each line was told of it last, or less."""
+        self._in_vain: list[RequestState | None] = [None] * len(tiers)
+        """Who was told last, as the first in each line, that no room comes; until room may come."""
+        self._in_vain_s = [0.0] * len(tiers)
 
     @property
     def outstanding_slots(self) -> int:
@@ -105,7 +108,9 @@ class Promotions:
     def serve(self, now_s: float) -> None:
         """At the end of a step: have the first in line ask again if it gets another answer now.
 
-        Only the first one, and once for the same room: who has asked in vain is not told again.
+        Only the first one, and once for the same room: who has asked in vain is not told again. It
+        stays first until it has asked, so that it hears that there is no room, and leaves the line
+        if it has asked another tier meanwhile, and waits there.
         """
         lines = self.lines
         for tier, _ in lines.firsts():
@@ -116,13 +121,15 @@ class Promotions:
             told = 0 if lines.has_new_first[tier] else self._told[tier]
             if not (room and told) or first.asked_at_s == now_s:
                 lines.moved(tier, now_s)
-            keys = list(first.refused[tier])
             is_in_vain = not (room or self._room_may_come(tier, first))
-            if is_in_vain:  # it waits no more, also if it asks another tier first and waits there
-                for key in keys:
-                    lines.served(tier, first, key)
+            if is_in_vain and self._in_vain[tier] is first:
+                if first.asked_at_s > self._in_vain_s[tier]:
+                    for key in list(first.refused[tier]):
+                        lines.served(tier, first, key)
+                continue
+            self._in_vain[tier], self._in_vain_s[tier] = (first if is_in_vain else None), now_s
             if (is_in_vain or room > told) and self._primary.decided is not None:
-                self._primary.decided(keys)
+                self._primary.decided(list(first.refused[tier]))
             self._told[tier] = room
 
     def fail(self, tier: int, keys: Sequence[OffloadKey]) -> None:

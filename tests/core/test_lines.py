@@ -223,9 +223,47 @@ def test_who_waits_is_told_when_no_room_comes_any_more():
     assert told == ks("ab")
     for _ in range(3):
         world.step()
-    assert told == ks("ab"), "it is told once, also if it does not ask this tier again"
-    assert not any(world.planner.promotions.lines.waiting())
+    assert told == ks("ab"), "once"
     assert ask(world, second, "b") == [MISS]
+    world.wind_down()
+
+
+def in_vain():
+    """Two requests in line for room that does not come any more, as it has turned out."""
+    world = world_of(8, "abcd", num_slots=4, reserved=0.5)
+    requests = [world.begin(req_id) for req_id in ("holds", "first", "second")]
+    answers = [ask(world, ctx, name) for ctx, name in zip(requests, "abc", strict=True)]
+    assert answers == [[PENDING], [RETRY], [RETRY]]
+    world.step()
+    world.orphan()
+    told = []
+    world.primary.decided = told.extend
+    world.step()
+    return world, requests[1:], told
+
+
+def test_who_is_told_that_no_room_comes_is_not_put_in_line_again_behind_the_next():
+    world, (first, second), told = in_vain()
+    assert told[-1:] == ks("b")
+    assert ask(world, first, "b") == [MISS]
+    world.step()
+    assert told[-1:] == ks("c")
+    assert ask(world, second, "c") == [MISS]
+    del told[:]
+    world.step()
+    assert not told
+    assert not any(world.planner.promotions.lines.waiting())
+    world.wind_down()
+
+
+def test_who_is_told_that_no_room_comes_and_waits_elsewhere_by_then_leaves_the_line():
+    world, (first, second), told = in_vain()
+    assert ask(world, first, "z") == [MISS]
+    world.step()
+    assert world.planner.promotions.lines.first(0).ctx is second
+    world.step()
+    assert told.count(k("b")) == 1
+    assert told[-1:] == ks("c")
     world.wind_down()
 
 
