@@ -186,6 +186,9 @@ class ReplayWorld(World):
     def rescan(self):
         self.park(False)
         self.runner.advance(RESCAN_S + 1.0)
+        walk = self.fs._housekeeping._walk
+        while walk.is_in_cycle:  # a step takes so much processor time, and the machine may be slow
+            self.runner.advance(1.0)
         self.park(True)
         self.manager.on_schedule_end()
 
