@@ -316,7 +316,7 @@ class StepwiseDriver:
             self._on_step()
 
     def drain(self, timeout_s: float) -> bool:
-        """Finish the requests in flight and step until the engine is idle; False at the deadline."""
+        """Finish requests in flight and step until the engine is idle; False at the deadline."""
         for prompt in self._active.values():
             prompt.stage = Stage.ENDED
             self._connector.request_finished(prompt)

@@ -72,9 +72,7 @@ def serve(lines: BinaryIO, say: Callable[[bytes], None]) -> None:
 
 def _end_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends, if supported."""
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # not Linux: the closed pipe ends this process
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: the closed pipe ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent has ended")  # the parent had died before PR_SET_PDEATHSIG was set
