@@ -26,7 +26,6 @@ class FsTier(VllmTier):
 
     Attributes:
         file_mapper: `get_file_name(key)` returns the path of a block.
-        file_mapper: `get_file_name(key)` is the path of a block.
     """
 
     kind: ClassVar[str] = "fs"

@@ -38,11 +38,12 @@ _BLOCK_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
 class Namespace:
     """The folder of one run configuration and rank.
 
-    digest: Identifies the layout of the blocks' bytes.
-    config_path: Path of the run configuration's file, for information only.
-    folder: Folder of the blocks.
-    rank: Rank of the blocks.
-    fields: The run configuration.
+    Attributes:
+        digest: Identifies the layout of the blocks' bytes.
+        config_path: Path of the run configuration's file, for information only.
+        folder: Folder of the blocks.
+        rank: Rank of the blocks.
+        fields: The run configuration.
     """
 
     def __init__(self, root_dir: str, fields: Mapping[str, Any], rank: int = 0) -> None:
