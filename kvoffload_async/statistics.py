@@ -71,7 +71,7 @@ class HistogramStatistics:
         return sum(self.counts)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """Iterate over (upper bound in seconds, durations up to it); the last bound is infinity."""
+        """Iterate over (upper bound in seconds, number of durations up to it); infinity last."""
         return zip((*BUCKET_BOUNDS_S, float("inf")), accumulate(self.counts), strict=True)
 
 

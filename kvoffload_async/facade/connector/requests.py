@@ -171,7 +171,7 @@ class ConnectorRequest:
             group.next_chunk = 0
 
     def invalidate(self, blocks: Collection[int]) -> set[int]:
-        """Invalidate those of `blocks` that are in the tables; return them."""
+        """Replace those of `blocks` in the tables by `NULL_BLOCK`; return the ones found."""
         taken = set()
         for group in self.groups:
             for at, block in enumerate(group.block_ids):

@@ -270,7 +270,7 @@ class Identity:
     Attributes:
         run_config: The fields of the identity, as JSON; a tier's directory is named by their
             digest.
-        rank: Rank of the blocks' rows; with one scheduler, a row has the cells of all its ranks.
+        rank: Rank in the directory's name; a row contains the cells of all ranks of a scheduler.
         unknown: Why the model's content is unknown, so that only this process may use the blocks;
             empty if it is known.
     """

@@ -1,4 +1,4 @@
-"""Counters of a tier beyond those that vLLM keeps per tier, and its labels.
+"""Per-tier counters in addition to vLLM's own, and the labels that describe a tier.
 
 vLLM already counts bytes, times, hits and failures per tier. The names begin with `vllm:` because
 vLLM unregisters only such metrics.

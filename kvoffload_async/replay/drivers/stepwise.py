@@ -211,7 +211,7 @@ class Batch:
                 plan.is_full = True
                 victim = next(f for f in reversed(prompts) if f.stage is Stage.RUNNING)
                 if victim is prompt and any(f.stage is Stage.LOADING for f in prompts):
-                    return  # being computed by another request; shared when ready
+                    return  # another request computes it; its frame can be shared then
                 self._preempt(victim, plan)
                 if victim is prompt:
                     return

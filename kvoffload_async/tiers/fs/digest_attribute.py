@@ -32,7 +32,7 @@ class Origin(enum.Enum):
     OTHER_KEY = enum.auto()
     """Another integrity key, or one where this tier has none, or none where it has one."""
     NEWER = enum.auto()
-    """A newer release."""
+    """Written by a newer release."""
     NOBODY = enum.auto()
     """Damaged."""
 

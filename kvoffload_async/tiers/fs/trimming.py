@@ -27,7 +27,7 @@ class Trimming:
     def __init__(
         self, usage: UsageFile, space: Space, run: RunIo, folder: str, capacity_bytes: int
     ) -> None:
-        """Set the count, the blocks, and the folder and capacity for log messages."""
+        """Create the object; `folder` and `capacity_bytes` appear in log messages."""
         self._usage = usage
         self._space = space
         self._run = run

@@ -12,9 +12,9 @@ from kvoffload_async.tiers.fs.outcome import DiskChange
 
 
 class UnreportedUsage:
-    """This writer's entry in the count after its next change.
+    """This writer's reservations and disk changes, to be merged into the shared count.
 
-    It never waits for a change in progress, so nothing is lost if that hangs.
+    Methods for jobs do not wait for a change of the file, so nothing is lost if one hangs.
     """
 
     def __init__(self, writer_id: str) -> None:

@@ -97,7 +97,7 @@ class BlockWriter:
 
         Args:
             outcomes: The blocks. Outcomes are filled in one by one, so that none is lost if the
-                caller is cancelled. A victim that was already taken is not replaced by another.
+                caller is cancelled. A retry with `victim_taken` takes no second victim.
         """
         for outcome in outcomes:
             try:
