@@ -52,7 +52,7 @@ class TouchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BeginRequest:
-    """Learn that jobs may follow for the engine's own request; others' begins are told at once."""
+    """Announce that jobs may follow for the engine's own request; others are announced at once."""
 
     ctx: ReqContext
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NUMBER: Final = "{x:,.9g}"
 _RECENT: Final = 20
-"""Window of the moving hit ratio: one part in this many of a pass's samples."""
+"""Window of the moving hit ratio: this fraction (1/20) of a pass's samples."""
 _SLOTS: Final = {"pinned": "C3", "writing": "C1", "held": "0.4", "idle": "C2"}
 _SVG_REFERENCE: Final = re.compile(r'(\bid="|url\(#|href="#)')
 

@@ -5,16 +5,16 @@ the older slot with the next sequence number. A torn write loses only that chang
 state remains valid. Little-endian:
 
     0     8 bytes magic, u32 version, u32 features that a reader must know (none yet)
-    16    u64 sequence, i64 settled bytes of all buckets that are known
-    32    u64 bytes that dead writers had reserved, ever; u64 of these given up again
-    48    u32 buckets that are not known, u32 writers
-    56    u64 XXH3-64 of the rest, which ends behind the last writer
-    64    257 times i64 settled bytes (-1: not known), u32 changes in sectors, wrapping
+    16    u64 sequence, i64 settled bytes of all known buckets
+    32    u64 bytes ever reserved by dead writers, u64 bytes of these written off
+    48    u32 unknown buckets, u32 writers
+    56    u64 XXH3-64 of the rest, up to the last writer
+    64    257 times i64 settled bytes (-1: unknown), u32 changes in sectors, wrapping
     3200  up to 104 times 24 bytes writer's id, u64 reserved bytes, u32 operations begun, u32 oldest
-          operation that has not ended, u32 changes told, u32 nothing
+          operation that has not ended, u32 changes made, u32 unused
 
-A bucket is what lies below the top folders whose names begin with the same two digits; the last one
-is everything else.
+A bucket is everything below the top folders whose names begin with the same two digits; the last
+bucket is everything else.
 """
 
 from __future__ import annotations
