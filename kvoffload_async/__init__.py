@@ -1,6 +1,6 @@
-"""A multi-tier KV-cache offload engine for LLM serving: asyncio inside, plain calls outside.
+"""A multi-tier KV-cache offload engine for LLM serving: asyncio inside, a synchronous API outside.
 
-The public names, and nothing else: importing it loads no torch and starts no thread.
+This module exports the public names. Importing it loads no torch and starts no thread.
 """
 
 from kvoffload_async.abc.maintenance import (

@@ -1,45 +1,44 @@
-"""The error tree: the name of an error says who is at fault.
+"""The exception hierarchy; the class says who has to act.
 
-`ConfigError` is the fault of whoever wrote the configuration, `InputError` of whoever named a file
-or a directory, `StateError` and `ClosedError` of the calling code, `BusyError` of nobody (a bound
-was reached: try again later), `TierError` of a storage tier, `TransportError` of the device
-transport. Errors of third-party libraries are mapped onto this tree once, at the edge where they
-enter.
+`ConfigError`: the configuration is wrong. `InputError`: a given file or directory is unusable.
+`StateError`, `ClosedError`: the calling code is wrong. `BusyError`: a limit was reached, try again
+later. `TierError`: a storage tier failed. `TransportError`: a device transfer failed. Errors of
+third-party libraries are mapped to these classes once, where they enter the package.
 """
 
 from __future__ import annotations
 
 
 class OffloadError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigError(OffloadError, ValueError):
-    """A configuration value is unusable; the message names the key, the value and the remedy."""
+    """A configuration value is invalid; the message names the key, the value and the fix."""
 
 
 class UnknownNameError(ConfigError):
-    """A name (tier, policy, key) is not known; the message lists the ones that are."""
+    """A name (tier, policy, key) is unknown; the message lists the known names."""
 
 
 class InputError(OffloadError, ValueError):
-    """What a user names (a directory, a trace, a file) cannot be used; the message is one line."""
+    """A directory, trace or file given by the user cannot be used; the message is one line."""
 
 
 class StalledError(OffloadError):
-    """Requests wait, and the engine has made no progress for too long: a defect, or a dead tier."""
+    """Requests wait, but the engine has made no progress for too long: a bug, or a dead tier."""
 
 
 class StateError(OffloadError):
-    """The caller broke a precondition: an unknown request, unequal lengths, a foreign job."""
+    """The caller broke a precondition: unknown request, unequal lengths, another object's job."""
 
 
 class IllegalTransitionError(StateError):
-    """An event reached a job in a state in which it cannot happen: a defect, never bad luck."""
+    """A job received an event that is illegal in its state; always a bug."""
 
 
 class InvariantError(OffloadError):
-    """An invariant does not hold: a defect of this package, found by its own checks."""
+    """An internal check found a violated invariant: a bug in this package."""
 
 
 class ClosedError(StateError):
@@ -47,27 +46,27 @@ class ClosedError(StateError):
 
 
 class BusyError(OffloadError):
-    """A bound was reached; nothing was changed, and the call may succeed later."""
+    """A limit was reached. Nothing was changed, and the call may succeed later."""
 
 
 class InvalidatedError(OffloadError):
-    """The cache was reset, or its generation changed, under the call: compute the blocks."""
+    """The cache was reset, or its generation changed, during the call; compute the blocks."""
 
 
 class TierError(OffloadError):
-    """A block of a job failed in a storage tier."""
+    """A storage tier failed to move a block of a job."""
 
 
 class TierUnavailableError(TierError):
-    """The tier, or the device or service behind it, failed; not the fault of one block."""
+    """The tier, or its device or service, failed as a whole; not caused by one block."""
 
 
 class TierTimeoutError(TierUnavailableError):
-    """A job did not end before its deadline, or a tier was not open before that."""
+    """A job missed its deadline, or the tier did not open before it."""
 
 
 class ShardUnavailableError(TierUnavailableError):
-    """The server of the tier that has the block failed; its other servers work."""
+    """The server that holds the block failed; the tier's other servers work."""
 
 
 class TierBusyError(TierError, BusyError):
@@ -75,19 +74,19 @@ class TierBusyError(TierError, BusyError):
 
 
 class RepeatedKeyError(TierError, StateError):
-    """The job names a key twice; nothing of it was moved."""
+    """The job contains a key twice; no block was moved."""
 
 
 class UnknownSlotError(TierError, StateError):
-    """The job names a slot that the primary tier does not have; nothing of it was moved."""
+    """The job names a slot that the primary tier does not have; no block was moved."""
 
 
 class TierFullError(TierError):
-    """No room was left for the block, and none could be made."""
+    """The tier had no space for the block and could not free any."""
 
 
 class TierClosedError(TierError):
-    """The tier was shut down before the job had ended."""
+    """The tier was shut down before the job ended."""
 
 
 class BlockMissingError(TierError):
@@ -95,7 +94,7 @@ class BlockMissingError(TierError):
 
 
 class CorruptBlockError(TierError):
-    """The stored bytes are not the bytes that were given: a wrong checksum or a short read."""
+    """The stored bytes differ from those written: checksum mismatch or short read."""
 
 
 class JobCancelledError(TierError):
@@ -107,9 +106,9 @@ class TransportError(OffloadError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an error says, with its class where that is a third party's.
+    """Return an error's message, prefixed with the class name for third-party errors.
 
-    Never raises: str() of a third party's error may.
+    Never raises, although str() of a third-party error may.
     """
     name = type(error).__name__
     try:
@@ -122,12 +121,12 @@ def text_of(error: BaseException) -> str:
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Let go of the frames of an error, of its causes and contexts, and of the errors in a group.
+    """Drop the tracebacks of an error, its causes and contexts, and the errors in a group.
 
-    Who keeps an error would keep what the functions that it has passed through were working on;
-    on Python 3.12 and 3.13 what everybody who awaited them was working on, too, as the frame of a
-    coroutine that has ended still refers to its awaiter's (cpython issue 100964). A mapping cannot
-    be closed under the slices among that.
+    A traceback keeps the local variables of every frame that the error passed through. On Python
+    3.12 and 3.13 it also keeps those of the awaiting coroutines, because the frame of a finished
+    coroutine still refers to its awaiter (cpython issue 100964). Slices of a mapping among those
+    variables prevent the mapping from being closed.
     """
     seen: set[int] = set()
     rest = [error]

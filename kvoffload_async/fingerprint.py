@@ -1,8 +1,8 @@
-"""The content of a model's files as a short text: cheap to compute, equal wherever the files are.
+"""A short fingerprint of a model's files, cheap to compute and equal on every host.
 
-Reading terabytes of weights at every start is out of the question, so a large file is known by its
-size, by samples of its content, and by one of these: the hash that the Hugging Face hub publishes
-beside it, or else its modification time. Small files are read whole.
+Terabytes of weights cannot be read at every start. A large file is therefore identified by its
+size, samples of its content, and the hash published by the Hugging Face hub or, without one, its
+modification time. Small files are read whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvoffload_async.errors import ConfigError
 _WEIGHTS: Final = frozenset({".bin", ".ckpt", ".gguf", ".npz", ".pt", ".pth", ".tensors"})
 _SAFETENSORS: Final = ".safetensors"
 _CONFIGURATION: Final = re.compile(r"(config|params)\.json|.*\.index\.json|.*quant.*\.json|.*\.py")
-"""Configuration, indexes, quantisation and scales, and the code of models that bring their own."""
+"""Configuration, indexes, quantisation and scales, and the code of models that ship their own."""
 
 _MAX_FILES: Final = 10_000
 _WHOLE_BYTES: Final = 1 << 20
@@ -35,22 +35,22 @@ _PUBLISHED_HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 def fingerprint_files(
     path: str | os.PathLike[str], *, all_formats: bool = False, also: Collection[str] = ()
 ) -> str:
-    """Return 64 hexadecimal digits that change when the weights of a model do.
+    """Return 64 hexadecimal digits that change when the weights of a model change.
 
-    What counts lies in the folder itself: the files with weights, indexes, configuration,
-    quantisation, code. What only concerns text and sampling (tokenizer, chat template) does not.
+    Included are files directly in the folder: weights, indexes, configuration, quantisation and
+    code. Files that affect only text and sampling (tokenizer, chat template) are ignored.
 
     Args:
-        path: The model's folder, or the one file that it consists of.
-        all_formats: Where there are safetensors, other files with weights count as well. By
-            default they do not, as loaders leave them alone.
-        also: Names of more files that count where they are there, such as the configuration of an
+        path: The model's folder, or a model in a single file.
+        all_formats: Include other weight files even if there are safetensors files. By default
+            they are ignored, as loaders ignore them.
+        also: Names of further files to include if present, such as the configuration of an
             image processor.
 
     Raises:
-        ConfigError: There are no weights, too many files, or some cannot be read.
+        ConfigError: There are no weights, too many files, or unreadable files.
 
-    Thread: any; reads files, and so may wait for a disk.
+    May be called from any thread. Blocks on file I/O.
     """
     root = Path(path)
     try:
@@ -66,7 +66,7 @@ def fingerprint_files(
 
 
 def _files_of(root: Path, all_formats: bool, also: Collection[str]) -> list[Path]:
-    """Return the files that count."""
+    """Return the files that the fingerprint covers."""
     listed = list(itertools.islice(root.iterdir(), _MAX_FILES + 1))
     if len(listed) > _MAX_FILES:
         raise ConfigError(f"model: there are more than {_MAX_FILES} files in {str(root)!r}")
@@ -79,7 +79,7 @@ def _files_of(root: Path, all_formats: bool, also: Collection[str]) -> list[Path
 
 
 def _evidence(file: Path) -> Iterator[object]:
-    """Yield what is known of one file's content, as JSON."""
+    """Yield the identifying properties of one file's content, as JSON values."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(fd)
@@ -90,7 +90,7 @@ def _evidence(file: Path) -> Iterator[object]:
             yield _digest(fd, [(0, found.st_size)])
             return
         yield _digest(fd, _samples(fd, file, found.st_size))
-        # A copy that preserves times is as old as its source, but it is not in place as long.
+        # A copy may preserve an older mtime; its ctime is the time of the copy.
         in_place_since_s = max(found.st_mtime, found.st_ctime)
         yield _published_hash(file, in_place_since_s) or found.st_mtime_ns
     finally:
@@ -98,7 +98,7 @@ def _evidence(file: Path) -> Iterator[object]:
 
 
 def _samples(fd: int, file: Path, size: int) -> list[tuple[int, int]]:
-    """Return what to read of a large file, as (offset, bytes): its header, and evenly spread parts.
+    """Return the ranges to read of a large file, as (offset, bytes): header and spread samples.
 
     Source: safetensors, https://github.com/huggingface/safetensors#format (8 bytes of length,
     little-endian, then that many bytes of JSON).
@@ -119,11 +119,11 @@ def _digest(fd: int, parts: list[tuple[int, int]]) -> str:
 
 
 def _published_hash(file: Path, in_place_since_s: float) -> str | None:
-    """Return the hash under which the hub published a file, if it is still the file's.
+    """Return the hash that the hub published for a file, if it still applies.
 
-    In the hub's cache a snapshot's file is a link to a blob of that name. A download into a folder
-    of the user's has the hash in `.cache/huggingface/download/<name>.metadata` (commit, hash, time
-    of the download, a line each); it counts if the file has not been touched since.
+    In the hub's cache a snapshot's file is a link to a blob named by its hash. A download to a
+    user's folder has it in `.cache/huggingface/download/<name>.metadata` (commit, hash and time of
+    the download, one per line), valid if the file was not modified since.
 
     Source: huggingface_hub, file_download.py and _local_folder.py.
     """

@@ -1,4 +1,4 @@
-"""Names to classes, imported only when they are asked for; the cache policies among them."""
+"""Registries that map names to lazily imported classes, and the registry of cache policies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvoffload_async.errors import ConfigError, UnknownNameError
 
 
 class Registry:
-    """Lazily imported classes of one kind, under the names that configurations use.
+    """Lazily imported classes of one kind, by their configuration name.
 
-    Third parties add to it by an entry point, so that a name needs no registration call.
+    Third parties can add names through an entry point, without a registration call.
     """
 
     def __init__(self, kind: str, entry_point_group: str) -> None:
@@ -25,10 +25,10 @@ class Registry:
         self._loaders: dict[str, Callable[[], type]] = {}
 
     def register(self, name: str, import_path: str, class_name: str) -> None:
-        """Add a name; nothing is imported.
+        """Register a class by name without importing it.
 
         Raises:
-            ConfigError: The name is taken.
+            ConfigError: The name is already registered.
         """
         if name in self._loaders:
             raise ConfigError(f"{self.kind} {name!r} is already registered")
@@ -38,17 +38,17 @@ class Registry:
         return name in self._loaders or name in self._entry_points()
 
     def names(self) -> list[str]:
-        """Return every name, those of entry points included."""
+        """Return all names, including those of entry points."""
         return sorted({*self._loaders, *self._entry_points()})
 
     def load(self, name: str) -> type:
         """Import the class behind a name.
 
         Raises:
-            UnknownNameError: No such name; the message lists those that are.
-            ImportError: Its module cannot be imported.
-            AttributeError: Its module has no such class.
-            ConfigError: Its module raises anything else when it is imported, or it is no class.
+            UnknownNameError: The name is unknown; the message lists the known names.
+            ImportError: The module cannot be imported.
+            AttributeError: The module has no such class.
+            ConfigError: Importing the module raised another error, or the object is no class.
         """
         loader = self._loaders.get(name)
         if loader is not None:
@@ -69,13 +69,13 @@ class Registry:
 
 
 def load_class(import_path: str, class_name: str, key: str = "import_path") -> type:
-    """Import a class; `key` is what the module's name is called where it comes from.
+    """Import a class; `key` is the name of the option that gave the module, for messages.
 
     Raises:
-        ImportError: The module cannot be found, or an import of its own fails.
+        ImportError: The module is not found, or one of its own imports fails.
         AttributeError: The module has no such class.
-        ConfigError: `import_path` is no full module name, the module raises anything else when it
-            is imported, or what it has under that name is no class.
+        ConfigError: `import_path` is not a full module name, importing the module raised another
+            error, or the object is not a class.
     """
     if not all(import_path.split(".")):
         raise ConfigError(
@@ -89,7 +89,7 @@ def load_class(import_path: str, class_name: str, key: str = "import_path") -> t
 
 @contextmanager
 def _failing_import(what: str) -> Iterator[None]:
-    """Name the module that fails for a reason of its own; an import error names it by itself."""
+    """Convert errors raised during an import to ConfigError; import errors pass unchanged."""
     try:
         yield
     except (ImportError, AttributeError):
@@ -116,7 +116,7 @@ def check_policy(name: str) -> type[CachePolicy]:
     """Return the class of a cache policy by name.
 
     Raises:
-        UnknownNameError: No such policy; the message lists those that are.
+        UnknownNameError: The policy is unknown; the message lists the known ones.
     """
     if name not in POLICIES:
         names = POLICIES.names()
@@ -130,5 +130,5 @@ def check_policy(name: str) -> type[CachePolicy]:
 
 
 def create_policy(name: str, capacity_blocks: int) -> CachePolicy:
-    """Return a new cache policy by name; raises what `check_policy` raises."""
+    """Return a new cache policy by name; raises the errors of `check_policy`."""
     return check_policy(name)(capacity_blocks)

@@ -1,22 +1,22 @@
-"""What an engine has done so far, and what it holds now: plain numbers, read at one moment.
+"""Snapshots of an engine's counters and gauges.
 
-`stats()` of an engine, a manager or a tier returns one of these. Reading takes no lock, walks no
-blocks, and waits for nobody, so that it may be done every step. *Counters* only grow, as long as
-the object lives; *gauges* say how it is now. Blocks count one each, whatever their size; bytes are
-those of the primary's rows.
+`stats()` of an engine, a manager or a tier returns one of these. Reading takes no lock, does not
+iterate over blocks and never blocks, so it may be done every step. *Counters* only grow during the
+object's lifetime; *gauges* are current values. Blocks count one each, whatever their size; bytes
+are those of the primary's rows.
 
-Any thread may read an engine or a `TieringOffloadingManager`. On the owner's it reads how it is
-now; on another one it reads the counters and gauges that were published at the end of the owner's
-last step. What a tier says of itself (`gauges`, histograms, `corrupt_blocks` and the like) is read
-at the time of the call. A primary or a tier without such a manager is read by its owner's thread.
+An engine or a `TieringOffloadingManager` may be read from any thread. The owner's thread gets
+current values; other threads get those published at the end of the owner's last step. Values that
+come from the tier itself (`gauges`, histograms, `corrupt_blocks` and the like) are read at the
+call. A primary or a tier without such a manager may only be read by its owner's thread.
 
-Of what is counted the following always hold, on whatever thread. For a primary: `lookups == hits +
-pending_hits + misses`. For a planner: `lookups == hits + pending_hits + retries +
-sum(misses.values())`, and `jobs_submitted` is `job_results` and the tiers' `jobs_in_flight`. For a
-tier: `lookups == hits + misses + undecided`, `submitted_jobs == finished_jobs + jobs_in_flight`,
-`failed_jobs` is the sum of `failed_jobs_by_error`, and `dropped_blocks` that of `dropped`.
+These equations hold in every snapshot. Primary: `lookups == hits + pending_hits + misses`. Planner:
+`lookups == hits + pending_hits + retries + sum(misses.values())`, and `jobs_submitted` equals
+`job_results` plus the tiers' `jobs_in_flight`. Tier: `lookups == hits + misses + undecided`,
+`submitted_jobs == finished_jobs + jobs_in_flight`, `failed_jobs` is the sum of
+`failed_jobs_by_error`, and `dropped_blocks` the sum of `dropped`.
 
-A counter that the engine gets is a field here of the same name; nothing else needs to know it.
+The engine increments a counter under the name that its field has here.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ BUCKET_BOUNDS_S: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
-"""The inclusive upper bounds of a histogram's buckets, in seconds; above the last is one more."""
+"""Inclusive upper bounds of the histogram buckets, in seconds; one more bucket is unbounded."""
 
 MissReason = Literal["absent", "skipped", "no_room", "paused", "expired"]
 MISS_REASONS: Final[tuple[MissReason, ...]] = get_args(MissReason)
-"""Why a lookup found nothing: no tier has the block; a tier that was not asked may have it; a tier
-has it, but the primary has no slot for it, and will have none; a reset is under way; the request
-was deferred for longer than `deferral_timeout_s`."""
+"""Why a lookup missed. `absent`: no tier has the block. `skipped`: a tier that was not asked may
+have it. `no_room`: a tier has it, but the primary cannot free a slot. `paused`: a reset is in
+progress. `expired`: the request was deferred for longer than `deferral_timeout_s`."""
 
 SkipReason = Literal["unavailable", "suspended", "filtered", "failed", "too_few"]
 SKIP_REASONS: Final[tuple[SkipReason, ...]] = get_args(SkipReason)
-"""Why a tier was not asked: it is not open; its breaker is; the request loads nothing from it; a
-promotion of this block failed for this request before; it misses fewer blocks than pay."""
+"""Why a tier was not asked. `unavailable`: not open. `suspended`: its breaker is open. `filtered`:
+excluded by the request's filter. `failed`: a promotion of the block failed for this request before.
+`too_few`: fewer missed blocks than the break-even point."""
 
 DropReason = Literal["evicted", "reset", "closed"]
 DROP_REASONS: Final[tuple[DropReason, ...]] = get_args(DropReason)
-"""What became of a block before its tier had room: it left the primary for another; with a reset of
-the primary; with the shutdown."""
+"""Why a block was not stored to a tier. `evicted`: evicted from the primary before the tier had
+room. `reset`: the primary was reset. `closed`: the manager was shut down."""
 
 OTHER_ERROR: Final = "other"
-"""What a third party's error is counted as."""
+"""Label for the error classes of third parties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class HistogramStatistics:
     """Durations by bucket. Counters.
 
     Attributes:
-        counts: How many fell into each bucket of `BUCKET_BOUNDS_S`; the last one is above them all.
+        counts: Durations per bucket of `BUCKET_BOUNDS_S`; the last bucket is unbounded.
         sum_s: Their sum in seconds.
     """
 
@@ -66,24 +67,25 @@ class HistogramStatistics:
 
     @property
     def count(self) -> int:
-        """How many durations there were."""
+        """Number of durations."""
         return sum(self.counts)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """Iterate over the bounds in seconds, infinity last, and how many were not above each."""
+        """Iterate over (upper bound in seconds, number of durations up to it); infinity last."""
         return zip((*BUCKET_BOUNDS_S, float("inf")), accumulate(self.counts), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurationStatistics:
-    """How long the jobs of one direction of a tier took.
+    """Durations of the jobs of one direction of a tier.
 
-    Those that have ended in the tier itself, well or not; an overdue one when its copy has ended.
+    Covers jobs that ended in the tier, with or without success; an overdue job counts when its copy
+    ends.
 
     Attributes:
-        total: From the arrival in the tier's queue until the bytes had stopped moving.
-        queue: Until the tier began; a job that never began is not among these.
-        copy: From then on.
+        total: From arrival in the tier's queue to the end of the copy.
+        queue: From arrival to start; jobs that never started are excluded.
+        copy: From start to the end of the copy.
     """
 
     total: HistogramStatistics = HistogramStatistics()
@@ -93,14 +95,14 @@ class DurationStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStatistics:
-    """Slots of the primary by use; they add up to its capacity. Gauges.
+    """Slots of the primary by state; they add up to its capacity. Gauges.
 
     Attributes:
-        free: Nobody's.
-        writing: A store or a promotion is filling it.
-        idle: Readable, and the first to be evicted.
+        free: Unused.
+        writing: Being filled by a store or a promotion.
+        idle: Readable and unpinned; eviction candidates.
         pinned: Readable, and in use by loads, cascades or waiting requests.
-        held: Nobody's, but a copy that was given up may still touch it.
+        held: Unused, but an orphaned copy may still access it.
     """
 
     free: int
@@ -112,21 +114,21 @@ class SlotStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimaryStatistics:
-    """The primary tier.
+    """Statistics of the primary tier.
 
     Attributes:
-        slots: Its slots by use.
-        row_bytes: Bytes of a slot; 0 where there is no memory behind it.
-        lookups: Lookups of a block, each time that it was asked for.
-        hits: Those that found it readable.
-        pending_hits: Those that found it being written.
-        misses: Those that found nothing.
-        stored_blocks: Written by requests.
-        loaded_blocks: Given to requests for loading.
-        evicted_blocks: Made to leave for others.
+        slots: Its slots by state.
+        row_bytes: Bytes per slot; 0 if the primary has no memory.
+        lookups: Block lookups, repeated ones included.
+        hits: Lookups that found the block readable.
+        pending_hits: Lookups that found the block being written.
+        misses: Lookups that did not find the block.
+        stored_blocks: Blocks written by requests.
+        loaded_blocks: Blocks handed to requests for loading.
+        evicted_blocks: Blocks evicted to make room.
         refused_stores: Calls of `prepare_store` that found no room.
         load_pins: Pins of blocks that requests load; a block may have several. Gauge.
-        events_dropped: Events that nobody has read in time.
+        events_dropped: Events dropped because nobody read them in time.
     """
 
     slots: SlotStatistics
@@ -155,22 +157,21 @@ class PrimaryStatistics:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of those that are not free."""
+        """Bytes of the slots that are not free."""
         return (self.num_slots - self.slots.free) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEvenStatistics:
-    """Where loading from a tier pays, as measured lately; see `prefill_blocks_per_s`.
+    """Measured break-even point of loading from a tier; see `prefill_blocks_per_s`.
 
     Attributes:
-        needed_blocks: Blocks that a request must miss for the tier to be asked, by `min_blocks` and
-            what was measured; None: no number is enough. Gauge.
-        latency_s: What loading takes however few the blocks are, the probe included; None: no load
-            was measured. Gauge.
-        blocks_per_s: How fast the rest of it goes; None: no load was measured, or the number of
-            their blocks made no difference. Gauge.
-        explorations: Requests that were let through to measure anew.
+        needed_blocks: Missed blocks from which on the tier is asked, from `min_blocks` and the
+            measurements; None: loading never pays. Gauge.
+        latency_s: Fixed latency of a load, probe included; None: no load was measured. Gauge.
+        blocks_per_s: Throughput of loads beyond the fixed latency; None: no load was measured, or
+            the duration did not depend on the number of blocks. Gauge.
+        explorations: Requests below the break-even point let through to refresh the measurement.
     """
 
     needed_blocks: int | None
@@ -181,54 +182,54 @@ class BreakEvenStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """One secondary tier.
+    """Statistics of one secondary tier.
 
     Attributes:
-        name: Its `type`; with `-2` and so on for further tiers of one type.
-        lookups: How often it was asked for a block.
-        hits: Answers that it has it.
-        misses: Answers that it has not.
-        undecided: Answers that it is not known yet: an existence probe has to tell.
-        skipped_lookups: How often it was not asked, by `SKIP_REASONS`.
-        submitted_jobs: Jobs that were submitted.
-        submitted_loads: Those of them that were loads.
-        finished_jobs: Jobs whose result was taken.
-        finished_loads: Those of them that were loads.
-        stored_blocks: Blocks that stores have put there, or found there.
-        stored_bytes: Their bytes.
-        loaded_blocks: Blocks that loads have brought to the primary.
-        loaded_bytes: Their bytes.
-        failed_blocks: Blocks of jobs that were not moved.
-        failed_bytes: Their bytes.
-        failed_jobs: Jobs of which a block failed.
-        failed_loads: Those of them that were loads.
-        failed_jobs_by_error: Failed jobs by the name of the first error's class, or "other".
-        corrupt_blocks: Blocks whose bytes did not verify.
-        missing_blocks: Blocks that were not there when they were to be loaded.
-        evicted_blocks: Blocks that the tier has announced as gone.
+        name: Its `type`; further tiers of the same type get the suffix `-2` and so on.
+        lookups: Block lookups in the tier.
+        hits: Lookups answered with a hit.
+        misses: Lookups answered with a miss.
+        undecided: Lookups without an answer yet: an existence probe is needed.
+        skipped_lookups: Lookups for which the tier was not asked, by `SKIP_REASONS`.
+        submitted_jobs: Jobs submitted.
+        submitted_loads: Submitted loads.
+        finished_jobs: Jobs whose result was collected.
+        finished_loads: Finished loads.
+        stored_blocks: Blocks of successful stores, including those already present in the tier.
+        stored_bytes: Bytes of `stored_blocks`.
+        loaded_blocks: Blocks loaded into the primary.
+        loaded_bytes: Bytes of `loaded_blocks`.
+        failed_blocks: Blocks that jobs failed to move.
+        failed_bytes: Bytes of `failed_blocks`.
+        failed_jobs: Jobs with at least one failed block.
+        failed_loads: Failed loads.
+        failed_jobs_by_error: Failed jobs by the class name of their first error, or "other".
+        corrupt_blocks: Blocks whose checksum did not match.
+        missing_blocks: Blocks to load that the tier did not have.
+        evicted_blocks: Blocks whose removal the tier announced.
         dropped_blocks: Blocks that left the primary before the tier had room for them.
-        dropped_bytes: Their bytes.
-        dropped: The same by `DROP_REASONS`.
-        late_blocks: Blocks that were offered to the tier after they had waited for room.
-        failed_store_blocks: Blocks that were given up after their stores had failed.
-        refused_keys: Keys that the tier announced and that are none.
-        jobs_in_flight: Jobs whose result was not taken. Gauge.
-        loads_in_flight: Those of them that are loads. Gauge.
-        queued_jobs: Jobs that the tier has not begun. Gauge.
-        overdue_jobs: Jobs that were given up, and whose copies still run. Gauge.
+        dropped_bytes: Bytes of `dropped_blocks`.
+        dropped: `dropped_blocks` by `DROP_REASONS`.
+        late_blocks: Blocks submitted to the tier after waiting for room.
+        failed_store_blocks: Blocks given up after failed stores.
+        refused_keys: Malformed keys among those that the tier announced.
+        jobs_in_flight: Jobs without a collected result. Gauge.
+        loads_in_flight: Loads without a collected result. Gauge.
+        queued_jobs: Jobs that the tier has not started. Gauge.
+        overdue_jobs: Jobs reported at their deadline whose copies still run. Gauge.
         cascading_blocks: Blocks of stores whose copies may still run. Gauge.
-        promoting_blocks: Slots of the primary that its loads occupy. Gauge.
-        pending_blocks: Blocks that wait in the primary for room in the tier. Gauge.
+        promoting_blocks: Slots of the primary reserved for the tier's loads. Gauge.
+        pending_blocks: Blocks in the primary that wait for room in the tier. Gauge.
         breakers: "closed", "open" or "half_open", for each of "load" and "store". Gauge.
-        breaker_openings: How often each of them has opened.
+        breaker_openings: Times each breaker opened.
         probes_outstanding: Existence probes without an answer. Gauge.
-        events_dropped: Events that nobody has read in time.
-        used_bytes: What the tier occupies, where it says so in its gauges. Gauge.
-        capacity_bytes: What it may occupy, where it says so. Gauge.
-        load_seconds: How long loads took.
-        store_seconds: How long stores took.
-        gauges: What the tier says of itself; see `AsyncTier.gauges`.
-        break_even: Where loading pays; None: nobody measures that.
+        events_dropped: Events dropped because nobody read them in time.
+        used_bytes: Space used, if the tier reports it in its gauges. Gauge.
+        capacity_bytes: Capacity, if the tier reports it in its gauges. Gauge.
+        load_seconds: Durations of loads.
+        store_seconds: Durations of stores.
+        gauges: The tier's own gauges; see `AsyncTier.gauges`.
+        break_even: Break-even point of loading; None if it is not measured.
     """
 
     name: str
@@ -280,25 +281,25 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerStatistics:
-    """What moves between the primary and the tiers.
+    """Statistics of lookups and of transfers between the primary and the tiers.
 
     Attributes:
-        requests: Requests that are known. Gauge.
-        retained_blocks: Blocks that are pinned for requests that wait. Gauge.
-        lookups: Lookups of a block, each time that a request asked for it.
-        hits: Those that found it readable in the primary.
-        pending_hits: Those that found it on its way there.
-        retries: Those that have to wait for a tier's answer.
-        misses: The others, by `MISS_REASONS`.
-        block_hits: Blocks that requests found, each once a request, as soon as it was certain.
-        block_misses: Blocks that they did not find.
-        jobs_submitted: Jobs given to tiers.
-        job_results: Results of them.
-        job_failures: Those that say that something failed.
-        promotions_refused: Hits in a tier for which the primary has no slot, and will have none.
-        deferrals_expired: Requests that were deferred longer than they may be.
-        decision_seconds: From a request's first lookup until it proceeds: loads, is computed
-            without, or ends. In whole steps.
+        requests: Active requests. Gauge.
+        retained_blocks: Blocks pinned for waiting requests. Gauge.
+        lookups: Block lookups, repeated ones included.
+        hits: Lookups that found the block readable in the primary.
+        pending_hits: Lookups that found the block being written to the primary.
+        retries: Lookups that must be repeated once a tier has answered.
+        misses: Lookups that missed, by `MISS_REASONS`.
+        block_hits: Blocks found, once per request, counted when the answer is final.
+        block_misses: Blocks not found, counted like `block_hits`.
+        jobs_submitted: Jobs submitted to tiers.
+        job_results: Results received.
+        job_failures: Results that report a failure.
+        promotions_refused: Hits in a tier for which the primary could not free a slot.
+        deferrals_expired: Requests deferred for longer than `deferral_timeout_s`.
+        decision_seconds: From a request's first lookup until it loads, is computed without
+            loading, or ends; resolved to scheduler steps.
     """
 
     requests: int
@@ -320,16 +321,16 @@ class PlannerStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStatistics:
-    """The threads that all of it runs on.
+    """Statistics of the threads.
 
     Attributes:
-        version: Of this package.
-        python: Of the interpreter.
-        block_io: What moves payload in tiers that keep files: "native" or "python".
-        loop_lag_seconds: From handing something over to the event loop until it gets to it.
-        step_seconds: What the end of a step and taking in results took of the owner's thread.
-        longest_step_s: The longest of these, in seconds.
-        wake_ups: How often the loop was woken.
+        version: Version of this package.
+        python: Version of the interpreter.
+        block_io: Block I/O implementation of the tiers on disk: "native" or "python".
+        loop_lag_seconds: From posting work to the event loop until the loop runs it.
+        step_seconds: Time on the owner's thread per end of step, collecting results included.
+        longest_step_s: Longest of `step_seconds`.
+        wake_ups: Times the loop was woken.
     """
 
     version: str
@@ -343,13 +344,13 @@ class RuntimeStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadingStatistics:
-    """A manager: the primary, the tiers behind it in the order of lookup, and the planner.
+    """Statistics of a manager: the primary, the tiers in lookup order, and the planner.
 
     Attributes:
         primary: The primary tier.
-        tiers: The secondary tiers; none where there is a primary alone.
-        planner: What moves between them; None where there is a primary alone.
-        runtime: The threads; None where there is a primary alone.
+        tiers: The secondary tiers; empty for a primary alone.
+        planner: Lookups and transfers between tiers; None for a primary alone.
+        runtime: The threads; None for a primary alone.
     """
 
     primary: PrimaryStatistics
@@ -360,16 +361,16 @@ class OffloadingStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics(OffloadingStatistics):
-    """An `OffloadEngine`: its manager, and the copies to and from the device.
+    """Statistics of an `OffloadEngine`: its manager, and the copies to and from the device.
 
     Attributes:
-        copies: Copies under way, loads and stores. Gauge.
-        waiting_loads: Calls of `load` that wait for a permit. Gauge.
-        waiting_stores: Calls of `store` that do, or that wait for room. Gauge.
-        missed_events: Events that readers of `events()` were too slow for, once for each reader.
-        failed_copies: Copies that failed, or could not begin.
-        load_copy_seconds: How long copies to the device took that have ended.
-        store_copy_seconds: How long those from the device took.
+        copies: Device copies in flight, loads and stores. Gauge.
+        waiting_loads: Calls of `load` waiting for a permit. Gauge.
+        waiting_stores: Calls of `store` waiting for a permit or for room. Gauge.
+        missed_events: Events dropped for slow readers of `events()`, counted per reader.
+        failed_copies: Copies that failed or could not start.
+        load_copy_seconds: Durations of finished copies to the device.
+        store_copy_seconds: Durations of finished copies from the device.
     """
 
     copies: int

@@ -1,7 +1,7 @@
-"""What `explain` returns: the timeline of one request, as values and as text.
+"""Timeline of one request, as returned by `explain`: events as values and as text.
 
-Times are seconds on the engine's clock, which never goes back; the text counts milliseconds from
-the request's begin.
+Times are seconds on the engine's monotonic clock. The text shows milliseconds since the request
+began.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 DEVICE: Final = "device"
-"""Stands for a tier where blocks move between the device and the primary."""
+"""Tier name for copies between the device and the primary."""
 PRIMARY: Final = "primary"
-"""Who has answered a lookup out of the primary tier."""
+"""Source of lookup answers from the primary tier."""
 PLANNER: Final = "planner"
-"""Who has answered a lookup with a miss although some tier has the block."""
+"""Source of misses for blocks that some tier has."""
 
 TransferDirection = Literal["load", "store"]
-"""To the device or the primary, or away from it."""
+"""Load: to the device or the primary. Store: away from it."""
 
 NoteKind = Literal[
     "evicted",
@@ -41,18 +41,18 @@ NoteKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class LookupEvent:
-    """One round of lookups, or several that were answered alike.
+    """One round of lookups, or several consecutive rounds with equal answers.
 
     Attributes:
-        at_s: When the first began.
-        last_s: When the last began.
-        rounds: How many there were; each is one step of the scheduler.
-        answers: Who has answered what, and how many blocks: by `"primary"`, the tier's name, or
-            `"planner"`. The primary says `hit`, `pending` (its bytes are on the way) or `miss`; a
-            tier `hit`, `miss`, `undecided` (it is being asked), or why it was not asked, as in
+        at_s: Start of the first round.
+        last_s: Start of the last round.
+        rounds: Number of rounds, one per scheduler step.
+        answers: Block counts by source and answer. The source is `"primary"`, a tier's name, or
+            `"planner"`. The primary answers `hit`, `pending` (being written) or `miss`; a tier
+            `hit`, `miss`, `undecided` (being probed) or a reason for not asking it, as in
             `TierStatistics.skipped_lookups`; the planner, for blocks that some tier may have,
             `no_room`, `expired` or `paused`, as in `PlannerStatistics.misses`.
-        deferred: Lookups of one round that deferred the request: it has to ask again.
+        deferred: Lookups per round that deferred the request, so that it must look up again.
     """
 
     at_s: float
@@ -64,15 +64,15 @@ class LookupEvent:
 
 @dataclass(frozen=True, slots=True)
 class JobStarted:
-    """A copy was asked for.
+    """A copy was submitted.
 
     Attributes:
-        at_s: When.
+        at_s: Time of the submission.
         job_id: Unique within the tier.
-        tier: Its name, or `"device"`.
-        direction: Which way.
-        num_blocks: How many blocks are to move.
-        num_bytes: How many bytes that is.
+        tier: Name of the tier, or `"device"`.
+        direction: Load or store.
+        num_blocks: Blocks to copy.
+        num_bytes: Bytes to copy.
     """
 
     at_s: float
@@ -88,14 +88,14 @@ class JobEnded:
     """A copy has its result.
 
     Attributes:
-        at_s: When the owner's thread learned of it.
-        job: What began.
-        landed_blocks: How many blocks have arrived.
-        num_bytes: How many bytes have moved.
-        seconds: How long the tier took, queue included; None where it has not said.
-        queue_s: Of these, until it began; None where nobody can tell.
-        error: Why it failed, or the first block's reason; None: every block has arrived.
-        is_overdue: Whether the copy still ran, at its deadline or at a reset.
+        at_s: When the owner's thread received the result.
+        job: The submission.
+        landed_blocks: Blocks copied.
+        num_bytes: Bytes copied.
+        seconds: Duration in the tier, queueing included; None if unknown.
+        queue_s: Time in the tier's queue; None if unknown.
+        error: Error of the job or of its first failed block; None: every block was copied.
+        is_overdue: Whether the copy was still running, at its deadline or at a reset.
     """
 
     at_s: float
@@ -109,27 +109,27 @@ class JobEnded:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """How fast the bytes moved while they did; None where nobody can tell."""
+        """Throughput without queueing; None if unknown."""
         copy_s = (self.seconds or 0.0) - (self.queue_s or 0.0)
         return self.num_bytes / copy_s if copy_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something else that has happened to the request.
+    """Any other event of the request.
 
     Attributes:
-        at_s: When it happened first.
-        kind: What: `waits` for a permit, `scheduled` (it waits for no lookup any more), `pinned`
-            and `unpinned` (blocks that it loads), `reserved` (slots to store into), `evicted` (what
-            made room for that), `left_out` and `refused` (no room for some, or any),
-            `nothing_to_store`, `stored`, `store_failed`, `pending` (blocks that wait for a tier),
-            `released` (the copy of an overdue job has ended), `reset`.
-        num_blocks: How many blocks.
-        tier: Which tier it concerns.
-        reason: Why, where there are several reasons.
-        seconds: How long it took.
-        times: How often it happened in a row.
+        at_s: Time of the first occurrence.
+        kind: `waits` for a permit, `scheduled` (no lookup outstanding), `pinned` and `unpinned`
+            (blocks to load), `reserved` (slots to store into), `evicted` (blocks evicted for
+            them), `left_out` and `refused` (no room for some, or any), `nothing_to_store`,
+            `stored`, `store_failed`, `pending` (blocks waiting for a tier), `released` (the copy
+            of an overdue job ended), `reset`.
+        num_blocks: Number of blocks.
+        tier: The tier, if the event belongs to one.
+        reason: Reason, if the kind has several.
+        seconds: Duration, if the kind has one.
+        times: Number of consecutive occurrences.
     """
 
     at_s: float
@@ -146,16 +146,16 @@ TimelineEvent = LookupEvent | JobStarted | JobEnded | Note
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeline:
-    """What is recorded of one request; `print` it for people, in 80 columns.
+    """Recorded events of one request; `print` shows them in 80 columns.
 
     Attributes:
-        req_id: Its id.
+        req_id: The request's id.
         began_s: When it began.
-        finished_s: When it was finished by its owner; None: it was not yet.
-        ended_s: When the last of its copies had its result; None: that is to come.
-        events: What has happened, in order.
-        dropped_events: What happened beyond the events that are kept of one request.
-        trace_context: The caller's, which spans are to belong to.
+        finished_s: When its owner finished it; None: not yet.
+        ended_s: When its last copy had a result; None: not yet.
+        events: The events, in order.
+        dropped_events: Events not recorded because of the limit per request.
+        trace_context: The caller's parent context for the spans.
     """
 
     req_id: str
@@ -168,7 +168,7 @@ class RequestTimeline:
 
     @property
     def last_s(self) -> float:
-        """When the last thing happened that is known of."""
+        """Time of the last known event."""
         last_s = self.began_s
         if self.events:
             event = self.events[-1]
@@ -177,21 +177,21 @@ class RequestTimeline:
 
     @property
     def seconds(self) -> float:
-        """From its begin until the last thing that is known of."""
+        """Time from its begin to the last known event."""
         return self.last_s - self.began_s
 
     @property
     def waited_s(self) -> float:
-        """How long it waited for what it had looked up, until it was scheduled."""
+        """Total time from lookups until scheduled."""
         notes = (event for event in self.events if isinstance(event, Note))
         return sum(n.times * (n.seconds or 0.0) for n in notes if n.kind == "scheduled")
 
     @property
     def longest_phase(self) -> str:
-        """What took the longest of that: one tier's load, or its lookups."""
+        """The longest phase of `waited_s`: one tier's load, or the lookups."""
         loads: dict[str, float] = {}
         for event in self.events:
-            # It waits for loads to the primary; those to the device come when it was scheduled.
+            # Only loads to the primary delay scheduling; loads to the device follow it.
             if isinstance(event, JobEnded) and event.job.direction == "load":
                 name = event.job.tier
                 if name != DEVICE:
@@ -203,7 +203,7 @@ class RequestTimeline:
 
     @property
     def unfinished_jobs(self) -> tuple[JobStarted, ...]:
-        """The copies that have no result yet."""
+        """Copies without a result."""
         open_jobs: dict[tuple[str, int], JobStarted] = {}
         for event in self.events:
             if isinstance(event, JobStarted):
@@ -235,7 +235,7 @@ class RequestTimeline:
         if finished_s is not None:
             yield finished_s, "finished by its owner"
         if self.ended_s is not None:
-            yield self.ended_s, "ends: no copy works for it any more"
+            yield self.ended_s, "ends: no copies in flight"
         for job in self.unfinished_jobs:
             yield self.last_s, f"still open: {described(job)}"
 
@@ -246,8 +246,8 @@ class SlowRequest:
 
     Attributes:
         req_id: Its id.
-        seconds: How long it waited for what it had looked up, until it was scheduled.
-        longest_phase: What took the longest of that.
+        seconds: Total time from lookups until scheduled.
+        longest_phase: The longest phase of that time: one tier's load, or the lookups.
     """
 
     req_id: str
@@ -256,7 +256,7 @@ class SlowRequest:
 
 
 def described(event: TimelineEvent) -> str:
-    """Return an event in words, on one line."""
+    """Return a one-line text for an event."""
     match event:
         case LookupEvent():
             return _lookup(event)
@@ -286,7 +286,7 @@ def _ended(event: JobEnded) -> str:
     job = event.job
     text = f"{job.tier}: {job.direction} of job {job.job_id} "
     if event.is_overdue:
-        text += f"is given up while its copy goes on: {event.error}"
+        text += f"is overdue, its copy still runs: {event.error}"
     elif event.error is None:
         text += f"ends: {_amount(event.landed_blocks, event.num_bytes)}"
     else:
@@ -316,7 +316,7 @@ def _blocks(count: int) -> str:
 
 
 def _amount(num_blocks: int, num_bytes: int) -> str:
-    """Return a size; the bytes are 0 where a tier does not say."""
+    """Return the size as text; the bytes are omitted if unknown (0)."""
     return _blocks(num_blocks) + (f", {_size(num_bytes)}" if num_bytes else "")
 
 
@@ -338,7 +338,7 @@ _WORDS: Final = {
     "hit": "found",
     "miss": "not found",
     "no_room": "not promoted: no slot is free for them",
-    "pending": "on the way",
+    "pending": "being written",
     "paused": "not promoted: a reset is under way",
     "suspended": "not asked: its breaker is open",
     "too_few": "not asked: too few are missed for loading to pay",
@@ -354,9 +354,9 @@ _NOTES: Final[Mapping[NoteKind, str]] = {
     "pending": "{tier}: {blocks} have to wait: {reason}",
     "pinned": "{blocks} pinned, to be loaded",
     "refused": "no room for {blocks}: not stored now",
-    "released": "{tier}: the copy of {blocks} that was given up has ended",
+    "released": "{tier}: the overdue copy of {blocks} has ended",
     "reserved": "slots for {blocks} reserved, to be stored",
-    "reset": "the primary was reset: what it had found is gone",
+    "reset": "the primary was reset: its hits are gone",
     "scheduled": "scheduled: waited {seconds} since its first lookup",
     "store_failed": "the write of {blocks} to the primary failed",
     "stored": "{blocks} are readable in the primary",

@@ -1,7 +1,7 @@
-"""The frozen values that cross the package's borders.
+"""Immutable value types of the public interfaces.
 
-Names follow vLLM's `kv_offload` package, which this field knows: a *block* is one offload unit, a
-*slot* its row in the primary tier's buffer.
+Names follow vLLM's `kv_offload` package: a *block* is one offload unit, a *slot* is its row in the
+primary tier's buffer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy.typing as npt
 OffloadKey = NewType("OffloadKey", bytes)
 """Block hash followed by the KV-cache group's index (4 bytes, big-endian, unsigned).
 
-The hash is the *chained* prefix hash, so equal keys mean equal contents for that group. Bytes and
-not a tuple, so that the garbage collector need not track millions of them.
+The hash is the *chained* prefix hash, so equal keys mean equal contents for that group. A key is
+bytes and not a tuple, so that the garbage collector does not track millions of them.
 """
 
 ENGINE_REQ_ID: Final = "kvoffload_async:engine"
-"""The `req_id` of what is done for no request: cascades that come late, and uses told to tiers.
+"""The `req_id` of the engine's own work: late cascades, and the `touch` calls of tiers.
 
-A tier hears of its begin and its end as of any other request's, if anything is done under it.
+Tiers see this request begin and end like any other, if it has any work.
 """
 
 JobId = int
-"""Strictly increasing and never reused; one counter a manager, shared by both directions."""
+"""Strictly increasing, never reused. Each manager has one counter for both directions."""
 
 BlockIds = npt.NDArray[np.int32]
 """Slots of the primary tier, shape `[num_blocks]`."""
@@ -59,26 +59,26 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 class Medium(enum.StrEnum):
-    """Where a block lies."""
+    """Kind of storage that holds a block."""
 
     CPU = "CPU"
     STORAGE = "STORAGE"
 
 
 class Locality(enum.StrEnum):
-    """How far away the medium is."""
+    """Whether the medium is on this host."""
 
     LOCAL = "LOCAL"
     REMOTE = "REMOTE"
 
 
 class LookupResult(enum.Enum):
-    """What a lookup knows of one key.
+    """Result of looking up one key.
 
-    `HIT`: readable in the primary now. `MISS`: nowhere, or not to be promoted now. `HIT_PENDING`:
-    in the primary, but its bytes are still on the way; a hit that defers the request. `RETRY`:
-    not known yet (an existence probe is under way), or in a tier, and no room for it in the primary
-    yet; no hit, and defers the request.
+    `HIT`: readable in the primary. `MISS`: in no tier, or not to be promoted now. `HIT_PENDING`:
+    still being written to the primary; counts as a hit and defers the request. `RETRY`: not known
+    yet (an existence probe is in flight), or in a tier while the primary has no slot for it yet;
+    not a hit, and defers the request.
     """
 
     HIT = enum.auto()
@@ -88,7 +88,7 @@ class LookupResult(enum.Enum):
 
 
 class OffloadPolicy(enum.Enum):
-    """Which of a request's blocks a tier wants."""
+    """Which of a request's blocks are stored."""
 
     BLOCK_LEVEL = "block"
     """Only newly computed blocks."""
@@ -112,7 +112,7 @@ class TierMatcher:
     locality: Locality | None = None
 
     def matches(self, medium: Medium, locality: Locality) -> bool:
-        """Tell whether a tier of this medium and locality is meant."""
+        """Return whether the matcher covers tiers of this medium and locality."""
         return self.medium in {None, medium} and self.locality in {None, locality}
 
 
@@ -124,18 +124,18 @@ ALL_TIERS: LoadTierFilter = frozenset({TierMatcher()})
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ReqContext:
-    """What the managers know of one request; one object for the request's whole life.
+    """State shared by the managers for one request; one object for the request's lifetime.
 
     Attributes:
-        req_id: A name, for messages and for tiers. Requests are told apart by their contexts: an
-            id may be used again at any time.
+        req_id: Name of the request, for messages and tiers. Not unique: requests are identified by
+            their context object, and an id may be reused at any time.
         kv_transfer_params: The serving stack's per-request parameters, passed through.
-        key_positions: End token of each key's block. Recency is committed in this order, head
-            first, whatever the order in which transfers end. Keys that are absent rank in the
-            order in which the request first used them, behind those that are present.
+        key_positions: End token of each key's block. Recency is updated in this order, first block
+            first, regardless of the order in which transfers end. Keys without a position rank
+            after those with one, in the order of their first use by the request.
         load_tier_filter: Secondary tiers that this request may load from.
-        trace_context: What the request's spans are to belong to: an OpenTelemetry context, or the
-            headers of W3C Trace Context. None: what is current when the request begins.
+        trace_context: Parent of the request's spans: an OpenTelemetry context, or W3C Trace
+            Context headers. None: the context that is current when the request begins.
     """
 
     req_id: str
@@ -146,11 +146,11 @@ class ReqContext:
     trace_context: object | None = field(default=None, repr=False)
 
     def put_scratch(self, value: object) -> None:
-        """Keep a value for this request, under its type, so that a tier parses params once."""
+        """Store a value under its type for this request, so that a tier parses params only once."""
         self._scratch[type(value)] = value
 
     def get_scratch(self, kind: type[S]) -> S | None:
-        """Return the value kept under `kind`, or None."""
+        """Return the value stored under `kind`, or None."""
         value = self._scratch.get(kind)
         return value if isinstance(value, kind) else None
 
@@ -159,8 +159,8 @@ def as_block_ids(values: Iterable[int] | npt.NDArray[Any]) -> BlockIds:
     """Return a private, read-only int32 copy of slot or block numbers, shape `[num_blocks]`.
 
     Raises:
-        TypeError: A number is no integer.
-        OverflowError: A number does not fit.
+        TypeError: A number is not an integer.
+        OverflowError: A number does not fit in 32 bits.
     """
     numbers = values.tolist() if isinstance(values, np.ndarray) else values
     block_ids = np.array(array("i", numbers), dtype=np.int32)
@@ -170,7 +170,7 @@ def as_block_ids(values: Iterable[int] | npt.NDArray[Any]) -> BlockIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobMetadata:
-    """One job of a secondary tier, as the tier receives it.
+    """One job of a secondary tier, as submitted to it.
 
     Attributes:
         job_id: See `JobId`.
@@ -179,7 +179,7 @@ class JobMetadata:
             ready, those of a promotion reserved and not ready.
         is_promotion: True for secondary to primary, False for primary to secondary.
         req_context: The request that the job works for.
-        submit_time: Monotonic seconds, or 0.0 where the submitter did not say.
+        submit_time: Monotonic seconds; 0.0 if the submitter did not set it.
     """
 
     job_id: JobId
@@ -196,19 +196,19 @@ TransferJob = JobMetadata
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The one answer to an accepted job; made by the job ledger and nowhere else.
+    """Result of an accepted job; created only by the job ledger.
 
     Attributes:
         job_id: The job.
         success: True if and only if every key succeeded.
-        successful_keys: For a job that did not fully succeed, the keys that landed, any subset of
-            the job's; None or empty means none.
-        transfer_time: Seconds from submission to the end, where known.
-        queue_time: Of these, the seconds until the tier began, where known.
-        transfer_bytes: Bytes moved, where known.
-        error: Why it failed: the first failed block's error, or the job's.
-        orphaned: True if the copy is still running: it was reported because its deadline had
-            passed. Its slots must not be used again before the job is released.
+        successful_keys: If the job did not fully succeed, the subset of its keys that were
+            transferred; None or empty means none.
+        transfer_time: Seconds from submission to the end, if known.
+        queue_time: Seconds of `transfer_time` spent queued before the tier began, if known.
+        transfer_bytes: Bytes moved, if known.
+        error: Reason of the failure: the first failed block's error, or the job's.
+        orphaned: True if the job was reported at its deadline while its copy still runs. Its slots
+            must not be reused before the job is released.
     """
 
     job_id: JobId
@@ -223,12 +223,12 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadStoreSpec:
-    """Where a transfer reads or writes; opaque to the scheduler."""
+    """Source or destination of a transfer; opaque to the scheduler."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """Blocks named by index; `block_ids` int32, shape `[num_blocks]`."""
+    """Blocks given by index; `block_ids` is int32, shape `[num_blocks]`."""
 
     block_ids: BlockIds
 
@@ -238,8 +238,8 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Slots of the primary tier.
 
     Attributes:
-        generation: How often the primary had been reset when it granted them. Whoever completes a
-            copy with it need not know whether a reset has come in between.
+        generation: Number of resets of the primary before it granted the slots. It lets the primary
+            recognise the completion of a copy that a reset has made stale.
     """
 
     generation: int = 0
@@ -261,13 +261,13 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What `prepare_store` granted.
+    """Result of `prepare_store`.
 
     Attributes:
-        keys_to_store: The input's missing keys, in input order.
+        keys_to_store: Input keys that are not in the primary and got a slot, in input order.
         store_spec: Their slots, parallel to `keys_to_store`.
-        evicted_keys: Keys that made room.
-        keys_left_out: Missing keys that there was no room for: all from some token on, over all
+        evicted_keys: Keys evicted to make room.
+        keys_left_out: Missing keys that got no slot: all blocks after some token position, in all
             KV-cache groups. Offer them again later.
     """
 
@@ -279,18 +279,18 @@ class PrepareStoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks appeared in, or disappeared from, a medium; emitted only by the tier that owns it.
+    """Blocks were added to or removed from a medium; emitted only by the tier that owns it.
 
     Attributes:
         keys: The blocks.
-        medium: Where.
-        removed: True for disappeared.
-        locality: How far away the medium is, where the tier says.
-        ownership: Which secondary tier announces it, unique within a manager; None: the primary.
+        medium: The medium.
+        removed: True if the blocks were removed, False if they were added.
+        locality: Locality of the medium, if the tier gives it.
+        ownership: Name of the secondary tier, unique within a manager; None for the primary.
         metadata_only: A failed write released its bookkeeping; the keys were never readable.
-        removal_expected: Each of these stored blocks will be announced as removed when it goes.
-        sequence: Counts the events of one `ownership` from 1 on; where a number is left out, an
-            event was dropped because nobody read it in time. 0: not counted.
+        removal_expected: Removal of these stored blocks will be announced for each block.
+        sequence: Counts the events of one `ownership` from 1. A gap means that an event was
+            dropped because nobody read it in time. 0: not counted.
     """
 
     keys: Collection[OffloadKey]
@@ -305,10 +305,10 @@ class OffloadingEvent:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEndContext:
-    """What happened in the step that ends.
+    """Events of the scheduler step that ends.
 
     Attributes:
-        new_req_ids: Requests that began to be computed in it.
+        new_req_ids: Requests scheduled for the first time in this step.
         preempted_req_ids: Requests that lost their device blocks.
     """
 
@@ -318,13 +318,13 @@ class ScheduleEndContext:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of one copy between device and host.
+    """Result of one copy between device and host.
 
     Attributes:
-        job_id: The adapter's job; not a secondary tier's.
-        success: Whether every byte arrived.
-        transfer_size: Bytes, where known.
-        transfer_time: Seconds, where known.
+        job_id: The connector's job id, unrelated to secondary tiers' jobs.
+        success: True if every byte was copied.
+        transfer_size: Bytes, if known.
+        transfer_time: Seconds, if known.
     """
 
     job_id: JobId

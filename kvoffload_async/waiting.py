@@ -1,4 +1,4 @@
-"""Waits that outlast a cancellation, as memory must that a call still touches."""
+"""Waits that continue through a cancellation, for calls that still access shared memory."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ T = TypeVar("T")
 
 
 class LastingFuture(asyncio.Future[T]):
-    """A future that a cancellation of its awaiter does not end.
+    """A future that is not ended by a cancellation of its awaiter.
 
-    The awaiting task is cancelled when the future is done: `Task.cancel` asks the future that the
-    task awaits to cancel itself, and where that refuses, delivers the cancellation at its end. What
-    the future has ended with counts as retrieved then.
+    `Task.cancel` first asks the awaited future to cancel itself. This future refuses, so the task
+    receives the cancellation only when the future is done. The future's exception then counts as
+    retrieved.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
     """
 
     def __init__(self, withdraw: Callable[[], object] = lambda: False) -> None:
-        """Create a future of the running loop.
+        """Create a future on the running loop.
 
         Args:
-            withdraw: Called at a cancellation before the end; where it returns true, nothing is
-                under way any more, and the future is cancelled at once.
+            withdraw: Called on a cancellation before the end. If it returns true, the operation is
+                no longer in flight, and the future is cancelled at once.
         """
         super().__init__(loop=asyncio.get_running_loop())
         self._withdraw: Callable[[], object] | None = withdraw
-        """Dropped at the end, as it may refer to what has this future."""
+        """Cleared at the end to break a reference cycle with the callback."""
 
     def cancel(self, msg: Any = None) -> bool:  # noqa: ANN401 - as in the base class
-        """Cancel the future if `withdraw` says so; return whether it did."""
+        """Cancel the future if `withdraw` allows it; return whether it was cancelled."""
         if self._withdraw is None or not self._withdraw():
             return False
         self._withdraw = None
         return super().cancel(msg)
 
     def set_result(self, result: T) -> None:
-        """End with a result."""
+        """Mark the future done with a result."""
         self._withdraw = None
         super().set_result(result)
 
     def set_exception(self, error: type[BaseException] | BaseException) -> None:
-        """End with an error."""
+        """Mark the future done with an exception."""
         self._withdraw = None
         super().set_exception(error)
 
 
 async def all_done(*futures: asyncio.Future[Any]) -> None:
-    """Await the end of all futures; a cancellation is delivered then. Thread: the loop's."""
+    """Wait until all futures are done, delaying a cancellation until then. Loop thread only."""
     pending = {future for future in futures if not future.done()}
     if pending:
         ended: LastingFuture[None] = LastingFuture()
@@ -65,16 +65,16 @@ async def all_done(*futures: asyncio.Future[Any]) -> None:
 
 
 async def until_done(future: asyncio.Future[T]) -> T:
-    """Await a future to its end, and return its result; a cancellation is delivered then.
+    """Wait for a future and return its result, delaying a cancellation until it is done.
 
-    Thread: the loop's.
+    Loop thread only.
     """
     try:
         await all_done(future)
         return future.result()
     except asyncio.CancelledError:
         if not future.cancelled():
-            future.exception()  # retrieved: nobody asks for it any more
+            future.exception()  # mark as retrieved, or asyncio logs it
         raise
     finally:
-        del future  # what is raised holds this frame, which must not hold it
+        del future  # break the cycle: exception, traceback, frame, future

@@ -1,6 +1,6 @@
-"""What tiers cost on this machine, beside what the machine itself can do.
+"""Benchmarks of tiers against the raw speed of the machine.
 
-`run_bench` does what a `Plan` says, and returns a `Report`; the command parses and prints.
+`run_bench` executes a `Plan` and returns a `Report`; the command line parses and prints.
 """
 
 from kvoffload_async.bench.contender import PEERS

@@ -1,13 +1,13 @@
-"""What the machine itself can do: the same bytes copied, written and read, and nothing else.
+"""Baselines: the raw speed of copying, writing and reading the same bytes.
 
-A tier has two baselines. The plain one is `pwritev` and `preadv` in few large calls, by several
-Python threads: extents of about `EXTENT_BYTES`, written into and read from one file. Files are
-preallocated anew for every measurement.
+A tier has two baselines. The plain baseline uses `pwritev` and `preadv` in a few large calls on
+several Python threads: extents of about `EXTENT_BYTES` in one file. Files are preallocated anew for
+every measurement.
 
-The native baseline is the bare native engine: the threads and the system calls of a tier, checksums
-too, and no tier. A job is one batch, as it is in a tier, with at most `in_flight` of them under
-way. The bytes lie in as many files as there are threads, extent by extent in turn, since the kernel
-lets one thread at a time write into a file; `slab` does the same.
+The native baseline uses the native engine alone: a tier's threads, system calls and checksums, but
+no tier. A job is one batch, as in a tier, with at most `in_flight` batches in flight. Extents are
+striped over as many files as there are threads, because the kernel serialises writes to one file;
+`slab` does the same.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Payload:
-    """Rows as a primary tier has them, beside a copy that nobody writes; a context manager.
+    """Rows like those of a primary tier, and a reference copy; a context manager.
 
     Attributes:
-        view: The rows, shape `[num_rows, row_bytes]`, as a tier gets them.
-        bytes: The same in one dimension, and `flat` as an array.
-        truth: What stored rows hold and loaded ones must hold, as bytes in a row: random, so that
-            neither compression nor deduplication helps.
+        view: The rows, shape `[num_rows, row_bytes]`, as passed to a tier.
+        bytes: The rows in one dimension; `flat` is the same as an array.
+        truth: The expected content of all rows, consecutively: random, to defeat compression and
+            deduplication.
     """
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
-        """Make both.
+        """Allocate the rows and the reference copy.
 
         Raises:
-            ConfigError: The system does not give that much memory.
+            ConfigError: There is not enough memory.
         """
         self._row_bytes = row_bytes
         self._buffers = [PrimaryBuffer(num_rows, row_bytes) for _ in range(2)]
@@ -79,21 +79,21 @@ class Payload:
         traceback: TracebackType | None,
     ) -> None:
         nothing: Any = np.empty(0, dtype=np.uint8)
-        self.flat = self.truth = nothing  # they would keep the memory
+        self.flat = self.truth = nothing  # release the references to the memory
         self.bytes.release()
         for buffer in self._buffers:
             buffer.release()
 
     def fill(self) -> None:
-        """Put into the rows what is to be stored."""
+        """Copy the expected content to the rows."""
         np.copyto(self.flat, self.truth)
 
     def wipe(self) -> None:
-        """Empty the rows, so that only what is loaded can be right."""
+        """Clear the rows, so that only loaded bytes can match."""
         self.flat.fill(0)
 
     def wrong_rows(self, num_rows: int) -> int:
-        """Return how many of the first rows do not hold what they must."""
+        """Return how many of the first `num_rows` rows differ from the expected content."""
         size = self._row_bytes
         return sum(
             not np.array_equal(self.flat[start : start + size], self.truth[start : start + size])
@@ -104,38 +104,38 @@ class Payload:
 _START_S = 30.0
 
 Moves = Mapping[str, Callable[[], Sample]]
-"""What stores and loads all rows, by the name of the pass."""
+"""Functions that store and load all rows, by pass name."""
 
 
 class Baseline(ABC):
     """Writes and reads the rows of one payload.
 
     Attributes:
-        kind: Which one it is.
-        directory: The one that it writes in.
-        name: What its samples are kept under.
-        place: Where the directory is.
+        kind: Kind of baseline.
+        directory: Directory of its files.
+        name: Key of its samples.
+        place: Place of the directory.
     """
 
     kind: ClassVar[str]
 
     def __init__(self, place: Place) -> None:
-        """Measure in a place."""
+        """Create a baseline in a place."""
         self.place = place
         self.directory = str(place.path)
         self.name = f"{self.kind} {self.directory}"
 
     def measure(self, plan: Plan, payload: Payload, jobs: Jobs) -> dict[str, Sample]:
-        """Return a sample each of storing and loading; the payload's rows are right afterwards.
+        """Return samples of storing and loading; afterwards the rows have the right content.
 
         Raises:
-            InputError: The place has no room, or cannot do what is asked.
-            UnfitError: It moves fewer bytes than it should, or other ones.
+            InputError: The place has no space, or does not support the requested I/O.
+            UnfitError: Fewer bytes than expected were moved, or wrong ones.
         """
         samples: dict[str, Sample] = {}
         with self._as_unusable(), self._open(plan, payload, jobs) as moves:
             payload.fill()
-            if plan.steady:  # what is full writes over what it has written before
+            if plan.steady:  # in the steady state a full tier overwrites its files
                 moves["store"]()
             samples["store"] = moves["store"]()
             payload.wipe()
@@ -146,11 +146,11 @@ class Baseline(ABC):
 
     @abstractmethod
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> AbstractContextManager[Moves]:
-        """Open new files, and what moves bytes to and from them."""
+        """Open new files; yield the functions that move the bytes."""
 
     @contextmanager
     def _new_files(self, count: int, size_bytes: int, *, direct: bool) -> Iterator[list[int]]:
-        """Open so many files of that size each."""
+        """Create `count` files of `size_bytes` each."""
         with self.place.new_directory() as directory, ExitStack() as stack:
             files = []
             flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
@@ -173,7 +173,7 @@ class Baseline(ABC):
 
 
 class PlainBaseline(Baseline):
-    """Plain system calls in Python threads, without checksums."""
+    """System calls from Python threads, without checksums."""
 
     kind: ClassVar[str] = "plain"
 
@@ -195,7 +195,7 @@ class PlainBaseline(Baseline):
 
 
 def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
-    """Return a sample of copying the bytes from memory to memory."""
+    """Return a sample of copying the bytes within memory."""
     extents = {
         start: (payload.flat[start : start + size], payload.truth[start : start + size])
         for start, size in _cuts(jobs)
@@ -208,7 +208,7 @@ def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
 
 
 def _cuts(jobs: Jobs) -> list[tuple[int, int]]:
-    """Return start and size of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
+    """Return (start, size) of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
     size = max(1, EXTENT_BYTES // jobs.block_bytes) * jobs.block_bytes
     return [(start, min(size, jobs.num_bytes - start)) for start in range(0, jobs.num_bytes, size)]
 
@@ -225,7 +225,7 @@ def _check(moved_bytes: int, extent: memoryview) -> None:
 def _timed(
     call: Callable[[int], None], starts: Sequence[int], threads: int, jobs: Jobs, in_flight: int
 ) -> Sample:
-    """Run the calls on threads that are all there before the clock starts."""
+    """Run the calls on threads that are started before the clock."""
     waiting = deque(starts)
     ended_s: dict[int, float] = {}
     gate = threading.Barrier(threads + 1)
@@ -253,7 +253,7 @@ def _timed(
 
 
 def _job_ends(jobs: Jobs, ended_s: dict[int, float]) -> list[float]:
-    """Return when each job's last extent ended; an extent may belong to several jobs."""
+    """Return the end time of each job's last extent; an extent may belong to several jobs."""
     starts = sorted(ended_s)
     ends = [ended_s[start] for start in starts]
     extent_bytes = starts[1] - starts[0] if len(starts) > 1 else jobs.num_bytes
@@ -265,9 +265,9 @@ def _job_ends(jobs: Jobs, ended_s: dict[int, float]) -> list[float]:
 
 
 def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
-    """Return how long each job took, had it been submitted when one before it ended.
+    """Return each job's latency as if it was submitted when an earlier job ended.
 
-    That is what a pass of a tier does: at most `in_flight` jobs are under way.
+    A tier's pass behaves like that: at most `in_flight` jobs are in flight.
     """
     freed_s = sorted(job_ends_s)
     return [
@@ -277,13 +277,13 @@ def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
 
 
 STALL_S: Final = 60.0
-"""How long a pass may go without the end of a batch."""
+"""Maximum time that a pass may take without a batch ending."""
 _CLOSE_S: Final = 30.0
 _PREFIX: Final = b"baseline"
 
 
 class NativeBaseline(Baseline):
-    """A native engine of its own, anew in every measurement."""
+    """A separate native engine, created for each measurement."""
 
     kind: ClassVar[str] = "native"
 
@@ -307,7 +307,7 @@ class NativeBaseline(Baseline):
 
 
 class _Passes:
-    """All jobs as batches of an engine, over and over."""
+    """Moves all jobs as batches of an engine, repeatedly."""
 
     def __init__(
         self, engine: Engine, memory: Memory, jobs: Jobs, files: Sequence[int], in_flight: int
@@ -325,10 +325,10 @@ class _Passes:
         self._ends.register(engine.fd, select.POLLIN)
 
     def run(self, *, is_store: bool) -> Sample:
-        """Move everything once; what is loaded must have the checksums of what was stored.
+        """Move all blocks once; checksums of loaded blocks must equal those of stored ones.
 
         Raises:
-            UnfitError: Something failed, or is not what was stored.
+            UnfitError: A batch failed, or loaded blocks differ from stored ones.
         """
         waiting = deque(range(self._jobs.num_jobs))
         begun: dict[int, tuple[int, float]] = {}
@@ -365,7 +365,7 @@ class _Passes:
 
 
 def runs_of(blocks: range, jobs: Jobs, files: Sequence[int]) -> Iterator[Run]:
-    """Yield where blocks lie: extents of all blocks in turn over the files."""
+    """Yield the locations of blocks; extents are striped over the files."""
     size = _extent_blocks(jobs)
     at = blocks.start
     while at < blocks.stop:

@@ -1,10 +1,9 @@
-"""The contenders of a bench: this package's tiers and its peers', behind the same few calls.
+"""Contenders of a benchmark: this package's tiers and peers, behind a common interface.
 
-Tiers and baselines write to new directories in one of this bench's own. ext4 searches long for an
-inode where many were freed in the last minutes, which would slow down those tiers that make one
-file per block, each round more than the one before. So what is in a directory is emptied when it
-has been used, and removed only when everything is measured; and the directories are spread over
-the disk, away from what others have removed.
+Tiers and baselines write to new directories inside a temporary one. On ext4, finding a free inode
+is slow after many were freed recently, which would slow down tiers with one file per block more in
+each round. Therefore used files are only truncated, and removed at the end of the benchmark. The
+directories are spread over the disk, away from recently freed inodes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from kvoffload_async.types import (
 
 WARM_UP: Final = 2
 EXTENT_BYTES: Final = 1 << 20
-"""What plain writes and reads move in a call: large enough, and a tier can join as much."""
+"""Bytes per plain read or write call; large enough, and within a tier's reach."""
 _SPARE_BYTES: Final = 64 << 20
 
 # Linux's FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL, as on x86 and ARM.
@@ -51,14 +50,14 @@ _TOP_DIRECTORY: Final = 0x20000
 
 
 class Place:
-    """A directory that is measured in; a context manager that leaves it as it was."""
+    """A directory for measurements; a context manager that restores its original state."""
 
     def __init__(self, directory: str | None, key: str) -> None:
-        """Name it; nothing is made yet.
+        """Set the path; creates nothing yet.
 
         Args:
             directory: Where to write; None for the system's temporary directory.
-            key: What the directory is called where the user gives it.
+            key: Name of the user's option, for messages.
         """
         self.path = Path(directory or tempfile.gettempdir()).absolute()
         self._key = key
@@ -66,10 +65,10 @@ class Place:
         self._own: Path  # made by `__enter__`
 
     def __enter__(self) -> Self:
-        """Make a directory in it, and before that what is missing of itself.
+        """Create a temporary directory in it, and its missing parents.
 
         Raises:
-            InputError: That is not possible.
+            InputError: It cannot be created.
         """
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         for path in reversed(missing):
@@ -95,11 +94,11 @@ class Place:
 
     @property
     def device(self) -> int:
-        """Which filesystem it is on."""
+        """Device number of its filesystem."""
         return self.path.stat().st_dev
 
     def check_room(self, needed_bytes: int) -> None:
-        """Find out now rather than in the middle of a round.
+        """Check the free space before the measurement starts.
 
         Raises:
             InputError: There is too little free space.
@@ -113,14 +112,14 @@ class Place:
             )
 
     def warm_up(self, content: memoryview, num_bytes: int) -> None:
-        """Write and remove more than is about to be stored: `WARM_UP` times `num_bytes`.
+        """Write and remove `WARM_UP` times `num_bytes`, more than will be stored.
 
-        A virtual machine may have given its free memory back, and then needs ten times as long for
-        a page of the cache that it touches first. So that nobody pays for whose turn it is, the
-        pages are touched before every turn; the kernel does not hand out exactly the last ones.
+        A virtual machine may have returned free memory to its host; the first access to such a page
+        of the cache is ten times slower. Touching the pages before every turn makes the turns
+        equal. The factor is needed because the kernel does not reuse exactly these pages.
 
         Raises:
-            InputError: It cannot be written.
+            InputError: The file cannot be written.
         """
         with (
             self.new_directory() as directory,
@@ -133,10 +132,10 @@ class Place:
 
     @contextmanager
     def new_directory(self) -> Iterator[str]:
-        """Make an empty directory for one use; what is in it is emptied afterwards.
+        """Create an empty directory for one use; its files are truncated afterwards.
 
         Raises:
-            InputError: It cannot be made.
+            InputError: It cannot be created.
         """
         with self._as_unusable("cannot write to"):
             directory = tempfile.mkdtemp(dir=self._own)
@@ -158,15 +157,15 @@ class Place:
 
 
 def _remove_if_empty(path: Path) -> None:
-    with suppress(OSError):  # never made, or somebody else has put something there meanwhile
+    with suppress(OSError):  # never created, or used by others meanwhile
         path.rmdir()
 
 
 def _spread(path: Path) -> None:
-    """Have ext4 treat the directories in this one as unrelated, as it does those in its root."""
+    """Make ext4 spread the directories in this one, as it does those in the root."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # other filesystems know no such flag
+        with suppress(OSError):  # not supported by other filesystems
             flags = struct.unpack("l", fcntl.ioctl(folder, _GET_FLAGS, bytes(_LONG_BYTES)))[0]
             fcntl.ioctl(folder, _SET_FLAGS, struct.pack("l", flags | _TOP_DIRECTORY))
     finally:
@@ -174,11 +173,11 @@ def _spread(path: Path) -> None:
 
 
 class UnfitError(OffloadError):
-    """Somebody cannot be measured: it fails, it hangs, or it returns other bytes than it got."""
+    """A contender cannot be measured: it fails, hangs, or returns wrong bytes."""
 
 
 class Result(Protocol):
-    """How a job has ended."""
+    """Result of a job."""
 
     @property
     def job_id(self) -> int: ...
@@ -188,7 +187,7 @@ class Result(Protocol):
 
 
 class Manager(Protocol):
-    """A secondary tier as a scheduler calls it; names and meaning are vLLM's."""
+    """A secondary tier's interface to a scheduler, with vLLM's names and semantics."""
 
     def submit_store(self, job: Any, /) -> None: ...  # noqa: ANN401 - each has a class of its own
 
@@ -205,9 +204,9 @@ class OpenTier(Protocol):
     """A tier that is open on an empty store.
 
     Attributes:
-        manager: What is measured.
-        request: What `lookup` gets beside the key.
-        step: What `on_schedule_end` gets.
+        manager: The manager to measure.
+        request: Request context passed to `lookup`.
+        step: Step context passed to `on_schedule_end`.
     """
 
     @property
@@ -222,21 +221,21 @@ class OpenTier(Protocol):
     def make_job(
         self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
     ) -> object:
-        """Return what the manager's submit methods take."""
+        """Return a job for the manager's submit methods."""
         ...
 
     def close(self) -> None:
-        """Close it, and wait for that."""
+        """Close the tier; blocks until it is closed."""
         ...
 
 
 class Contender(Protocol):
-    """What is opened anew in every round.
+    """A tier to measure, opened anew in every round.
 
     Attributes:
-        name: What it is called in the figures.
-        options: As the user gave them.
-        place: Where it writes; None if it takes no directory.
+        name: Name in the results.
+        options: The user's options.
+        place: Where it writes; None if it uses no directory.
     """
 
     name: str
@@ -244,16 +243,16 @@ class Contender(Protocol):
     place: Place | None
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return how much it takes until it writes over what it has; None if it never does."""
+        """Return the bytes after which it overwrites old blocks; None if it never does."""
         ...
 
     def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenTier:
-        """Open it on an empty store.
+        """Open the tier on an empty store.
 
         Args:
             view: The primary's rows.
             directory: A new directory in its place.
-            stored_bytes: What will be stored in it.
+            stored_bytes: Bytes that will be stored.
         """
         ...
 
@@ -261,14 +260,14 @@ class Contender(Protocol):
 _DIRECTORY: Final = "root_dir"
 _CAPACITY: Final = "capacity_bytes"
 _TIER_SPARE_BYTES: Final = 16 << 20
-"""Beside the blocks: indexes, journals, and what a rehearsal needs of a tier's least size."""
+"""Space besides the blocks: indexes, journals, and a tier's minimum size."""
 _MODEL: Final = "bench"
 _SPEC: Final = SimpleNamespace(config=OffloadConfig(model=_MODEL))
-"""In the place of a spec: names the model of blocks that are made up."""
+"""Replaces a spec: names the model of the benchmark's blocks."""
 
 
 class OpenOwnTier:
-    """A `SecondaryTierManager` on threads of its own; see `OpenTier`."""
+    """A `SecondaryTierManager` with its own threads; see `OpenTier`."""
 
     def __init__(self, manager: SecondaryTierManager) -> None:
         self.manager = manager
@@ -282,10 +281,10 @@ class OpenOwnTier:
         return JobMetadata(job_id, tuple(keys), rows, is_load, self.request)
 
     def close(self) -> None:
-        """Close it.
+        """Close the tier.
 
         Raises:
-            UnfitError: It could not be closed cleanly.
+            UnfitError: It did not close cleanly.
         """
         report = self.manager.shutdown()
         if not report.is_clean:
@@ -293,17 +292,17 @@ class OpenOwnTier:
 
 
 class OwnTier:
-    """A tier that `SecondaryTierFactory` makes; see `Contender`.
+    """A tier created by `SecondaryTierFactory`; see `Contender`.
 
-    A tier that needs a capacity and is given none gets one that a round does not exhaust.
+    If a required capacity is not configured, it is set to more than a round needs.
     """
 
     def __init__(self, tier_config: Mapping[str, Any]) -> None:
-        """Check a tier's configuration, `type` included; nothing is opened.
+        """Validate a tier's configuration, including `type`; opens nothing.
 
         Raises:
-            InputError: It cannot be imported, or its directory is no path.
-            ConfigError: The tier, an option or a value is unknown.
+            InputError: The tier cannot be imported, or its directory is not a path.
+            ConfigError: The tier, an option or a value is invalid.
         """
         config = dict(tier_config)
         self.name: str = config["type"]
@@ -325,17 +324,17 @@ class OwnTier:
         self.check(1, ())
 
     def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenOwnTier:
-        """Open it; raises what its constructor raises."""
+        """Open the tier; raises the errors of its constructor."""
         config = self._configured(directory, stored_bytes)
         return OpenOwnTier(SecondaryTierFactory.create_secondary_tier(config, view, _SPEC))
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return its capacity, given or made up."""
+        """Return its configured or automatic capacity."""
         given = self._configured(None, stored_bytes).get(_CAPACITY)
         return None if given is None else parse_size_bytes(given, _CAPACITY)
 
     def check(self, stored_bytes: int, block_sizes: Collection[int]) -> None:
-        """Check its configuration for blocks of so many bytes; raises ConfigError."""
+        """Validate its configuration for these block sizes; raises ConfigError."""
         directory = None if self.place is None else str(self.place.path)
         config = self._configured(directory, stored_bytes)
         for block_bytes in block_sizes or (None,):
@@ -343,11 +342,11 @@ class OwnTier:
             SecondaryTierFactory.check_config(config, geometry)
 
     def check_capacity(self, stored_bytes: int) -> None:
-        """Refuse a capacity that a round would exhaust: it would measure evictions and misses.
+        """Reject a capacity below a round's size: the round would measure evictions and misses.
 
         Raises:
-            InputError: The user has given such a one.
-            ConfigError: It is no size.
+            InputError: The configured capacity is too small.
+            ConfigError: It is not a size.
         """
         given = self._config.get(_CAPACITY)
         if given is not None and parse_size_bytes(given, _CAPACITY) < stored_bytes:
@@ -380,7 +379,7 @@ def _class_of(config: Mapping[str, Any]) -> type:
 
 
 class Entry(NamedTuple):
-    """Where a peer's adapter is, what it takes, and how its engine is installed."""
+    """Location and options of a peer's adapter, and how to install its engine."""
 
     module: str
     class_name: str
@@ -405,10 +404,10 @@ PEERS: Final[Mapping[str, Entry]] = {
 
 
 def load_peer(peer_config: Mapping[str, Any]) -> Contender:
-    """Import and return a peer: `type` is its name, beside `root_dir` and options of its own.
+    """Import and return a peer; `type` is its name, next to `root_dir` and its own options.
 
     Raises:
-        InputError: There is no such peer, its engine is not installed, or an option is unusable.
+        InputError: The peer is unknown, its engine is not installed, or an option is invalid.
     """
     config = dict(peer_config)
     name = config.pop("type")

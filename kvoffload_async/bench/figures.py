@@ -1,4 +1,4 @@
-"""The figures of a bench: medians over the rounds, their spread, their share of the baseline."""
+"""Results of a benchmark: medians over the rounds, their spread, their ratio to the baseline."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure over all rounds.
+    """One measured value over all rounds.
 
     Attributes:
-        median: The middle one; `low` and `high` are the extremes.
-        of_baseline: The median as a multiple of the baseline's, where there is one: of the native
-            baseline, or of the plain one where native code is not used.
-        of_plain: The same of the plain baseline.
-        of_memcpy: The same of copying the bytes in memory.
+        median: Median; `low` and `high` are the extremes.
+        of_baseline: Ratio of the median to the baseline's, if there is one: the native baseline,
+            or the plain one if native code is not used.
+        of_plain: Ratio to the plain baseline's median.
+        of_memcpy: Ratio to the median of copying within memory.
     """
 
     median: float
@@ -37,19 +37,19 @@ class Figure:
 
 
 Passes = dict[str, dict[str, Figure]]
-"""Figures by pass and name."""
+"""Figures by pass and figure name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How a contender did at one block size.
+    """Results of a contender at one block size.
 
     Attributes:
         passes: Its figures.
-        against: Its medians as multiples of each peer's: by peer, pass and name.
-        verified_blocks: Loaded blocks that were compared with what was stored, after the clock
-            had stopped; `wrong_blocks` of them differed.
-        failed_jobs: Jobs that failed, and why the first one did.
+        against: Ratios of its medians to each peer's, by peer, pass and figure name.
+        verified_blocks: Loaded blocks compared with the stored ones, outside the measured time;
+            `wrong_blocks` of them differed.
+        failed_jobs: Number of failed jobs; `reason` is the first one's error.
     """
 
     passes: Passes
@@ -62,16 +62,16 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeReport:
-    """Everything at one block size.
+    """Results at one block size.
 
     Attributes:
-        block_bytes: The size.
-        rounds: How often all of it was measured.
-        num_jobs: Jobs of a pass, of `keys_per_job` blocks each.
+        block_bytes: The block size.
+        rounds: Number of rounds.
+        num_jobs: Jobs per pass, of `keys_per_job` blocks each.
         one_job_keys: Blocks of the single large job.
-        memcpy: The figures of copying the bytes in memory.
+        memcpy: Figures of copying within memory.
         baselines: Figures of the baselines, by directory and kind.
-        contenders: Everybody's standing, by name.
+        contenders: Results by contender.
     """
 
     block_bytes: int
@@ -86,14 +86,14 @@ class SizeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a bench has shown.
+    """Results of a benchmark.
 
     Attributes:
-        interrupted: Whether rounds or block sizes are missing because somebody asked it to stop.
-        settings: What it was asked to do.
-        machine: What it ran on.
-        contenders: Of each: its options, its directory, and `baseline`, which it is compared with.
-        sizes: The figures.
+        interrupted: Whether rounds or block sizes are missing because it was stopped early.
+        settings: Settings of the benchmark.
+        machine: Properties of the machine.
+        contenders: Per contender: its options, its directory, and its reference `baseline`.
+        sizes: Results by block size.
     """
 
     interrupted: bool
@@ -104,7 +104,7 @@ class Report:
 
     @property
     def complaints(self) -> list[str]:
-        """What must never happen, and did."""
+        """Errors found: wrong blocks and failed jobs."""
         found = []
         for size in self.sizes:
             for name, standing in size.contenders.items():
@@ -116,7 +116,7 @@ class Report:
         return found
 
     def to_json(self) -> str:
-        """Return it as one JSON object."""
+        """Return the report as a JSON object."""
         return json.dumps(asdict(self), indent=2)
 
 
@@ -125,13 +125,13 @@ def summarize(
     baselines: Mapping[str, Sequence[Baseline]],
     peers: Sequence[str],
 ) -> SizeReport:
-    """Return the figures of one block size.
+    """Return the results of one block size.
 
     Args:
-        samples: What was measured.
-        baselines: By contender, the baselines to compare it with, first the one that counts; none
-            for that of memory.
-        peers: Contenders to compare the others with.
+        samples: The measurements.
+        baselines: Baselines of each contender, the reference first; empty for a tier in
+            memory.
+        peers: Names of the contenders to compare the others with.
     """
     work = samples.work
     memcpy = _figures(samples.passes[MEMCPY, "copy"], _Beside())
@@ -178,7 +178,7 @@ def summarize(
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size in the largest unit in which it is a whole number."""
+    """Return a size in the largest unit that gives a whole number."""
     for unit, name in _UNITS:
         if num_bytes % unit == 0:
             return f"{num_bytes // unit} {name}"
@@ -186,7 +186,7 @@ def size_text(num_bytes: int) -> str:
 
 
 class _Beside(NamedTuple):
-    """The figures to compare with: copying in memory, the baseline, the plain baseline."""
+    """Reference figures: copying within memory, the baseline, the plain baseline."""
 
     memcpy: Mapping[str, Figure] = MappingProxyType({})
     baseline: Mapping[str, Figure] = MappingProxyType({})
@@ -198,7 +198,7 @@ def _passes_of(samples: Samples, name: str) -> list[tuple[str, list[Sample]]]:
 
 
 def _figures(samples: Sequence[Sample], beside: _Beside) -> dict[str, Figure]:
-    """Return the figures of one pass, over the rounds."""
+    """Return the figures of one pass over the rounds."""
     names = samples[0] if samples else {}
     return {name: _figure(name, [s[name] for s in samples if name in s], beside) for name in names}
 

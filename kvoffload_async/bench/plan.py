@@ -1,4 +1,4 @@
-"""What a bench does: sizes, counts and rounds, checked before anything starts; what it measures."""
+"""Plan of a benchmark: sizes, counts and rounds, validated before the start; its figures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
 NUM_BUFFERS = 2
-"""The rows that tiers work on, and what must be in them."""
+"""Buffers in memory: the rows that tiers use, and their expected content."""
 _MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """What one pass moves: so many jobs of so many blocks each."""
+    """Work of one pass: a number of jobs with a number of blocks each."""
 
     num_jobs: int
     keys_per_job: int
@@ -29,54 +29,54 @@ class Jobs:
 
     @property
     def num_keys(self) -> int:
-        """Blocks of the pass."""
+        """Blocks per pass."""
         return self.num_jobs * self.keys_per_job
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pass."""
+        """Bytes per pass."""
         return self.num_keys * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is moved at one block size: many jobs, and where it is wanted one large job."""
+    """Work at one block size: many jobs, and optionally one large job."""
 
     many: Jobs
     one: Jobs | None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return self.many.block_bytes
 
     @property
     def num_rows(self) -> int:
-        """Blocks of the larger of the two."""
+        """Rows needed: the blocks of the larger pass."""
         return max(self.many.num_keys, self.one.num_keys if self.one else 0)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that a tier holds at the end of a round."""
+        """Bytes stored in a tier at the end of a round."""
         return self.many.num_bytes + (self.one.num_bytes if self.one else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The settings of a bench.
+    """Settings of a benchmark.
 
     Attributes:
-        works: What is moved, one a block size.
-        total_bytes: What a pass moves at most, and the size of each of the two buffers.
-        keys_per_job: Blocks of each of the many jobs.
-        one_job: Keys of the single large job, as asked for.
-        in_flight: Jobs under way at once.
-        rounds: How often everything is measured.
+        works: Work for each block size.
+        total_bytes: Maximum bytes per pass, and the size of each of the two buffers.
+        keys_per_job: Blocks per job.
+        one_job: Requested blocks of the single large job.
+        in_flight: Jobs in flight at once.
+        rounds: Number of rounds.
         threads: Threads of the baseline.
         direct: Whether the baseline bypasses the page cache.
-        steady: Whether what has a capacity is full before it is measured.
-        keep: Whether everybody has one store for all rounds of a block size.
-        warm_up: Whether memory for the page cache is touched before a store is opened.
+        steady: Whether tiers with a capacity are filled before they are measured.
+        keep: Whether each contender uses one store for all rounds of a block size.
+        warm_up: Whether page cache memory is touched before a store is opened.
     """
 
     works: tuple[Work, ...]
@@ -93,12 +93,12 @@ class Plan:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that a tier holds at the end of a round, at most."""
+        """Maximum bytes stored in a tier at the end of a round."""
         return max(work.stored_bytes for work in self.works)
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that must be free on disk for each contender, to store or to warm up."""
+        """Free disk space needed per contender, to store or to warm up."""
         return max(WARM_UP, self.rounds if self.keep else 1) * self.stored_bytes
 
     @classmethod
@@ -117,11 +117,11 @@ class Plan:
         keep: bool = False,
         warm_up: bool = True,
     ) -> Self:
-        """Check what the command line says.
+        """Validate the command line's settings.
 
         Raises:
-            InputError: Sizes do not fit each other, or the machine.
-            ConfigError: A size is none.
+            InputError: The sizes do not fit together, or do not fit the machine.
+            ConfigError: A size is invalid.
         """
         total = parse_size_bytes(total_bytes, "--total-bytes")
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
@@ -187,15 +187,15 @@ BESIDE: Final = {
     "submit_us_per_job": "wall_us_per_job",
     "submit_us_per_key": "wall_us_per_key",
 }
-"""Which figure of the baseline a tier's figure is compared with, where that is not the same one.
+"""Baseline figure that a tier's figure is compared with, if it has another name.
 
-The time of the owner's thread stands beside the time in which the machine moves the bytes: a share
-of 0.01 leaves the scheduler 99 % of a time that could not be shorter.
+The owner's thread time is compared with the time in which the machine moves the bytes: a ratio of
+0.01 leaves 99 % of the minimum transfer time to the scheduler.
 """
 
 
 def of_pass(jobs: Jobs, *, wall_s: float, cpu_s: float, latencies_s: Sequence[float]) -> Sample:
-    """Return the figures of a pass; `latencies_s` has one entry a job."""
+    """Return the figures of a pass; `latencies_s` has one entry per job."""
     percentiles_ms = np.percentile(latencies_s, _PERCENTILES) * 1e3
     return {
         "gib_per_s": jobs.num_bytes / GIB / wall_s,
@@ -210,7 +210,7 @@ def of_pass(jobs: Jobs, *, wall_s: float, cpu_s: float, latencies_s: Sequence[fl
 
 
 def of_owner(jobs: Jobs, *, owner_s: float, submits_s: Sequence[float]) -> Sample:
-    """Return the owner's time in all calls of a pass, and in each submit call, the median one."""
+    """Return the owner's time in all calls of a pass, and the median time of a submit call."""
     owner_us = owner_s * 1e6
     submit_us = float(np.median(submits_s)) * 1e6
     return {

@@ -1,4 +1,4 @@
-"""The figures of a bench as a picture; needs matplotlib."""
+"""Plots of a benchmark's results; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _FLOOR_STYLES: Final = {
 
 
 def check_suffix(path: Path) -> str | None:
-    """Return which suffixes there are, if not this one."""
+    """Return the supported suffixes if this one is not supported."""
     known = sorted(FigureCanvasAgg(Canvas()).get_supported_filetypes())
     return None if path.suffix.lstrip(".").lower() in known else ", ".join(known)
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write the picture; raises OSError where that is not possible."""
+    """Write the plot; raises OSError if the file cannot be written."""
     canvas = Canvas(figsize=(11, 8), layout="constrained")
     for axes, (what, name, title, unit) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
         _draw_panel(axes, report, what, name, unit)
@@ -78,7 +78,7 @@ def _draw_panel(axes: Axes, report: Report, what: str, name: str, unit: str) -> 
 def _lines(
     report: Report, what: str, name: str
 ) -> Iterator[tuple[str, dict[str, Any], list[Figure | None]]]:
-    """Yield the label, the style and a figure a block size of every line."""
+    """Yield (label, style, one figure per block size) for every line."""
     sizes = report.sizes
     yield MEMCPY, _MEMCPY_STYLE, [size.memcpy.get(name) for size in sizes]
     for directory, kinds in sizes[0].baselines.items():
@@ -90,11 +90,11 @@ def _lines(
             yield label, _FLOOR_STYLES[kind], figures
     for number, contender in enumerate(sizes[0].contenders):
         passes = [size.contenders[contender].passes for size in sizes]
-        # By number, so that each has the same colour in every panel.
+        # The number gives a contender the same colour in every panel.
         style = {"color": f"C{number}", "fmt": "o-"}
         yield contender, style, [each.get(what, {}).get(name) for each in passes]
 
 
 def _minor_label(value: float, _position: float) -> str:
-    """Return a label for 2 and 5 times a power of ten, since all of them would overlap."""
+    """Return a label for 2 and 5 times a power of ten only, to avoid overlaps."""
     return f"{value:g}" if f"{value:.0e}"[0] in "25" else ""

@@ -1,10 +1,10 @@
-"""The order of a bench: round after round, first the baselines, then every contender.
+"""The order of measurements: in each round first the baselines, then every contender.
 
-What disturbs the machine for a while so disturbs all of them alike. In every round a contender
-starts with a new store, or goes on with the one it has; empty at first or, where that is asked for
-and it has a capacity, full of other blocks; and with keys that nobody has seen.
+So a temporary disturbance of the machine affects all of them alike. In every round a contender
+starts with a new store or continues with its own. The store is empty at first or, if requested and
+it has a capacity, filled with other blocks. Keys are new in each round.
 
-A pass drives an open tier as a scheduler does: submit, end the step, poll.
+A pass uses an open tier like a scheduler: submit, end the step, poll.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LINE: Final = "voluntary_ctxt_switches:"
 
 
 def count_switches() -> dict[int, int]:
-    """Return the voluntary context switches of each Python thread but the one that asks.
+    """Return the voluntary context switches of each Python thread except the caller's.
 
-    A thread makes one whenever it waits: for work, for a system call, or for the interpreter's
-    lock. Threads of native code, which never wait for that lock, do not count.
+    A thread switches voluntarily when it waits for work, a system call, or the GIL. Threads of
+    native code, which never wait for the GIL, are not counted.
     """
     own = threading.get_ident()
     others = [thread.native_id for thread in threading.enumerate() if thread.ident != own]
@@ -42,22 +42,22 @@ def count_switches() -> dict[int, int]:
 
 
 def switches_since(before: dict[int, int]) -> int:
-    """Return how many there were since `before`, which `count_switches` has returned."""
+    """Return the number of switches since `before`, a result of `count_switches`."""
     return sum(count - before.get(thread, 0) for thread, count in count_switches().items())
 
 
 def _switches_of(thread: int) -> int:
     try:
         lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended just now
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return 0
     return next(int(line.removeprefix(_LINE)) for line in lines if line.startswith(_LINE))
 
 
 STEP_S: Final = 0.0002
-"""What the owner sleeps between two polls that find nothing."""
+"""The owner's sleep between two polls without results."""
 STALL_S: Final = 60.0
-"""How long a pass may go without the end of a job: longer than a tier's own deadlines."""
+"""Maximum time that a pass may take without a job ending; exceeds the tiers' deadlines."""
 _POLLS: Final = 1000
 _LOOKUP_S: Final = 10.0
 _NS: Final = 1_000_000_000
@@ -65,11 +65,11 @@ _NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class PassOutcome:
-    """How a pass has gone.
+    """Result of a pass.
 
     Attributes:
         sample: Its figures.
-        failures: Why jobs failed, one entry a failed job.
+        failures: Error texts, one per failed job.
     """
 
     sample: Sample
@@ -78,7 +78,7 @@ class PassOutcome:
 
 @dataclass(slots=True)
 class _Stopwatch:
-    """What the owner's thread has spent, and when each job began and how long it took."""
+    """Time spent on the owner's thread, and start and latency of each job."""
 
     submits_ns: list[int] = field(default_factory=list)
     steps_ns: int = 0
@@ -88,11 +88,11 @@ class _Stopwatch:
 
     @property
     def owner_ns(self) -> int:
-        """All of the owner's time."""
+        """Total time on the owner's thread."""
         return self.steps_ns + sum(self.submits_ns)
 
     def end(self, result: Result, now_ns: int) -> None:
-        """Note the end of a job."""
+        """Record the end of a job."""
         self.latencies_ns.append(now_ns - self.begun_ns.pop(result.job_id))
         if not result.success:
             self.failures.append(str(getattr(result, "error", None) or "no reason given"))
@@ -107,10 +107,10 @@ def drive(
     in_flight: int,
     stall_s: float = STALL_S,
 ) -> PassOutcome:
-    """Run jobs, given by id, with at most `in_flight` of them under way.
+    """Run jobs, given by id, with at most `in_flight` of them in flight.
 
     Raises:
-        UnfitError: No job has ended for `stall_s` seconds.
+        UnfitError: No job ended for `stall_s` seconds.
     """
     manager, step = tier.manager, tier.step
     submit = manager.submit_load if is_load else manager.submit_store
@@ -159,11 +159,11 @@ def drive(
 
 
 def time_at_rest(tier: OpenTier, keys: Sequence[OffloadKey]) -> Sample:
-    """Return what single calls take while nothing runs.
+    """Return the duration of single calls while the tier is idle.
 
     Args:
-        tier: It has no job.
-        keys: What to look up; only those that are found count.
+        tier: An open tier without jobs.
+        keys: Keys to look up; only hits are measured.
     """
     sample = {"idle_poll_us": _mean_us(tier.manager.get_finished_jobs, [()] * _POLLS)}
     found = _found(tier, keys)
@@ -174,7 +174,7 @@ def time_at_rest(tier: OpenTier, keys: Sequence[OffloadKey]) -> Sample:
 
 
 def _found(tier: OpenTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Look up until the tier knows; return the keys that it has."""
+    """Look up until all answers are final; return the keys found."""
     pause = threading.Event()
     deadline_s = time.monotonic() + _LOOKUP_S
     while True:
@@ -182,7 +182,7 @@ def _found(tier: OpenTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         if "RETRY" not in answers or time.monotonic() > deadline_s:
             return [key for key, answer in zip(keys, answers, strict=True) if answer == "HIT"]
         tier.manager.on_schedule_end(tier.step)
-        tier.manager.get_finished_jobs()  # some take in the answers here
+        tier.manager.get_finished_jobs()  # some tiers receive the answers here
         pause.wait(STEP_S)
 
 
@@ -195,19 +195,19 @@ def _mean_us(call: Callable[..., object], arguments: Sequence[tuple[object, ...]
 
 MEMCPY: Final = "memcpy"
 ONE_JOB: Final = "_one_job"
-"""What the name of a pass ends with that is one large job."""
+"""Suffix of the passes with one large job."""
 _HASH_BYTES: Final = 32
 
 
 @dataclass(slots=True)
 class Samples:
-    """Everything that was measured at one block size.
+    """Measurements at one block size.
 
     Attributes:
-        work: What was moved.
-        rounds: Rounds that are complete.
-        passes: A sample a round, by who was measured and what it did.
-        failed_jobs: Jobs that failed, by contender, and `reasons` one of their reasons.
+        work: The work.
+        rounds: Number of completed rounds.
+        passes: One sample per round, by (contender or baseline, pass).
+        failed_jobs: Failed jobs by contender; `reasons` has one error of each.
         wrong_blocks: Loaded blocks with wrong bytes, by contender.
         verified_blocks: Loaded blocks that were compared, by contender.
     """
@@ -223,7 +223,7 @@ class Samples:
     verified_blocks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def forget_incomplete_round(self) -> None:
-        """Leave as many samples of everything as there are complete rounds."""
+        """Drop the samples of an incomplete round."""
         for samples in self.passes.values():
             del samples[self.rounds :]
 
@@ -236,22 +236,22 @@ def measure(
     on_turn: Callable[[], None],
     should_stop: Callable[[], bool],
 ) -> Iterator[Samples]:
-    """Yield the samples of one block size after the other; of complete rounds only.
+    """Yield the samples of each block size, completed rounds only.
 
-    Those of a block size in whose rounds it is stopped are of the rounds before that, if any.
+    If stopped early, the current block size has the samples of the rounds before.
 
     Args:
-        plan: What to do.
-        baselines: Where the machine is measured.
-        contenders: Who is measured.
-        on_turn: Called after each one's turn, `turns` times in all.
-        should_stop: Whether to end early.
+        plan: Settings of the benchmark.
+        baselines: Baselines to measure.
+        contenders: Contenders to measure.
+        on_turn: Called after each turn, `turns` times in all.
+        should_stop: Returns whether to stop early.
 
     Raises:
-        OffloadError: Somebody cannot be measured; the message says who.
+        OffloadError: A contender cannot be measured; the message names it.
     """
     gc.collect()
-    gc.freeze()  # so that collections between turns are short, and those within hardly any
+    gc.freeze()  # shortens garbage collections during the measurement
     try:
         for work in plan.works:
             samples = Samples(work)
@@ -276,15 +276,15 @@ def measure(
 
 
 def turns(plan: Plan, baselines: Sequence[Baseline], contenders: Sequence[Contender]) -> int:
-    """Return how many turns there are in all."""
+    """Return the total number of turns."""
     return len(plan.works) * plan.rounds * (1 + len(baselines) + len(contenders))
 
 
 def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
-    """Have everybody store and load one block, so that errors come before it all begins.
+    """Store and load one block with each contender, to detect errors before the start.
 
     Raises:
-        OffloadError: Somebody cannot be opened, or cannot be measured.
+        OffloadError: A contender cannot be opened or measured.
     """
     block_bytes = plan.works[0].block_bytes
     for contender in contenders:
@@ -348,7 +348,7 @@ class _Turn:
         self._next_job = 0
 
     def run(self) -> None:
-        """Store and load, and compare what was loaded."""
+        """Store and load, and compare the loaded blocks."""
         if not self._plan.keep:
             with self._open() as tier:
                 self._measure(tier)

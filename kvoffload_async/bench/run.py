@@ -1,4 +1,4 @@
-"""One bench, from a checked plan to its report."""
+"""Runs a benchmark from a validated plan to its report."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ def run_bench(
     advance: Callable[[int], None] = lambda _turns: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Measure tiers and peers beside what the machine can do, in directories that are removed.
+    """Measure tiers, peers and the machine's baselines, in temporary directories.
 
     Args:
-        plan: What to measure.
-        tiers: Configurations of this package's tiers, as `SecondaryTierFactory` takes them.
-        peers: Those of other engines' tiers; `type` is one of `PEERS`.
-        expect: Told how many turns there are, once everybody has stored and loaded one block.
-        advance: Told of each turn that has ended.
-        should_stop: Asked before each turn; what is reported then is the rounds before it.
+        plan: Settings of the benchmark.
+        tiers: Configurations of this package's tiers, as for `SecondaryTierFactory`.
+        peers: Configurations of other engines' tiers; `type` is a key of `PEERS`.
+        expect: Called with the number of turns, after every contender has stored and loaded one
+            block.
+        advance: Called with 1 after each turn.
+        should_stop: Called before each turn; if true, only completed rounds are reported.
 
     Raises:
-        InputError: Somebody is unknown, or there is no room for the plan.
-        ConfigError: A configuration is unusable.
-        OffloadError: Somebody cannot be measured; the message says who.
+        InputError: A tier or peer is unknown, or there is no space for the plan.
+        ConfigError: A configuration is invalid.
+        OffloadError: A contender cannot be measured; the message names it.
     """
     own = [OwnTier(config) for config in tiers]
     others = [load_peer(config) for config in peers]
@@ -74,7 +75,7 @@ def run_bench(
 
 
 def _named_apart(contenders: Sequence[Contender]) -> Sequence[Contender]:
-    """Number those that have a name in common, so that each has figures of its own."""
+    """Number contenders with equal names, so that each has its own results."""
     names = [contender.name for contender in contenders]
     for index, contender in enumerate(contenders):
         if names.count(names[index]) > 1:
@@ -85,9 +86,9 @@ def _named_apart(contenders: Sequence[Contender]) -> Sequence[Contender]:
 def _baselines(
     contenders: Sequence[Contender], plan: Plan, stack: ExitStack
 ) -> dict[str, Sequence[Baseline]]:
-    """Return each one's baselines: those of its filesystem, since that is what is compared.
+    """Return each contender's baselines, measured on its filesystem.
 
-    The first is the one that counts: the native one, where this package's tiers move bytes so.
+    The first is the reference: the native one if this package's tiers use native block I/O.
     """
     by_device: dict[int, Sequence[Baseline]] = {}
     baselines: dict[str, Sequence[Baseline]] = {}
@@ -107,14 +108,14 @@ def _baselines(
 def _baseline_kinds() -> list[type[Baseline]]:
     if implementation().name != "native":
         return [PlainBaseline]
-    # Not before it is known that the module it needs is there.
+    # Imported here, because it needs the native module.
     from kvoffload_async.bench.baseline import NativeBaseline  # noqa: PLC0415
 
     return [NativeBaseline, PlainBaseline]
 
 
 def _capacity_bytes(contender: Contender, plan: Plan) -> int:
-    """Return what it may take on disk besides what a round stores."""
+    """Return the disk space that a contender may use in addition to a round's blocks."""
     sizes = [contender.capacity_bytes(work.stored_bytes) or 0 for work in plan.works]
     return max(sizes) if plan.steady else 0
 
@@ -158,6 +159,6 @@ def _machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name as the system has it, or its architecture."""
+    """Return the processor's name from the system, or its architecture."""
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else platform.machine()

@@ -1,8 +1,8 @@
-"""Back-pressure: a tier whose stores are slow is given only a share of the cascades.
+"""Back-pressure: drops a share of the stores to a slow tier.
 
-The latency of stores, in seconds a MiB, is averaged exponentially. Above the high water mark a
-growing share of the stores is dropped; from then on the average decays between completions, so
-that a tier that is offered little recovers. Promotions are never affected.
+The store latency, in seconds per MiB, is averaged exponentially. Above the high-water mark, a
+growing share of the stores is dropped. While stores are dropped, the average decays between
+completions, so that the tier recovers even with few stores. Promotions are unaffected.
 
 Source: the constants are those of vLLM 0.33's detector (pull request 50045).
 """
@@ -22,11 +22,11 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BackpressureSettings:
-    """The water marks of the averaged store latency.
+    """Water marks of the average store latency.
 
     Attributes:
-        high_water_s_per_mib: Above it, stores are dropped.
-        low_water_s_per_mib: Below it, dropping ends.
+        high_water_s_per_mib: Stores are dropped above this latency.
+        low_water_s_per_mib: Dropping ends below this latency.
     """
 
     high_water_s_per_mib: float
@@ -38,9 +38,9 @@ NETWORK_BACKPRESSURE = BackpressureSettings(0.050, 0.010)
 
 
 class Backpressure:
-    """Decides which stores are not written to a slow tier.
+    """Decides which stores to drop for a slow tier.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self, settings: BackpressureSettings) -> None:
@@ -48,7 +48,7 @@ class Backpressure:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Reset to the initial state."""
         self._ema = 0.0
         self._samples = 0
         self._failures = 0
@@ -63,7 +63,7 @@ class Backpressure:
         return self._pressed
 
     def store_ended(self, seconds: float, num_bytes: int, now_s: float) -> None:
-        """Take a store's latency into the average; the first ones seed it by their mean."""
+        """Add a store's latency to the average, which starts as the mean of the first ones."""
         self._failures = 0
         if num_bytes <= 0:
             return
@@ -73,13 +73,13 @@ class Backpressure:
         self._set(self._ema + weight * (sample - self._ema), now_s)
 
     def store_failed(self, now_s: float) -> None:
-        """Note a failed store; a few in a row (a full disk) count as very slow."""
+        """Record a failed store; several in a row (a full disk) count as a high latency."""
         self._failures += 1
         if self._failures >= _FAILURES_IN_A_ROW:
             self._set(_FAILURE_FACTOR * self._settings.high_water_s_per_mib, now_s)
 
     def drops_store(self, now_s: float) -> bool:
-        """Decide about one store: True if it is to be dropped."""
+        """Return whether to drop the next store."""
         self._decay(now_s)
         share = self._share(now_s)
         self._credit += share

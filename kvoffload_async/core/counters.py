@@ -1,4 +1,4 @@
-"""What the core counts; `kvoffload_async.statistics` explains the fields of the same names."""
+"""Counters of the core; `kvoffload_async.statistics` documents fields of the same names."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvoffload_async.types import JobMetadata, JobResult
 
 
 class Histogram:
-    """Counts durations in the buckets of `BUCKET_BOUNDS_S`.
+    """Histogram of durations with the buckets of `BUCKET_BOUNDS_S`.
 
-    Thread: one observes; any reads, without a lock, and may miss what is being observed.
+    One thread may observe. Any thread may read without a lock, and may miss the latest duration.
     """
 
     __slots__ = ("_count", "_counts", "_last_read", "_sum_s")
@@ -37,20 +37,20 @@ class Histogram:
         self._sum_s = 0.0
         self._count = 0
         self._last_read = (0, HistogramStatistics())
-        """What was read last, and of how many: most are read more often than they change."""
+        """Cached result and its count, as most histograms are read more often than they change."""
 
     def observe(self, seconds: float) -> None:
-        """Count a duration; one that a clock makes negative counts as none."""
+        """Add a duration; a negative one, from a clock that was set back, counts as zero."""
         duration_s = seconds if seconds > 0 else 0.0
         self._counts[bisect_left(BUCKET_BOUNDS_S, duration_s)] += 1
         self._sum_s += duration_s
-        self._count += 1  # last: a reader that does not see it reads again
+        self._count += 1  # last, so that a stale cache entry is detected
 
     def __repr__(self) -> str:
         return f"Histogram({self._count} durations, {self._sum_s} s)"
 
     def read(self) -> HistogramStatistics:
-        """Return what was observed so far."""
+        """Return the current counts."""
         count = self._count
         if self._last_read[0] != count:
             read = HistogramStatistics(counts=tuple(self._counts), sum_s=self._sum_s)
@@ -63,7 +63,7 @@ _OWN_ERRORS: Final = frozenset(error for error in vars(errors).values() if isins
 
 @dataclass(slots=True)
 class PrimaryCounters:
-    """What the primary has done so far."""
+    """Counters of the primary."""
 
     lookups: int = 0
     hits: int = 0
@@ -77,7 +77,7 @@ class PrimaryCounters:
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """What the planner has done so far."""
+    """Counters of the planner."""
 
     lookups: int = 0
     hits: int = 0
@@ -96,7 +96,7 @@ class PlannerCounters:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What the planner, or a manager alone, has had of a tier so far."""
+    """Counters of one tier, kept by the planner or a stand-alone manager."""
 
     lookups: int = 0
     hits: int = 0
@@ -124,21 +124,21 @@ class TierCounters:
 
     @property
     def loads_in_flight(self) -> int:
-        """Loads that have no result yet."""
+        """Number of loads without a result."""
         return self.submitted_loads - self.finished_loads
 
     @property
     def stores_in_flight(self) -> int:
-        """Stores that have no result yet."""
+        """Number of stores without a result."""
         return self.submitted_jobs - self.finished_jobs - self.loads_in_flight
 
     def submit(self, job: JobMetadata) -> None:
-        """Count a job that was submitted."""
+        """Count a submitted job."""
         self.submitted_jobs += 1
         self.submitted_loads += job.is_promotion
 
     def count(self, job: JobMetadata, result: JobResult) -> None:
-        """Count a job that has its result."""
+        """Count a finished job."""
         self.finished_jobs += 1
         self.finished_loads += job.is_promotion
         if not result.success:
@@ -157,21 +157,21 @@ class TierCounters:
             self.stored_blocks += landed
 
     def drop(self, reason: DropReason, num_blocks: int) -> None:
-        """Count pending blocks that the tier does not get."""
+        """Count pending blocks that will not be stored."""
         self.dropped_blocks += num_blocks
         self.dropped[reason] += num_blocks
 
 
 @dataclass(slots=True)
 class JobDurations:
-    """How long the jobs of one direction took; see `DurationStatistics`."""
+    """Durations of the jobs of one direction; see `DurationStatistics`."""
 
     total: Histogram = field(default_factory=Histogram)
     queue: Histogram = field(default_factory=Histogram)
     copy: Histogram = field(default_factory=Histogram)
 
     def observe(self, seconds: float, queue_s: float | None) -> None:
-        """Note the end of a job; `queue_s` is None where it never began."""
+        """Record the end of a job; `queue_s` is None if it never started."""
         self.total.observe(seconds)
         if queue_s is not None:
             self.queue.observe(queue_s)
@@ -180,7 +180,7 @@ class JobDurations:
 
 @dataclass(slots=True)
 class TierObservations:
-    """What a tier has told of itself so far, whoever submits its jobs."""
+    """Counters reported by a tier itself, independent of who submits its jobs."""
 
     corrupt_blocks: int = 0
     missing_blocks: int = 0
@@ -190,7 +190,7 @@ class TierObservations:
     store_seconds: JobDurations = field(default_factory=JobDurations)
 
     def settled(self, job: JobMetadata, event: JobSettled) -> None:
-        """Note a job whose bytes have stopped moving."""
+        """Record a settled job."""
         durations = self.load_seconds if job.is_promotion else self.store_seconds
         durations.observe(event.seconds, event.queue_s)
         if event.failures:
@@ -203,5 +203,5 @@ class TierObservations:
 
 
 def _kind_of(error: Exception | None) -> str:
-    """Return the name of an error's class, of which there are few; a third party's is none."""
+    """Return the class name of an error of this package, or "other"."""
     return type(error).__name__ if type(error) in _OWN_ERRORS else OTHER_ERROR

@@ -1,4 +1,4 @@
-"""The bounded log of what appeared in and disappeared from a medium, until somebody reads it."""
+"""Bounded log of blocks added to and removed from a medium, until the events are read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class _Entry(NamedTuple):
 
 
 class EventLog:
-    """Collects events for one medium; drops the oldest ones when nobody reads them.
+    """Collects events for one medium; drops the oldest ones if they are not read.
 
-    Events are numbered as they are taken, and a dropped one leaves its number out: who reads them
-    all sees where some are missing.
+    Events are numbered when they are taken. A dropped event consumes a number, so that a reader can
+    detect the gap.
 
     Attributes:
-        ownership: See `OffloadingEvent`; applies to events that are taken from now on.
-        dropped: Events that were dropped.
-        dropped_keys: Keys in them.
+        ownership: See `OffloadingEvent`; applies to events taken from now on.
+        dropped: Number of dropped events.
+        dropped_keys: Number of keys in them.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class EventLog:
         remembers: bool = False,
         bound: int = 262_144,
     ) -> None:
-        """Start empty.
+        """Create an empty log.
 
         Args:
-            medium: Where the blocks are.
-            locality: How far away that is.
+            medium: Medium of the blocks.
+            locality: Locality of the medium.
             enabled: Whether events are collected at all.
             ownership: See the class.
-            announces_removals: Whether the removal of every stored block will be added.
-            remembers: Remember which blocks are announced, so that each is announced as stored
-                once until its removal, and as removed once. Takes an entry in a table per block.
-            bound: Keys kept; but the latest event is kept however many it has.
+            announces_removals: Whether every stored block will have a removal event.
+            remembers: Track announced blocks, so that each is announced as stored only once until
+                its removal, and as removed only once. Takes a table entry per block.
+            bound: Maximum number of keys; the latest event is kept whatever its size.
         """
         self.ownership = ownership
         self.dropped = 0
@@ -68,7 +68,7 @@ class EventLog:
     def add(
         self, keys: Collection[OffloadKey], *, removed: bool, metadata_only: bool = False
     ) -> None:
-        """Append one event; an empty one is left out."""
+        """Append an event; empty events are ignored."""
         if not self._enabled:
             return
         news: Sequence[OffloadKey] = tuple(keys)
@@ -87,14 +87,14 @@ class EventLog:
             self._sequence += 1
 
     def announce_anew(self) -> None:
-        """Announce announced blocks once more when they are stored again: consumers forgot them."""
+        """Announce blocks again when they are stored again, because consumers were reset."""
         self._epoch += 1
 
     def take(self, is_allocated: Callable[[OffloadKey], bool]) -> Iterator[OffloadingEvent]:
-        """Detach what has been collected and return it, oldest first.
+        """Remove and return the collected events, oldest first.
 
-        The batch is detached before anything is yielded, so that an iterator consumed in part
-        cannot replay. A metadata-only removal loses the keys that have been allocated anew.
+        The events are removed before the first is yielded, so a partly consumed iterator cannot
+        replay them. Metadata-only removals omit keys that have been allocated again.
         """
         batch, self._entries = self._entries, deque()
         self._num_keys = 0
@@ -103,7 +103,7 @@ class EventLog:
     def _changed(
         self, keys: Sequence[OffloadKey], announced: KeyMap, *, removed: bool
     ) -> Sequence[OffloadKey]:
-        """Take over which blocks are announced; return those for which that is new."""
+        """Update the announced blocks; return the keys whose state changed."""
         return announced.discard_present(keys) if removed else announced.change(keys, self._epoch)
 
     def _events(

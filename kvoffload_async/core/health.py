@@ -1,10 +1,10 @@
-"""The health of a tier: a circuit breaker for each direction, driven by its jobs and probes.
+"""Health of a tier: one circuit breaker per direction, driven by its jobs and probes.
 
-    CLOSED --n-th fault in a row--> OPEN --wait is over, one try--> HALF_OPEN
-    HALF_OPEN --the try worked--> CLOSED      HALF_OPEN --the try failed, or told nothing--> OPEN
+    CLOSED --n-th consecutive fault--> OPEN --wait elapsed, trial starts--> HALF_OPEN
+    HALF_OPEN --trial succeeds--> CLOSED     HALF_OPEN --trial fails or is inconclusive--> OPEN
 
-A try is one job, or one existence probe; until it has ended everything else is refused. A full or
-read-only disk goes on serving loads. Existence probes belong to the loads.
+A trial is one job or one existence probe; until it ends, all others are refused. The directions are
+separate, so a full or read-only disk still serves loads. Existence probes count as loads.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from kvoffload_async.types import JobMetadata, JobResult
 
 
 class BreakerState(enum.Enum):
-    """Whether a tier is used."""
+    """States of a breaker: CLOSED uses the tier, OPEN suspends it, HALF_OPEN awaits a trial."""
 
     CLOSED = enum.auto()
     OPEN = enum.auto()
     HALF_OPEN = enum.auto()
 
-    __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
+    __hash__ = object.__hash__  # Enum's hash is a Python function, too slow for a look-up per job
 
 
 class BreakerEvent(enum.Enum):
-    """What a tier's jobs and probes tell."""
+    """Outcomes of a tier's jobs and probes."""
 
     TRIED = enum.auto()
     WORKED = enum.auto()
     FAULTED = enum.auto()
     UNDECIDED = enum.auto()
-    """It ended, for a reason that is not the tier's: it was busy, or the job was wrong."""
+    """It ended without information about the tier: the tier was busy, or the job was invalid."""
 
-    __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
+    __hash__ = object.__hash__  # as in BreakerState
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """When a breaker opens, and for how long.
+    """Thresholds of a breaker.
 
     Attributes:
-        fault_threshold: Faults in a row that open it.
-        retry_after_s: Seconds from the last fault until one job or probe is tried.
+        fault_threshold: Consecutive faults that open it.
+        retry_after_s: Seconds from the last fault to the trial job or probe.
     """
 
     fault_threshold: int = 3
@@ -64,16 +64,16 @@ class BreakerSettings:
 
 
 class Breaker:
-    """Counts the faults in a row of one direction of a tier.
+    """Circuit breaker of one direction of a tier.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        settings: When it opens.
-        state: Whether the tier is used in this direction.
-        opened_at_s: When it was suspended last.
-        reason: The error that it was suspended for, as text.
-        openings: How often it was.
+        settings: Its thresholds.
+        state: Its state.
+        opened_at_s: Time of the last opening.
+        reason: Text of the error that opened it.
+        openings: Number of openings.
     """
 
     def __init__(self, settings: BreakerSettings) -> None:
@@ -88,19 +88,19 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the tier is used as if nothing had happened."""
+        """Whether the tier is in normal use."""
         return self.state is BreakerState.CLOSED
 
     def permits(self, now_s: float) -> bool:
-        """Tell whether a job or a probe may be started now."""
+        """Return whether a job or probe may start now."""
         if self.state is BreakerState.CLOSED:
             return True
         return self.state is BreakerState.OPEN and now_s >= self._retry_at_s
 
     def is_stuck(self, begun_s: Iterable[float]) -> bool:
-        """Tell whether it is half-open and no try is under way, given when the work there is began.
+        """Return whether it is half-open without a trial, given the start times of running work.
 
-        For invariants: only the end of a try leads out of that state.
+        For invariant checks: only the end of a trial leaves the half-open state.
         """
         tries = any(begun >= self._tried_at_s for begun in begun_s)
         return self.state is BreakerState.HALF_OPEN and not tries
@@ -113,13 +113,14 @@ class Breaker:
         begun_s: float = math.inf,
         error: BaseException | None = None,
     ) -> None:
-        """Take note of what was tried, or has ended.
+        """Record the start of a trial or the end of a job or probe.
 
         Args:
-            event: What happened.
-            now_s: When.
-            begun_s: When what has ended was begun: once one is tried, no older one decides.
-            error: What a fault was.
+            event: The event.
+            now_s: Its time.
+            begun_s: Start of the job or probe that ended. In the half-open state, work started
+                before the trial is ignored.
+            error: The error of a fault.
         """
         before = self.state
         if before is BreakerState.HALF_OPEN and begun_s < self._tried_at_s:
@@ -146,7 +147,7 @@ _NEXT: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
     (BreakerState.CLOSED, BreakerEvent.FAULTED): BreakerState.OPEN,
     (BreakerState.CLOSED, BreakerEvent.UNDECIDED): BreakerState.CLOSED,
     (BreakerState.OPEN, BreakerEvent.TRIED): BreakerState.HALF_OPEN,
-    # A job from before the breaker opened: good news is believed.
+    # A success closes the breaker, even of a job from before it opened.
     (BreakerState.OPEN, BreakerEvent.WORKED): BreakerState.CLOSED,
     (BreakerState.OPEN, BreakerEvent.FAULTED): BreakerState.OPEN,
     (BreakerState.OPEN, BreakerEvent.UNDECIDED): BreakerState.OPEN,
@@ -164,18 +165,18 @@ _FAULT_OF_ONE_BLOCK = (
     TierFullError,
 )
 _NO_FAULT = (BusyError, StateError, TierClosedError)
-"""Back-pressure, a job that cannot be run at all, the shutdown: they tell nothing of a tier."""
+"""Back-pressure, an invalid job, the shutdown: not evidence against the tier."""
 
 
 class TierHealth:
     """The breakers of one tier.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        loads: When promotions and probes leave the tier alone.
-        stores: When cascades do.
-        now_s: The time of the planner's step; None: no planner heeds the breakers.
+        loads: Breaker for promotions and probes.
+        stores: Breaker for cascades.
+        now_s: Time of the planner's step; None: without a planner, breakers are not consulted.
     """
 
     def __init__(self, settings: BreakerSettings) -> None:
@@ -185,52 +186,52 @@ class TierHealth:
         self._probes_begun_s: dict[int, float] = {}
         self._is_closing = False
         self._try_is_reserved = False
-        """Whether the try of `loads` is a promotion that has a slot and is not submitted yet."""
+        """Whether the trial of `loads` is a promotion that has a slot but is not submitted yet."""
 
     def promotion_reserved(self) -> None:
-        """Note that a promotion will be submitted: it is the try, if one is due."""
-        if self.loads.state is not BreakerState.CLOSED:  # asked here: once a promoted block
+        """Record a reserved promotion; it is the trial if one is due."""
+        if self.loads.state is not BreakerState.CLOSED:  # fast path: runs for each promoted block
             self.loads.note(BreakerEvent.TRIED, self.now_s or 0.0)
             self._try_is_reserved = True
 
     def promotion_submitted(self) -> None:
-        """Note that a promotion was submitted: from now on its result decides the try."""
+        """Record that a promotion was submitted; its result now decides the trial."""
         self._try_is_reserved = False
 
     def store_submitted(self, job: JobMetadata) -> None:
-        """Note that a cascade was submitted: it is the try, if one is due."""
+        """Record a submitted cascade; it is the trial if one is due."""
         self.stores.note(BreakerEvent.TRIED, job.submit_time)
 
     def job_ended(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
-        """Note how a job has ended."""
+        """Record the result of a job."""
         breaker = self.loads if job.is_promotion else self.stores
         event = BreakerEvent.WORKED if result.success else self._event_of(result.error)
         breaker.note(event, now_s, begun_s=job.submit_time, error=result.error)
 
     def lookup_failed(self, error: BaseException) -> None:
-        """Note that the tier could not say what it has."""
+        """Record a failed lookup in the tier."""
         self.loads.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
 
     def reports_failed(self, error: BaseException) -> None:
-        """Note that the tier could not say what has become of its jobs, whichever they were."""
+        """Record that the tier failed to report the results of its jobs."""
         event = BreakerEvent.UNDECIDED if self._is_closing else BreakerEvent.FAULTED
         for breaker in (self.loads, self.stores):
             breaker.note(event, self.now_s or 0.0, error=error)
 
     def permits_probe(self) -> bool:
-        """Tell whether a probe may be started now."""
+        """Return whether a probe may start now."""
         return self.now_s is None or self.loads.permits(self.now_s)
 
     def probe_started(self, generation: int) -> None:
-        """Note a probe: it is the try, if one is due."""
+        """Record a started probe; it is the trial if one is due."""
         if self.now_s is not None:
             self._probes_begun_s[generation] = self.now_s
             self.loads.note(BreakerEvent.TRIED, self.now_s)
 
     def probe_ended(self, answer: ProbeAnswered) -> None:
-        """Count a failed probe as a fault; one that worked tells only of a tier that is tried.
+        """Count a failed probe as a fault; a successful one matters only as the trial.
 
-        Else a tier that knows its blocks, but cannot read them, would never be suspended.
+        Otherwise a tier whose probes succeed but whose loads fail would never be suspended.
         """
         begun_s = self._probes_begun_s.pop(answer.generation, None)
         if begun_s is None:
@@ -244,19 +245,19 @@ class TierHealth:
         self.loads.note(event, self.now_s or 0.0, begun_s=begun_s, error=answer.error)
 
     def reset(self) -> None:
-        """Forget the try if it is a promotion that a reset of the primary has made void."""
+        """Abandon the trial if it is a promotion that a reset of the primary has cancelled."""
         if self._try_is_reserved:
             self._try_is_reserved = False
             self.loads.note(BreakerEvent.UNDECIDED, self.now_s or 0.0)
 
     def close(self) -> None:
-        """Note that the tier is being closed: what fails from now on tells nothing of it."""
+        """Record that the tier is closing; later failures do not count as faults."""
         self._is_closing = True
 
     def stuck_breakers(self, jobs: Collection[JobMetadata]) -> list[str]:
-        """Return the directions whose breaker is half-open with no try under way.
+        """Return the directions whose breaker is half-open without a trial in flight.
 
-        Such a breaker would never leave its state. For invariants.
+        Such a breaker would never leave its state. For invariant checks.
 
         Args:
             jobs: The tier's jobs without a result.
@@ -270,7 +271,7 @@ class TierHealth:
         return [name for name, breaker, begun_s in tries if breaker.is_stuck(begun_s)]
 
     def _event_of(self, error: Exception | None) -> BreakerEvent:
-        """Return what a failure tells of the tier."""
+        """Return the breaker event of an error."""
         if isinstance(error, _FAULT_OF_ONE_BLOCK):
             return BreakerEvent.WORKED
         is_fault = not self._is_closing and not isinstance(error, _NO_FAULT)

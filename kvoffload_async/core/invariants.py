@@ -1,7 +1,7 @@
-"""The invariants of the planner that hold between any two calls, and their check.
+"""Invariants of the planner's state between any two calls, and their check.
 
-They run in production under `check_invariants`, at the end of every step, and in the tests, which
-have more: see `tests/planner_invariants.py`.
+In production they run with `check_invariants`, at the end of every step. Tests check further ones:
+see `tests/planner_invariants.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Invariant(Generic[S]):
-    """Something that always holds of a subject.
+    """A condition that always holds.
 
     Attributes:
         name: P1 to P26.
-        statement: What always holds.
-        violations: Returns what does not, in words.
+        statement: The condition.
+        violations: Returns a text for each violation.
     """
 
     name: str
@@ -281,7 +281,7 @@ def _writes(planner: Planner, writing: set[OffloadKey]) -> Iterator[str]:
 
 
 def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[str]:
-    """The slots that jobs name, against those that their keys occupy and those that are held."""
+    """Check the jobs' slots against the slots of their keys and the held slots."""
     held = {
         slot
         for late in planner.orphaned.values()
@@ -303,12 +303,12 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
 
 
 def _readers(planner: Planner) -> Iterator[JobMetadata]:
-    """The cascades whose copies may still run, under a pin each."""
+    """Return the cascades whose copies may still run, each with a pin."""
     return (job for _, job in _reading_jobs(planner))
 
 
 def _reading_jobs(planner: Planner) -> Iterator[tuple[int, JobMetadata]]:
-    """The same, each with its tier."""
+    """Return (tier index, cascade) for the cascades whose copies may still run."""
     for index, tier in enumerate(planner.tiers):
         yield from ((index, job) for job in tier.jobs.unreported() if not job.is_promotion)
         yield from ((index, r.job) for r in tier.jobs.orphaned() if not r.holds_slots)
@@ -335,7 +335,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P7",
-        "at most one promotion a key is under way, and with what is retained no more than the cap",
+        "at most one promotion per key is in flight; with retained blocks they stay within the cap",
         promotions_are_single_and_capped,
     ),
     Invariant(
@@ -351,7 +351,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P16",
-        "work is pending if and only if a job has no result, or a block waits to cascade and may",
+        "work is pending if and only if a job has no result, or a block waits to cascade and can",
         pending_work_is_known,
     ),
     Invariant(
@@ -361,7 +361,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P22",
-        "whoever a block is retained for is waiting for it",
+        "requests with retained blocks are waiting",
         what_is_retained_is_waited_for,
     ),
     Invariant(
@@ -385,10 +385,10 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
 
 
 def check_state(planner: Planner) -> None:
-    """Check what holds between any two calls; cost grows with the slots of the primary.
+    """Check all state invariants; the cost grows with the slots of the primary.
 
     Raises:
-        InvariantError: One does not hold; the message names it.
+        InvariantError: An invariant is violated; the message names it.
     """
     for invariant in STATE_INVARIANTS:
         invariant.enforce(planner)

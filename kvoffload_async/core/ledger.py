@@ -1,13 +1,13 @@
-"""The job ledger: every accepted job gets exactly one result, and it is made here.
+"""The job ledger: every accepted job gets exactly one result, created here.
 
-    QUEUED --Launched--> FLYING --JobSettled--> SETTLED --taken--> (gone)
-    QUEUED --JobAbandoned--> SETTLED             the tier never saw it
+    QUEUED --Launched--> FLYING --JobSettled--> SETTLED --taken--> (removed)
+    QUEUED --JobAbandoned--> SETTLED             the tier never received it
     FLYING --JobOverdue | JobAbandoned--> ORPHANED --JobSettled--> (released)
 
-QUEUED means that the owner has not handed the job over yet, so that its memory is certainly
-untouched. A ORPHANED job has been reported, but its copy still owns its memory until it settles.
+QUEUED: the owner has not submitted the job to the tier yet, so its memory is untouched. ORPHANED:
+the job was reported as failed, but its copy may still access its memory until it settles.
 
-Effects are what the owner asks of a tier: imperative, executed in order.
+Effects are the owner's commands to a tier, executed in order.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class StartJob:
 
 @dataclass(frozen=True, slots=True)
 class StartProbe:
-    """Find out which of these blocks the tier has."""
+    """Probe which of these blocks the tier has."""
 
     generation: int
     keys: tuple[OffloadKey, ...]
     chains: tuple[tuple[OffloadKey, ...], ...] = ()
-    """The same keys as chains, head to tail, for a tier that is asked for the longest heads."""
+    """The same keys as chains, in prompt order, for tiers that search for longest prefixes."""
     before: tuple[tuple[OffloadKey, ...], ...] = ()
-    """For each chain the keys right before it, head to tail; empty for a tier that is told none."""
+    """The keys before each chain, in prompt order; empty for tiers that do not use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TouchBlocks:
-    """Learn that blocks were used, head to tail."""
+    """Update the recency of blocks, first block first."""
 
     keys: tuple[OffloadKey, ...]
     ctx: ReqContext | None = None
@@ -52,14 +52,14 @@ class TouchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BeginRequest:
-    """Learn that jobs may follow for the engine's own request; others' begins are told at once."""
+    """Announce that jobs may follow for the engine's own request; others are announced at once."""
 
     ctx: ReqContext
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRequest:
-    """Learn that no job follows for a request; only for a tier with an index of its own."""
+    """Announce that no more jobs follow for a request; only for tiers with their own index."""
 
     ctx: ReqContext
 
@@ -68,19 +68,19 @@ TierEffect = StartJob | StartProbe | TouchBlocks | BeginRequest | FinishRequest
 
 
 class JobState(enum.Enum):
-    """Where a job stands, seen from its owner."""
+    """State of a job from its owner's view."""
 
     QUEUED = enum.auto()
     FLYING = enum.auto()
     ORPHANED = enum.auto()
     SETTLED = enum.auto()
 
-    __hash__ = object.__hash__  # that of an Enum is a Python function, and each job looks it up
+    __hash__ = object.__hash__  # Enum's hash is a Python function, too slow for a look-up per job
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The job was handed to its tier."""
+    """The job was submitted to its tier."""
 
     job_id: JobId
 
@@ -97,13 +97,13 @@ JobEvent = Launched | JobSettled | JobOverdue | JobAbandoned
 
 
 class JobRecord:
-    """One job.
+    """One job and its state.
 
     Attributes:
         job: The job.
-        state: Where it stands.
-        holds_slots: What an orphaned job keeps: its slots; else (a cascade, before a reset of the
-            primary) the pins of its keys.
+        state: Its state.
+        holds_slots: Whether an orphaned job keeps its slots allocated. Otherwise (a cascade
+            before a reset of the primary) it keeps its keys pinned.
     """
 
     __slots__ = ("holds_slots", "job", "state")
@@ -115,7 +115,7 @@ class JobRecord:
 
 
 def refused(job: JobMetadata, error: Exception) -> JobResult:
-    """Return the result of a job that no tier accepted."""
+    """Return the failed result of a job that no tier accepted."""
     return JobResult(job.job_id, success=False, error=error)
 
 
@@ -123,28 +123,28 @@ _Handler = Callable[["Ledger", JobRecord, JobEvent], JobResult | None]
 
 
 class Ledger:
-    """The jobs of one tier, from acceptance to report.
+    """The jobs of one tier, from acceptance to result.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self, slot_bytes: int) -> None:
-        """Start empty; a slot counts as `slot_bytes` in a result's bytes."""
+        """Create an empty ledger; `slot_bytes` converts blocks to bytes in results."""
         self.slot_bytes = slot_bytes
         self._records: dict[JobId, JobRecord] = {}
         self._unfinished = 0
         self.queued_count = 0
-        """Jobs that were not handed over yet."""
+        """Jobs not yet submitted to the tier."""
         self.orphaned_count = 0
-        """Jobs that have a result and whose copies still run."""
+        """Jobs with a result whose copies still run."""
         self._ended: list[tuple[JobMetadata, JobResult]] = []
         self._released: list[JobRecord] = []
 
     def accept(self, job: JobMetadata) -> bool:
-        """Take a job on: from now on it gets exactly one result.
+        """Accept a job; it will get exactly one result.
 
         Returns:
-            Whether it is to be run. A job whose id is in use is not: its result is a failure.
+            Whether to run the job. A job with an id already in use gets a failed result.
         """
         if job.job_id in self._records:
             duplicate = StateError(f"job id {job.job_id} is in use; job ids are never reused")
@@ -163,7 +163,7 @@ class Ledger:
             given: The job's result, where the tier has made it itself.
 
         Raises:
-            IllegalTransitionError: The event cannot happen in the job's state.
+            IllegalTransitionError: The event is illegal in the job's state.
         """
         record = self._records.get(event.job_id)
         if record is None:
@@ -178,7 +178,7 @@ class Ledger:
         return record.job
 
     def take_ended(self) -> list[tuple[JobMetadata, JobResult]]:
-        """Detach the jobs whose result has not been taken yet, with it, oldest first."""
+        """Remove and return jobs with their results, oldest first."""
         ended, self._ended = self._ended, []
         for job, _ in ended:
             record = self._records.get(job.job_id)
@@ -187,18 +187,18 @@ class Ledger:
         return ended
 
     def take_released(self) -> list[JobRecord]:
-        """Detach the orphaned jobs whose copies have ended since the last call."""
+        """Remove and return orphaned jobs whose copies have ended."""
         released, self._released = self._released, []
         return released
 
     @property
     def unfinished_count(self) -> int:
-        """Jobs that have no result yet."""
+        """Number of jobs without a result."""
         return self._unfinished
 
     @property
     def unreported_count(self) -> int:
-        """Jobs whose result has not been taken."""
+        """Number of jobs whose result was not taken."""
         return self._unfinished + len(self._ended)
 
     @property
@@ -212,27 +212,27 @@ class Ledger:
         return bool(self._ended or self._released)
 
     def ids_in(self, *states: JobState) -> list[JobId]:
-        """Return the jobs in any of these states, oldest first."""
+        """Return the ids of the jobs in any of these states, oldest first."""
         return [job_id for job_id, record in self._records.items() if record.state in states]
 
     def state_of(self, job_id: JobId) -> JobState | None:
-        """Return where a job stands, or None if it is unknown or has been reported."""
+        """Return the state of a job; None if it is unknown or its result was taken."""
         record = self._records.get(job_id)
         return None if record is None else record.state
 
     def job_of(self, job_id: JobId) -> JobMetadata:
-        """Return a job that is known: `state_of` is not None."""
+        """Return a known job, one whose `state_of` is not None."""
         return self._records[job_id].job
 
     def unreported(self) -> Iterator[JobMetadata]:
-        """Iterate over the jobs whose result has not been taken."""
+        """Iterate over the jobs whose result was not taken."""
         for record in self._records.values():
             if record.state in (JobState.QUEUED, JobState.FLYING):
                 yield record.job
         yield from (job for job, _ in self._ended)
 
     def orphaned(self) -> Iterator[JobRecord]:
-        """Iterate over the jobs whose result was taken, and whose release was not."""
+        """Iterate over the orphaned jobs whose result was taken but whose release was not."""
         ended = {job.job_id for job, _ in self._ended}
         late = [r for r in self._records.values() if r.state is JobState.ORPHANED]
         yield from (r for r in (*self._released, *late) if r.job.job_id not in ended)
@@ -283,9 +283,9 @@ class Ledger:
         self._released.append(record)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
-        """Nothing: the job's result has been given already."""
+        """Ignore the event: the job already has its result."""
 
-    # Total: every state meets every event; None marks what cannot happen.
+    # Complete: one entry for each state and event; None marks illegal transitions.
     TRANSITIONS: ClassVar[dict[tuple[JobState, type[JobEvent]], _Handler | None]] = {
         (JobState.QUEUED, Launched): _launch,
         (JobState.QUEUED, JobSettled): None,
@@ -297,12 +297,12 @@ class Ledger:
         (JobState.FLYING, JobAbandoned): _orphan,
         (JobState.ORPHANED, Launched): None,
         (JobState.ORPHANED, JobSettled): _release,
-        # The owner gave up first; the tier's own deadline passes later, or the other way round.
+        # Abandoned by the owner and overdue in the tier, in either order.
         (JobState.ORPHANED, JobOverdue): _stay,
         (JobState.ORPHANED, JobAbandoned): _stay,
         (JobState.SETTLED, Launched): None,
         (JobState.SETTLED, JobSettled): None,
         (JobState.SETTLED, JobOverdue): None,
-        # The owner gives up on everything that is left, settled or not.
+        # At shutdown the owner abandons all remaining jobs, settled ones included.
         (JobState.SETTLED, JobAbandoned): _stay,
     }

@@ -1,9 +1,10 @@
-"""The recorder of requests: what the last ones have been through, in bounded memory.
+"""Recorder of request timelines: the events of the latest requests, in bounded memory.
 
-    begun --event*--> finished and no job open: ended --forgotten, as later ones need the room-->
+    begun --event*--> finished without open jobs: ended --forgotten when later ones need the
+    space-->
 
-It is told what happens, and when; it decides nothing, and knows no clock. A `RecordingPlanner`
-tells it; a plain planner knows of none.
+The recorder is passive: a `RecordingPlanner` reports events and times to it. A plain planner does
+not use it.
 """
 
 from __future__ import annotations
@@ -45,40 +46,40 @@ from kvoffload_async.types import (
 )
 
 MAX_EVENTS: Final = 128
-"""How many events are kept of one request; what comes later is counted."""
+"""Maximum number of events kept per request; further ones are only counted."""
 
 MAX_BYTES: Final = 30 << 10
-"""The memory of one request's record; what has no room in it is counted like further events."""
+"""Maximum memory of one request's record; events that do not fit are only counted."""
 
 MAX_ID_CHARS: Final = 256
-"""How much is kept of a request's id, by which it is found as well."""
+"""Maximum length of a stored request id, which is also the look-up key."""
 
 _MAX_ERROR_CHARS: Final = 500
 _LEAST_ERROR_CHARS: Final = 60
-"""What is kept of an error's text at most, and where the record is full."""
+"""Maximum length of a stored error text, and the length reserved in a full record."""
 
 RECENT: Final = 256
-"""Among how many requests the slowest are looked for, on a thread that is not the owner's."""
+"""Number of latest requests searched for the slowest, on a thread other than the owner's."""
 
 Figures = Callable[[], Sequence[int]]
-"""Reads the counters of lookups. They grow by what a round of lookups was answered, and by nothing
-else, so that a round is the difference of two readings and a lookup costs nothing more."""
+"""Reads the lookup counters. A round of lookups is the difference of two readings, so recording
+adds no cost per lookup."""
 
 
 _Raw = tuple[Any, ...]
-"""An event's class and its fields, in order: made quickly, and read seldom. The end of a job has
-the tuple of its begin."""
+"""An event's class and its fields, in order; cheap to create, as it is rarely read. The end of a
+job contains the tuple of its start."""
 
 _RECORD_BYTES: Final = 3 << 10
-"""Of a record without events: its objects, its id and the tables that find it."""
+"""Size of a record without events: its objects, its id and its table entries."""
 _FIELD_BYTES: Final = 40
-"""Of a field of an event: a number and the reference to it."""
+"""Size of an event's field: a number and the reference to it."""
 _END_BYTES: Final = 13 * _FIELD_BYTES + 4 * _LEAST_ERROR_CHARS
-"""What a job that begins leaves free for its end."""
+"""Space that a started job reserves for its end."""
 
 
 class _Record:
-    """One request."""
+    """Record of one request."""
 
     __slots__ = (
         "asks_since_s",
@@ -101,27 +102,27 @@ class _Record:
         self, ctx: ReqContext, began_s: float, max_events: int, parent: object | None
     ) -> None:
         self.ctx = ref(ctx)
-        """Weak, as a context may keep a whole prompt."""
+        """Weak, because a context may reference a whole prompt."""
         self.req_id = ctx.req_id[:MAX_ID_CHARS]
         self.max_events = max_events
         self.free_bytes = MAX_BYTES - _RECORD_BYTES
         self.began_s = began_s
         self.asks_since_s: float | None = None
-        """When it looked something up first, since it was scheduled."""
+        """Time of its first lookup since it was last scheduled."""
         self.waited_s = 0.0
-        """The same as `RequestTimeline.waited_s`, also of notes that had no room."""
+        """As `RequestTimeline.waited_s`, but includes notes that were dropped."""
         self.finished_s: float | None = None
         self.ended_s: float | None = None
         self.is_done = False
-        """Whether no job can begin any more."""
+        """Whether no more jobs can start."""
         self.events: list[_Raw] = []
         self.open_jobs: dict[tuple[str, int], _Raw] = {}
-        """Each has a place among the events for its end."""
+        """Jobs without an end; each has space reserved for it."""
         self.dropped = 0
         self.parent = parent
 
     def add(self, event: _Raw, text: str | None = None, *, ends: int = 0) -> bool:
-        """Keep an event, and room for so many ends of jobs, or count them; return whether kept."""
+        """Store an event and reserve space for `ends` ends of jobs; return False if it is full."""
         room = self.max_events - len(self.events) - len(self.open_jobs)
         num_bytes = _bytes_of(event, text) + ends * _END_BYTES
         if room <= ends or num_bytes > self.free_bytes:
@@ -132,14 +133,14 @@ class _Record:
         return True
 
     def end_job(self, event: _Raw, said: str | None) -> None:
-        """Keep the end of a job, which has its room, with as much of an error as has room."""
+        """Store the end of a job in its reserved space; the error is cut to the space left."""
         if said is not None:
             said = said[: min(_MAX_ERROR_CHARS, _LEAST_ERROR_CHARS + self.free_bytes // 4)]
         self.free_bytes += _END_BYTES - _bytes_of(event, said)
         self.events.append((*event[:-1], said, event[-1]))
 
     def timeline(self, labels: Sequence[tuple[str, str]]) -> RequestTimeline:
-        """Make events out of what was kept of them, given who has answered what in which figure."""
+        """Build the timeline; `labels` gives (source, answer) for each lookup counter."""
         return RequestTimeline(
             self.req_id,
             self.began_s,
@@ -152,15 +153,15 @@ class _Record:
 
 
 class RequestRecorder:
-    """Keeps the timelines of the last requests; those that have ended make room first.
+    """Keeps the timelines of the latest requests; ended ones are evicted first.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        max_requests: How many requests are kept.
-        now_s: The time of what happens next.
-        find_parent: Returns the trace context of a request that begins.
-        dropped_timelines: Timelines that nobody has taken in time.
+        max_requests: Maximum number of requests kept.
+        now_s: Time of the next event.
+        find_parent: Returns the trace context of a new request.
+        dropped_timelines: Complete timelines dropped because they were not taken in time.
     """
 
     def __init__(self, max_requests: int, max_events: int = MAX_EVENTS) -> None:
@@ -172,9 +173,9 @@ class RequestRecorder:
         self._records: dict[_Record, None] = {}
         self._ended: dict[_Record, None] = {}
         self._live: dict[ReqContext, _Record] = {}
-        """Those that have not ended; no other contexts are kept alive."""
+        """Requests that have not ended; other contexts are not kept alive."""
         self._past: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
-        """Those that have, for what a copy that outlives its result has to say."""
+        """Requests that have ended, for events of copies that outlive their results."""
         self._by_id: dict[str, _Record] = {}
         self._complete: deque[RequestTimeline] | None = None
         self._figures: Figures = lambda: (0,)
@@ -187,23 +188,23 @@ class RequestRecorder:
         return len(self._records)
 
     def read_lookups(self, labels: Iterable[tuple[str, str]], figures: Figures) -> None:
-        """Read rounds of lookups from figures: who has answered what; the last one: deferrals."""
+        """Set the source of lookup counters; `labels` are (source, answer), deferrals come last."""
         self._labels, self._figures = tuple(labels), figures
         self._before = figures()
 
     def keep_complete(self) -> None:
-        """Keep the timelines of requests that have ended, or are forgotten, for `take_complete`."""
+        """Keep the timelines of ended and forgotten requests for `take_complete`."""
         if self._complete is None:
             self._complete = deque()
 
     def advance(self, now_s: float) -> None:
-        """Learn the time; it never goes back."""
+        """Set the time; it never goes back."""
         self.now_s = max(self.now_s, now_s)
 
     # -- what happens ---------------------------------------------------------------------------
 
     def begin(self, ctx: ReqContext) -> None:
-        """A request begins."""
+        """Record the start of a request."""
         self._end_round()
         if (known := self._find(ctx)) is not None:
             self._forget(known)
@@ -214,20 +215,20 @@ class RequestRecorder:
         self._live[ctx] = self._by_id[record.req_id] = record
 
     def finish(self, ctx: ReqContext) -> None:
-        """Its owner has finished a request; jobs may follow."""
+        """Record that a request was finished by its owner; jobs may follow."""
         self._end_round()
         if record := self._find(ctx):
             record.finished_s = self.now_s
 
     def done(self, ctx: ReqContext) -> None:
-        """No job can begin for a request any more."""
+        """Record that no more jobs can start for a request."""
         self._end_round()
         if record := self._find(ctx):
             record.is_done = True
             self._end_if_done(record)
 
     def begin_round(self, ctx: ReqContext) -> None:
-        """A request begins to ask."""
+        """Record the start of a round of lookups."""
         self._end_round()
         self._asking, self._asked_s = ctx, self.now_s
         record = self._find(ctx)
@@ -235,7 +236,7 @@ class RequestRecorder:
             record.asks_since_s = self.now_s
 
     def scheduled(self, ctx: ReqContext) -> None:
-        """A request that has asked waits for no answer any more."""
+        """Record that a request that has looked up blocks no longer waits for answers."""
         record = self._find(ctx)
         if record is not None and record.asks_since_s is not None:
             since_s, record.asks_since_s = record.asks_since_s, None
@@ -252,7 +253,7 @@ class RequestRecorder:
         reason: str | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Something happens to a request; what happens again, right after itself, is counted."""
+        """Record another event; consecutive equal events are merged and counted."""
         self._end_round()
         record = self._find(ctx)
         if record is None:
@@ -272,7 +273,7 @@ class RequestRecorder:
         direction: TransferDirection,
         size: tuple[int, int],
     ) -> None:
-        """A copy of so many blocks, and bytes, is asked for; its end has its place from now on."""
+        """Record a submitted copy of (blocks, bytes), and reserve space for its end."""
         self._end_round()
         record = self._find(ctx)
         if record is None:
@@ -294,7 +295,7 @@ class RequestRecorder:
         error: BaseException | None = None,
         is_overdue: bool = False,
     ) -> None:
-        """A copy has its result."""
+        """Record the result of a copy."""
         self._end_round()
         record = self._find(ctx)
         if record is None or (tier, job_id) not in record.open_jobs:
@@ -306,7 +307,7 @@ class RequestRecorder:
         self._end_if_done(record)
 
     def note_all_live(self, kind: NoteKind) -> None:
-        """Something happens to every request that has not finished."""
+        """Record an event for every request that has not finished."""
         for ctx, record in self._live.items():
             if record.finished_s is None:
                 self.note(ctx, kind)
@@ -314,19 +315,19 @@ class RequestRecorder:
     # -- what is known --------------------------------------------------------------------------
 
     def explain(self, req_id: str) -> RequestTimeline | None:
-        """Return the timeline of a request, of several with one id the latest; None: not kept."""
+        """Return the timeline of a request, the latest one with this id; None: not kept."""
         self._end_round()
         record = self._by_id.get(req_id[:MAX_ID_CHARS])
         return None if record is None else record.timeline(self._labels)
 
     def timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return every timeline that is kept, in the order in which the requests began."""
+        """Return all timelines, in the order in which the requests began."""
         self._end_round()
         return tuple(record.timeline(self._labels) for record in self._records)
 
     def slowest(self, count: int) -> tuple[SlowRequest, ...]:
-        """Return which of the latest `RECENT` requests waited longest, those first. Thread: any."""
-        # Making timelines holds the interpreter up: only those that are returned are made.
+        """Return the longest waits among the `RECENT` latest requests, in order. Thread-safe."""
+        # Building timelines is slow and holds the GIL: build only those to return.
         recent = [(one.waited_s, one) for one in list(self._records)[-RECENT:]]
         slow = heapq.nlargest(count, recent, key=itemgetter(0))
         return tuple(
@@ -340,14 +341,14 @@ class RequestRecorder:
         )
 
     def take_complete(self) -> list[RequestTimeline]:
-        """Detach the timelines that became complete since the last call; see `keep_complete`."""
+        """Remove and return the newly complete timelines; see `keep_complete`."""
         complete = list(self._complete or ())
         if self._complete:
             self._complete.clear()
         return complete
 
     def give_up(self) -> None:
-        """Have the timelines of requests taken that have not ended: nothing more is to come."""
+        """Deliver the timelines of requests that have not ended; no more events will follow."""
         self._end_round()
         for record in self._live.values():
             self._deliver(record)
@@ -358,7 +359,7 @@ class RequestRecorder:
         return self._live.get(ctx) or self._past.get(ctx)
 
     def _end_round(self) -> None:
-        """Read what the round that is under way was answered."""
+        """Record the answers of the current round of lookups."""
         asking, self._asking = self._asking, None
         if asking is None:
             return
@@ -407,12 +408,12 @@ class RequestRecorder:
 
 
 def _bytes_of(event: _Raw, text: str | None) -> int:
-    """Return at least how many bytes an event takes, a text of its own included."""
+    """Return an estimate of an event's size in bytes, including its text."""
     return sys.getsizeof(event) + len(event) * (_FIELD_BYTES - 8) + sys.getsizeof(text)
 
 
 def _made(events: Iterable[_Raw], labels: Sequence[tuple[str, str]]) -> Iterator[TimelineEvent]:
-    """Make events out of what was kept of them."""
+    """Convert raw events to timeline events."""
     begun: dict[tuple[str, int], JobStarted] = {}
     for kind, *fields in events:
         if kind is LookupEvent:
@@ -440,9 +441,9 @@ _REFUSED: Final[tuple[MissReason, ...]] = ("no_room", "expired", "paused")
 
 
 class RecordingPlanner(Planner):
-    """Decides as its base class does.
+    """A planner that reports its events to a recorder; its decisions are unchanged.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(
@@ -454,7 +455,7 @@ class RecordingPlanner(Planner):
         *,
         names: Sequence[str] = (),
     ) -> None:
-        """Tell `recorder`; `names` are what the tiers are called, by default their own names."""
+        """Report to `recorder`; `names` are the tiers' names in timelines (default: their own)."""
         self.recorder = recorder
         self._names = tuple(names) or tuple(tier.name for tier in tiers)
         super().__init__(primary, tiers, limits)
@@ -466,7 +467,7 @@ class RecordingPlanner(Planner):
         recorder.read_lookups(labels, self._lookup_figures)
 
     def tell_time(self) -> None:
-        """Tell the recorder the time; a step's, unless a subclass knows a better one."""
+        """Set the recorder's time to the step's; a subclass may use a more precise clock."""
         self.recorder.advance(self.now_s)
 
     # -- the scheduler's calls ------------------------------------------------------------------
@@ -478,7 +479,7 @@ class RecordingPlanner(Planner):
 
     def on_request_finished(self, ctx: ReqContext) -> None:
         self.tell_time()
-        self._live_request(ctx)  # or it raises
+        self._live_request(ctx)  # raises if the request is unknown
         self.recorder.finish(ctx)
         super().on_request_finished(ctx)
 

@@ -1,4 +1,4 @@
-"""The stores in a directory, whatever tiers have left them there."""
+"""Discovery of stores in a directory, for all kinds of tiers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 
 
 async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
-    """Return the stores that a directory is, or that lie in it or below a URL, by kind and name.
+    """Return the stores in a directory (or the store that it is), or below a URL, by kind and name.
 
     Raises:
-        InputError: It cannot be read, or there is none.
+        InputError: The directory cannot be read or contains no store.
     """
     kinds, unusable = await asyncio.to_thread(_kinds)
     is_url = "://" in str(directory)
@@ -38,12 +38,12 @@ def _absolute(directory: str | Path) -> str:
 
 
 def maintenance_kinds() -> list[type[StoreMaintenance]]:
-    """Return every kind of store that something looks after. Imports all registered tiers."""
+    """Return all kinds of stores with maintenance. Imports all registered tiers."""
     return _kinds()[0]
 
 
 def _kinds() -> tuple[list[type[StoreMaintenance]], Mapping[str, str]]:
-    """Return the kinds, and the tiers that cannot be asked for theirs, each with the reason."""
+    """Return the kinds of stores, and the tiers that failed to import, with the reason."""
     kinds: list[type[StoreMaintenance]] = []
     unusable: dict[str, str] = {}
     for name in SecondaryTierFactory.names():

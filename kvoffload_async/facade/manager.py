@@ -1,8 +1,8 @@
-"""The contract between a scheduler and whatever manages its offloaded blocks; cache generations.
+"""The interface between a scheduler and a manager of offloaded blocks; cache generations.
 
-The generation is part of each key, so a change of weights needs no tier to be reopened, emptied or
-even reached, and it holds for tiers that outlive the process: what was kept under a generation is
-found again under that one alone. Blocks of former generations are evicted like any other block.
+The generation is part of each key. After a change of weights no tier has to be reopened, emptied or
+even reachable. This includes persistent tiers: blocks stored under a generation are found under
+that generation only. Blocks of former generations are evicted like any others.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kvoffload_async.types import (
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun."""
+    """Return a number with its noun, in singular or plural."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def primary_text(primary: Primary) -> str:
-    """Return how full a primary is."""
+    """Return the usage of a primary as text."""
     return f"{primary.num_slots - primary.pool.free_count:,} of {primary.num_slots:,} slots used"
 
 
 def planner_text(planner: Planner) -> str:
-    """Return how full the primary is, what is under way, and which tiers are suspended."""
+    """Return a planner's state as text: primary usage, requests, jobs in flight, tiers."""
     counters = planner.counters
     jobs = counters.jobs_submitted - counters.job_results
     tiers = [
@@ -59,7 +59,7 @@ def planner_text(planner: Planner) -> str:
 
 
 def tiers_text(names: Sequence[str]) -> str:
-    """Return the names of the tiers."""
+    """Return the tiers' names as text."""
     return f"tiers: {', '.join(names)}" if names else "no tiers"
 
 
@@ -68,35 +68,35 @@ _TAG: Final = slice(-5 - _TAG_BYTES, -5)  # before the last byte of the hash and
 
 
 class Generation:
-    """Makes the keys of one generation, and tells them from others. Immutable.
+    """Creates and recognises the keys of one generation. Immutable.
 
     Attributes:
-        label: Its label; None: blocks have no generation, and any key is taken for current.
-        tag: What every key of it has before the last byte of the hash; empty without a label.
+        label: The generation's label; None: keys have no generation, and every key is current.
+        tag: Inserted before the last byte of each hash; empty without a label.
     """
 
     __slots__ = ("label", "tag")
 
     def __init__(self, label: int | str | None = None) -> None:
-        """Raise ConfigError for what is no label; an integer is the label of its digits."""
+        """Raise ConfigError for an invalid label; an integer becomes the label of its digits."""
         self.label = None if label is None else parse_generation(label, "generation")
         text = b"" if self.label is None else self.label.encode()
         self.tag = hashlib.blake2b(text, digest_size=_TAG_BYTES).digest() if text else b""
 
     def key(self, block_hash: bytes, group_idx: int = 0) -> OffloadKey:
-        """Return the key of a block, as `make_offload_key` does; the hash has the tag in it.
+        """Return the key of a block, like `make_offload_key`, with the tag inserted in the hash.
 
-        It keeps both its ends, by which tables of keys divide them.
+        The hash's first and last bytes are unchanged, because key tables partition by them.
         """
         tagged = block_hash[:-1] + self.tag + block_hash[-1:] if self.tag else block_hash
         return make_offload_key(tagged, group_idx)
 
     def has(self, key: OffloadKey) -> bool:
-        """Tell whether a key is of this generation."""
+        """Return whether a key belongs to this generation."""
         return not self.tag or key[_TAG] == self.tag
 
     def current(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return those of the keys that are of this generation."""
+        """Return the keys that belong to this generation."""
         tag = self.tag
         return [key for key in keys if key[_TAG] == tag] if tag else keys
 
@@ -111,26 +111,27 @@ class Generation:
 
 
 class OffloadingManager(ABC):
-    """Accounts for offloaded blocks on behalf of a scheduler.
+    """Tracks offloaded blocks on behalf of a scheduler.
 
-    No method blocks but `reset_cache` and `shutdown`. Misuse raises `StateError` at the call; a
-    failed transfer never raises.
+    Only `reset_cache` and `shutdown` block. Misuse raises `StateError` at the call; a failed
+    transfer never raises.
 
-    Thread: owner, the scheduler's, for all of it.
+    Not thread-safe; call only from the owner's (the scheduler's) thread.
 
     Attributes:
-        generation: Makes the keys of blocks; one that is read at a request's begin makes all its.
+        generation: Creates the blocks' keys. Read it once when a request begins, and use it for
+            all keys of that request.
     """
 
     generation = Generation()
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Begin a request; once, before anything else is said of it."""
+        """Begin a request; exactly once, before any other call for it."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return what is known of a block; pins nothing, may queue its promotion."""
+        """Look a block up; pins nothing, and may queue the block's promotion."""
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -143,13 +144,14 @@ class OffloadingManager(ABC):
         req_context: ReqContext,
         generation: int | None = None,
     ) -> None:
-        """Undo one `prepare_load`, whether or not the copy succeeded.
+        """Release the pins of one `prepare_load`, whether or not the copy succeeded.
 
         Args:
             keys: The blocks.
-            req_context: The request that prepared it.
-            generation: That of the grant: nothing happens if a reset came in between. None: it did
-                not, or the request has prepared no load of these blocks since.
+            req_context: The request that called `prepare_load`.
+            generation: `generation` of the spec returned by `prepare_load`; the call is ignored if
+                a reset came in between. None: there was no reset, or the request has prepared no
+                load of these blocks since.
         """
 
     @abstractmethod
@@ -158,13 +160,13 @@ class OffloadingManager(ABC):
     ) -> PrepareStoreOutput | None:
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
-        With None nothing is stored and nothing evicted. If there is room for a head only, that may
-        be granted: what `keys_left_out` names is to be offered again.
+        With None, nothing is stored and nothing evicted. If only a prefix fits, it may be granted
+        alone; offer the keys in `keys_left_out` again.
 
         Args:
-            keys: Grouped by KV-cache group, head to tail in each; `ReqContext.key_positions` tells
-                where those of several groups lie.
-            req_context: The request, which is computed now: it waits for no loads any more.
+            keys: Grouped by KV-cache group, in prompt order within each;
+                `ReqContext.key_positions` relates the positions of the groups.
+            req_context: The request. It is being computed, so it no longer waits for loads.
         """
 
     @abstractmethod
@@ -175,43 +177,42 @@ class OffloadingManager(ABC):
         success: bool = True,
         generation: int | None = None,
     ) -> None:
-        """Make stored blocks readable or, after a failed copy, forget them.
+        """Make stored blocks readable or, after a failed copy, drop them.
 
-        Keys that are ready already or unknown are ignored. For the generation see
-        `complete_load`.
+        Ready and unknown keys are ignored. For `generation` see `complete_load`.
         """
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Note a use, head to tail: recency only."""
+        """Record a use of blocks, first block first; affects recency only."""
 
     @abstractmethod
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """End a request; once. Its transfers may still end afterwards."""
+        """End a request; exactly once. Its transfers may end later."""
 
     @abstractmethod
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a scheduler step: the last call of a step, which hands over deferred work."""
+        """End a scheduler step; the step's last call. Submits deferred work."""
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Detach and return what appeared and disappeared since the last call.
+        """Remove and return the events since the last call.
 
-        Purely an observation: never calling it changes nothing else.
+        Calling it is optional and has no effect on caching.
         """
 
     @abstractmethod
     def has_pending_work(self) -> bool:
-        """Tell whether steps are needed although no request is scheduled."""
+        """Return whether steps are needed although no request is scheduled."""
 
     @abstractmethod
     def reset_cache(self) -> None:
-        """Empty the primary, between steps; persistent tiers keep their blocks. May wait."""
+        """Empty the primary, between steps; persistent tiers keep their blocks. May block."""
 
     @abstractmethod
     def on_reset_flushed(self) -> None:
-        """Learn that no copy from before the reset touches the primary any more."""
+        """Report that no copy from before the reset accesses the primary any more."""
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
-        """End everything; idempotent. Waits at most about `timeout` seconds a tier."""
+        """Shut everything down; idempotent. Blocks for about `timeout` seconds per tier at most."""

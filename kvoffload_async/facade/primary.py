@@ -1,4 +1,4 @@
-"""The primary tier on its own, behind the manager contract."""
+"""Manager of a primary tier without secondary tiers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvoffload_async.types import (
 class CPUPrimaryTierOffloadingManager(OffloadingManager):
     """A bounded cache of blocks in host memory, with pins and an eviction policy.
 
-    Usable alone, or as the front of a `TieringOffloadingManager`, which then is its only caller.
+    Use it alone, or as the primary of a `TieringOffloadingManager`, which is then its only caller.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         max_tracker_size: int = 64_000,
         enable_events: bool = False,
     ) -> None:
-        """Start empty.
+        """Create an empty primary.
 
         Args:
-            num_blocks: Capacity.
+            num_blocks: Capacity in blocks.
             cache_policy: Name of the eviction policy.
-            buffer: The memory behind the slots; owned from now on. None: account only.
-            accept_prefix: Store the longest head of a batch that fits, over all KV-cache groups,
-                not all or nothing.
-            store_threshold: A block is stored at its n-th offer; 0 and 1 mean at once.
-            max_tracker_size: Keys whose offers are remembered.
+            buffer: Memory of the slots, owned by the manager. None: no memory, accounting only.
+            accept_prefix: If a batch does not fit, store its longest prefix that does, across all
+                KV-cache groups, instead of nothing.
+            store_threshold: Store a block at its n-th offer; 0 and 1 mean the first.
+            max_tracker_size: Maximum number of keys whose offers are counted.
             enable_events: Record events for `take_events`.
 
         Raises:
@@ -68,7 +68,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             admission=admission,
             enable_events=enable_events,
         )
-        """The accounting itself. For the composing manager, invariants and inspection."""
+        """The block accounting, for `TieringOffloadingManager`, invariant checks and inspection."""
         self._buffer = buffer
         self._row_bytes = 0 if buffer is None else buffer.view.nbytes // num_blocks
         self._closed = False
@@ -81,7 +81,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Return the slots' memory, shape `[num_slots, slot_bytes]` uint8, C-contiguous.
 
         Raises:
-            ClosedError: There is no memory behind this manager, or no longer.
+            ClosedError: The manager has no memory or is shut down.
         """
         if self._buffer is None or self._closed:
             raise ClosedError("this manager has no buffer")
@@ -133,7 +133,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.core.close_request(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """Nothing: a primary alone defers nothing."""
+        """Do nothing: a primary alone has no deferred work."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.core.take_events()
@@ -142,22 +142,22 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return False
 
     def stats(self) -> OffloadingStatistics:
-        """Return what the primary has done so far, and how it is now; also when it is closed."""
+        """Return counters and gauges of the primary, also after shutdown."""
         return OffloadingStatistics(primary=self.primary_stats(take_primary(self.core)))
 
     def primary_stats(self, taken: Figures) -> PrimaryStatistics:
-        """Return the primary's part of `stats`, of figures that were taken. Thread: any."""
+        """Return the primary's statistics from captured figures. Thread-safe."""
         return read_primary(taken, self._row_bytes)
 
     def reset_cache(self) -> None:
         self.core.reset()
 
     def on_reset_flushed(self) -> None:
-        """Nothing: a primary alone writes no slot itself."""
+        """Do nothing: a primary alone never writes to slots itself."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Release the memory; idempotent."""
         self._closed = True
         if self._buffer is not None:
-            counts = self.core.counts  # of blocks that the device may be reading or writing
+            counts = self.core.counts  # pinned or written blocks may be in use by the device
             self._buffer.release(is_idle=not (counts["pinned"] or counts["writing"]))

@@ -1,4 +1,4 @@
-"""From a configuration to a running manager, and back to nothing."""
+"""Offloading specs: create and shut down a manager from a configuration."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
 
 
 class _Spec(ABC):
-    """A checked configuration and the geometry that follows from it.
+    """A validated configuration and the derived geometry.
 
     Attributes:
         config: The configuration.
-        stride_bytes: Bytes of one slot: a cell a worker, padded to whole pages.
+        stride_bytes: Bytes per slot: one cell per worker, padded to whole pages.
         num_blocks: Slots of the primary.
     """
 
     def __init__(self, config: Mapping[str, Any] | OffloadConfig) -> None:
-        """Check everything that can be checked; nothing is started.
+        """Validate the configuration; starts nothing.
 
         Raises:
-            ConfigError: A key or a value is unusable; the message names it and the remedy.
-            TierUnavailableError: The place of a tier does not answer.
+            ConfigError: A key or value is invalid; the message names it and the fix.
+            TierUnavailableError: The storage of a tier does not respond.
         """
         self.config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
         self.stride_bytes = row_stride_bytes(self.config.block_bytes, self.config.num_workers)
@@ -80,7 +80,7 @@ class _Spec(ABC):
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """Return the manager; the first call makes it."""
+        """Return the manager; the first call creates it."""
 
     @abstractmethod
     def _get_kv_view(self) -> memoryview:
@@ -93,17 +93,17 @@ class _Spec(ABC):
         *,
         block_dim: int | None = None,
     ) -> KVLayout:
-        """Describe one worker's tensors; nothing is copied.
+        """Return the layout of one worker's tensors, without copying them.
 
         Args:
             kv_caches: Layer name -> tensor, of any dtype, on one device.
-            groups: The layer names of each KV-cache group; by default all layers in one.
-            block_dim: The dimension that counts device blocks; None: the first, unless that looks
+            groups: Layer names of each KV-cache group; default: all layers in one group.
+            block_dim: Index of the device block dimension; None: the first, unless that looks
                 like key and value.
 
         Raises:
-            ConfigError: The tensors cannot be addressed by block, or one chunk of theirs is
-                larger than `block_bytes`.
+            ConfigError: The tensors cannot be addressed by block, or one chunk of them is larger
+                than `block_bytes`.
         """
         from kvoffload_async.transport.layout import register_kv_caches  # noqa: PLC0415 - torch
 
@@ -123,16 +123,16 @@ class _Spec(ABC):
         block_dim: int | None = None,
         worker_index: int = 0,
     ) -> Callable[[memoryview], Transport]:
-        """Return what makes the transport that goes with the tensors' device, given the buffer.
+        """Return a factory of the transport for the tensors' device; its argument is the buffer.
 
         Args:
             kv_caches: One worker's tensors; see `register_kv_caches`.
             groups: See `register_kv_caches`.
             block_dim: See `register_kv_caches`.
-            worker_index: Which of the `num_workers` cells of a slot is that worker's.
+            worker_index: Index of the worker's cell among the `num_workers` cells of a slot.
 
         Raises:
-            ConfigError: As `register_kv_caches`, or there is no such worker.
+            ConfigError: As `register_kv_caches`, or `worker_index` is out of range.
         """
         if not 0 <= worker_index < self.config.num_workers:
             raise ConfigError(
@@ -154,17 +154,17 @@ class _Spec(ABC):
         worker_index: int = 0,
         flush_timeout_s: float = 30.0,
     ) -> OffloadingConnectorWorker:
-        """Return a new worker over the manager's buffer; shut it down before the manager.
+        """Return a new worker on the manager's buffer; shut it down before the manager.
 
         Args:
             kv_caches: The worker's tensors; see `transport_maker`.
             groups: See `transport_maker`.
             block_dim: See `transport_maker`.
             worker_index: See `transport_maker`.
-            flush_timeout_s: Seconds that the worker's `handle_preemptions` waits at most.
+            flush_timeout_s: Timeout of the worker's `handle_preemptions` in seconds.
 
         Raises:
-            ConfigError: As `transport_maker`, or the device cannot be used.
+            ConfigError: As `transport_maker`, or the device is unusable.
         """
         create_transport = self.transport_maker(
             kv_caches, groups, block_dim=block_dim, worker_index=worker_index
@@ -173,12 +173,12 @@ class _Spec(ABC):
         return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
 
     def _memory_limits(self) -> Sequence[Limit]:
-        """Return what the primary's memory must fit in."""
+        """Return the limits on the primary's memory."""
         limit = memory_limit()
         return () if limit is None else (limit,)
 
     def _create_buffer(self) -> PrimaryBuffer:
-        """Return the primary's memory, new; a subclass that shares it maps it elsewhere."""
+        """Allocate the primary's memory; a subclass may map shared memory instead."""
         return PrimaryBuffer(self.num_blocks, self.stride_bytes, prefault=self.config.prefault)
 
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
@@ -195,7 +195,7 @@ class _Spec(ABC):
 
 
 class CPUOffloadingSpec(_Spec):
-    """Offloading to host memory alone."""
+    """Offloading to host memory without secondary tiers."""
 
     def __init__(self, config: Mapping[str, Any] | OffloadConfig) -> None:
         super().__init__(config)
@@ -221,9 +221,9 @@ class CPUOffloadingSpec(_Spec):
 
 
 class TieringOffloadingSpec(_Spec):
-    """Offloading to host memory and the secondary tiers behind it; a context manager.
+    """Offloading to host memory and secondary tiers; a context manager.
 
-    Owns the threads that the tiers run on.
+    Owns the threads that run the tiers.
     """
 
     def __init__(
@@ -232,16 +232,17 @@ class TieringOffloadingSpec(_Spec):
         runtime: Bridge | None = None,
         read_stats: ReadStatistics | None = None,
     ) -> None:
-        """Check everything that can be checked; nothing is started.
+        """Validate the configuration; starts nothing.
 
         Args:
             config: See `OffloadConfig`.
-            runtime: Where the tiers run; by default on threads of this spec's own.
-            read_stats: A method whose figures the status socket shows; by default the manager's.
+            runtime: Threads to run the tiers on; default: threads owned by this spec.
+            read_stats: Method that returns the statistics for the status socket; default: the
+                manager's `stats`.
 
         Raises:
-            ConfigError: A key or a value is unusable; the message names it and the remedy.
-            TierUnavailableError: The place of a tier does not answer.
+            ConfigError: A key or value is invalid; the message names it and the fix.
+            TierUnavailableError: The storage of a tier does not respond.
         """
         super().__init__(config)
         self._runtime = runtime
@@ -263,10 +264,10 @@ class TieringOffloadingSpec(_Spec):
 
     @property
     def runtime(self) -> Bridge:
-        """Where this spec's tiers run; its threads start with the first use.
+        """The threads that run the tiers; started on first use.
 
         Raises:
-            ClosedError: The spec was shut down: a tier that is still being opened comes too late.
+            ClosedError: The spec was shut down, for instance while a tier was being opened.
         """
         if self._runtime is not None:
             return self._runtime
@@ -277,13 +278,14 @@ class TieringOffloadingSpec(_Spec):
         return self._host.bridge
 
     def get_manager(self) -> TieringOffloadingManager:
-        """Return the manager; the first call maps the memory and opens the tiers, and waits.
+        """Return the manager; the first call maps the memory and opens the tiers, and blocks.
+
+        After an error, everything already started is closed again.
 
         Raises:
-            ConfigError: A tier cannot work here, or another engine has the status socket. What had
-                been started is closed again.
-            TierUnavailableError: A tier's place cannot be reached. Likewise.
-            TierTimeoutError: A tier did not open in time. Likewise.
+            ConfigError: A tier is unusable, or another engine uses the status socket.
+            TierUnavailableError: The storage of a tier cannot be reached.
+            TierTimeoutError: A tier did not open in time.
         """
         if self._manager is None:
             self._status.listen(self._status_path())
@@ -297,7 +299,7 @@ class TieringOffloadingSpec(_Spec):
         return self._manager
 
     def _status_path(self) -> str | None:
-        """Return where the status socket is to be, if there is to be one."""
+        """Return the path of the status socket, or None."""
         return self.config.status_socket or path_from_environment()
 
     def _get_kv_view(self) -> memoryview:
@@ -311,7 +313,7 @@ class TieringOffloadingSpec(_Spec):
         """Shut the manager down, then stop the threads; idempotent.
 
         Raises:
-            OffloadError: A tier failed to close; everything else is closed all the same.
+            OffloadError: A tier failed to close; everything else was closed.
         """
         timeout_s = self.config.shutdown_timeout_s if timeout is None else timeout
         self._is_shut_down = True
@@ -325,7 +327,7 @@ class TieringOffloadingSpec(_Spec):
                 host.close(min(timeout_s, _STOP_THREADS_S))
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
-        """Return what to create the tiers from; called when the primary is mapped."""
+        """Return the tiers' configurations; called after the primary was mapped."""
         return self.config.secondary_tiers
 
     def _create_manager(self) -> TieringOffloadingManager:
@@ -364,7 +366,7 @@ class TieringOffloadingSpec(_Spec):
 
 
 def _unless_required(tier_config: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Let a tier pass whose place does not answer, if the engine can do without the tier."""
+    """Suppress TierUnavailableError during validation if the tier is not `required`."""
     if tier_config.get("required", True) is False:
         return suppress(TierUnavailableError)
     return nullcontext()

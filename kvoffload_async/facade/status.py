@@ -1,4 +1,4 @@
-"""What a running engine says of itself on its status socket: its statistics as one line of JSON."""
+"""The status socket of a running engine: its statistics as one line of JSON."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ from kvoffload_async.timeline import SlowRequest
 logger = logging.getLogger(__name__)
 
 SOCKET_VARIABLE: Final = "KVOFFLOAD_STATUS_SOCKET"
-"""The environment variable that names the socket where the configuration does not."""
+"""Environment variable with the socket's path, used if the configuration has none."""
 STATUS_REQUEST: Final = b"status"
 STATUS_VERSION: Final = 1
-"""Of the line's form; a field that is added does not change it."""
+"""Version of the line's format; adding a field does not change it."""
 
 ReadStatistics = Callable[[], OffloadingStatistics]
 ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
 
 
 def path_from_environment() -> str | None:
-    """Return the path that the environment names; raises ConfigError."""
+    """Return the path from the environment; raises ConfigError."""
     path = os.environ.get(SOCKET_VARIABLE)
     return parse_socket_path(path, SOCKET_VARIABLE) if path else None
 
 
 class EngineStatus:
-    """The status socket of one engine, if it has one.
+    """The status socket of one engine, if configured.
 
-    What it shows is read on the socket's own thread: neither the owner's nor the loop's is asked
-    for anything, and an engine that is idle, or hangs, says so all the same.
+    Requests are answered on the socket's own thread, without the owner's or the loop's. So an idle
+    or hanging engine still answers.
 
-    Thread: owner, but for the answers.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self, model: str | None, read: ReadStatistics | None = None) -> None:
-        """Begin without a socket.
+        """Create the object without a socket.
 
         Args:
-            model: Name of the model whose blocks the engine keeps.
-            read: The method that is shown; None: the one that `serve` is given.
+            model: Name of the model whose blocks the engine holds.
+            read: Method that returns the statistics; None: the one passed to `serve`.
         """
         self._model = model
-        # Weakly: an engine that nobody closes is to be found by whoever looks for such.
+        # Weak, so that an engine that was never closed can be collected and reported.
         self._method = None if read is None else WeakMethod(read)
         self._began_s = time.monotonic()
         self._socket: StatusSocket | None = None
         self._failed = False
 
     def listen(self, path: str | None) -> None:
-        """Take a path, if there is one; nobody is answered before `serve`.
+        """Create the socket if there is a path; requests wait until `serve`.
 
         Raises:
-            ConfigError: It cannot be had; see `StatusSocket`.
+            ConfigError: The socket cannot be created; see `StatusSocket`.
         """
         self._socket = None if path is None else StatusSocket(path)
 
     def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
-        """Show what methods return, as long as their object lives."""
+        """Answer requests with the methods' results while their object lives."""
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
             counters = self._socket.counters
@@ -87,7 +87,7 @@ class EngineStatus:
         slowest: WeakMethod[ReadSlowest],
         read_counters: Callable[[], Mapping[str, int]],
     ) -> bytes:
-        """Thread: the socket's."""
+        """Return the answer to a request. Runs on the socket's thread."""
         if request.strip() != STATUS_REQUEST:
             return _error(f'the request must be "{STATUS_REQUEST.decode()}" and a line end')
         read, read_slowest = method(), slowest()
@@ -97,7 +97,7 @@ class EngineStatus:
             return self._status_line(read(), read_slowest(), read_counters())
         except OffloadError as error:
             return _error(text_of(error))
-        except BaseException as error:  # noqa: BLE001 - a third party's tier: the socket must go on
+        except BaseException as error:  # noqa: BLE001 - a third party's tier; keep serving
             what = f"the statistics cannot be read: {text_of(error)}"
             if not self._failed:
                 self._failed = True
@@ -128,7 +128,7 @@ class EngineStatus:
 
 
 def _drop_what_is_no_number(tier: dict[str, Any]) -> None:
-    """Take out of a tier's own gauges what JSON does not have."""
+    """Remove gauges of a tier that JSON cannot represent."""
     gauges = tier["gauges"] = {
         str(name): value for name, value in tier["gauges"].items() if _is_number(value)
     }

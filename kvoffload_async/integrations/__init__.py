@@ -1,4 +1,4 @@
-"""Where this package meets other software; each of these imports one optional dependency.
+"""Integrations with other software; each imports one optional dependency.
 
-Nothing that is useful without it.
+Code that is useful without that dependency belongs elsewhere.
 """

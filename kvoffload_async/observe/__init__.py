@@ -1,1 +1,1 @@
-"""What people see of a running engine: its metrics, by name, unit and label."""
+"""Monitoring of a running engine: metrics, status, spans and trace events."""

@@ -1,4 +1,4 @@
-"""What happened between two readings of an engine's statistics: rates, shares and latencies."""
+"""Rates, shares and latencies computed from successive readings of an engine's statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvoffload_async.statistics import (
 )
 
 WINDOW_S: Final = 60.0
-"""How far back shares and latencies reach; rates are those since the reading before."""
+"""Time window of shares and latencies; rates are since the previous reading."""
 _MAX_READINGS: Final = 600
 
 Count = Callable[[OffloadingStatistics], float]
@@ -26,13 +26,13 @@ TierCount = Callable[[TierStatistics], float]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long a phase took, of what ended in the window.
+    """Latency of a phase within the window.
 
     Attributes:
-        phase: What it is.
-        count: How many there were.
-        p50_s: Half of them took no longer, in seconds; estimated within a bucket.
-        p99_s: The same of 99 %.
+        phase: Name of the phase.
+        count: Number of durations.
+        p50_s: Median in seconds, interpolated within a histogram bucket.
+        p99_s: 99th percentile in seconds, interpolated likewise.
     """
 
     phase: str
@@ -42,22 +42,22 @@ class Latency:
 
 
 class Readings:
-    """The last readings of one engine, oldest first.
+    """The latest readings of one engine, oldest first.
 
-    Before there are two, everything is since the engine's begin.
+    With fewer than two readings, changes are since the start of the engine.
     """
 
     def __init__(self) -> None:
-        """Begin without one."""
+        """Start without readings."""
         self._readings: deque[EngineReport] = deque(maxlen=_MAX_READINGS)
 
     @property
     def last(self) -> EngineReport:
-        """The latest one; there must be one."""
+        """The latest reading; there must be one."""
         return self._readings[-1]
 
     def add(self, report: EngineReport) -> None:
-        """Take a reading; one of another engine replaces all before it."""
+        """Add a reading; a reading of another engine discards all previous ones."""
         if self._readings:
             last = self._readings[-1]
             if (last.pid, last.model) != (report.pid, report.model) or (
@@ -66,30 +66,30 @@ class Readings:
             ):
                 self._readings.clear()
         self._readings.append(report)
-        while len(self._readings) > 2 and self._age_s(self._readings[1]) >= WINDOW_S:  # noqa: PLR2004 - the first of two is kept
+        while len(self._readings) > 2 and self._age_s(self._readings[1]) >= WINDOW_S:  # noqa: PLR2004 - always keep two
             self._readings.popleft()
 
     def rate(self, count: Count) -> float:
-        """Return how much a counter grows a second, since the reading before."""
+        """Return a counter's increase per second since the previous reading."""
         before = self._readings[-2] if len(self._readings) > 1 else None
         seconds = self._age_s(before)
         return self._grown(count, before) / seconds if seconds > 0 else 0.0
 
     def tier_rate(self, index: int, count: TierCount) -> float:
-        """Return the same of a tier."""
+        """Return a tier counter's increase per second since the previous reading."""
         return self.rate(lambda stats: count(stats.tiers[index]))
 
     def share(self, part: Count, whole: Count) -> float | None:
-        """Return which part of what was counted in the window; None if nothing was."""
+        """Return the ratio of two counters' increases in the window; None without increase."""
         total = self._grown(whole, self._first)
         return self._grown(part, self._first) / total if total > 0 else None
 
     def grown(self, count: Count) -> float:
-        """Return how much a counter has grown in the window."""
+        """Return a counter's increase in the window."""
         return self._grown(count, self._first)
 
     def latencies(self) -> list[Latency]:
-        """Return those of every phase in which something ended, the slowest first."""
+        """Return the latencies of all phases with durations in the window, slowest first."""
         before = dict(_phases(self._first.statistics)) if self._first else {}
         found: list[Latency] = []
         for phase, histogram in _phases(self.last.statistics):
@@ -112,9 +112,9 @@ class Readings:
 
 
 def quantile(counts: tuple[int, ...], fraction: float) -> float:
-    """Return a quantile in seconds, as Prometheus does: evenly spread within a bucket.
+    """Return a quantile in seconds, interpolated linearly within a bucket like Prometheus.
 
-    What is above the last bound counts as that bound.
+    Values above the last bound count as that bound.
     """
     rank = fraction * sum(counts)
     below = 0
@@ -133,7 +133,7 @@ def _difference(now: HistogramStatistics, before: HistogramStatistics | None) ->
 
 
 def _phases(stats: OffloadingStatistics) -> Iterator[tuple[str, HistogramStatistics]]:
-    """Yield every histogram, by what it measures."""
+    """Yield (phase, histogram) for all histograms."""
     if stats.planner is not None:
         yield "request: lookup to decision", stats.planner.decision_seconds
     for tier in stats.tiers:

@@ -1,4 +1,4 @@
-"""Every metric: its name, what it says, its labels, and where in the statistics it comes from."""
+"""All metrics: name, help text, labels, and their source in the statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Samples = Iterable[tuple[tuple[str, ...], Value]]
 
 
 def one(path: str, part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
-    """Yield one value; none where the tree has no such part, or does not know."""
+    """Yield the value at a dotted path; nothing if a part is missing or None."""
     for name in path.split("."):
         part = getattr(part, name, None)
         if part is None:
@@ -32,14 +32,14 @@ def one(path: str, part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
 
 
 def by_name(path: str, names: Mapping[str, str], stats: OffloadingStatistics) -> Samples:
-    """Yield several fields of a part, each under a name of its own."""
+    """Yield several fields of a part, each with its label."""
     for label, field in names.items():
         for _, value in one(f"{path}.{field}", stats):
             yield (label,), value
 
 
 def by_key(path: str, stats: OffloadingStatistics) -> Samples:
-    """Yield the values of a mapping."""
+    """Yield the values of a mapping, labelled by key."""
     for _, mapping in one(path, stats):
         assert isinstance(mapping, Mapping)  # noqa: S101 - for the type checker
         for key, value in mapping.items():
@@ -47,24 +47,24 @@ def by_key(path: str, stats: OffloadingStatistics) -> Samples:
 
 
 def of_tiers(read: Callable[[TierStatistics], Samples], stats: OffloadingStatistics) -> Samples:
-    """Yield what is read of each tier, under its name."""
+    """Yield the samples of each tier, labelled by its name."""
     for tier in stats.tiers:
         for labels, value in read(tier):
             yield (tier.name, *labels), value
 
 
 def fields_of_tier(names: Mapping[str, str], tier: TierStatistics) -> Samples:
-    """Yield several fields of a tier, each under a name of its own."""
+    """Yield several fields of a tier, each with its label."""
     return (((label,), getattr(tier, field)) for label, field in names.items())
 
 
 def keys_of_tier(field: str, tier: TierStatistics) -> Samples:
-    """Yield the values of a mapping of a tier."""
+    """Yield the values of a tier's mapping, labelled by key."""
     return (((key,), value) for key, value in getattr(tier, field).items())
 
 
 def needed_blocks(tier: TierStatistics) -> Samples:
-    """Yield how many blocks a request must miss, infinity for "no number is enough"."""
+    """Yield a tier's break-even number of missed blocks; infinity if loading never pays."""
     if tier.break_even is not None:
         needed = tier.break_even.needed_blocks
         yield (), math.inf if needed is None else needed
@@ -77,37 +77,37 @@ def durations(phase: str, tier: TierStatistics) -> Samples:
 
 
 def finished(tier: TierStatistics) -> Samples:
-    """Yield a tier's jobs that have their result, by direction."""
+    """Yield a tier's finished jobs, by direction."""
     yield ("load",), tier.finished_loads
     yield ("store",), tier.finished_jobs - tier.finished_loads
 
 
 def failed(tier: TierStatistics) -> Samples:
-    """Yield those of which a block failed, by direction."""
+    """Yield a tier's failed jobs, by direction."""
     yield ("load",), tier.failed_loads
     yield ("store",), tier.failed_jobs - tier.failed_loads
 
 
 def in_flight(tier: TierStatistics) -> Samples:
-    """Yield those without a result, by direction."""
+    """Yield a tier's jobs without a result, by direction."""
     yield ("load",), tier.loads_in_flight
     yield ("store",), tier.jobs_in_flight - tier.loads_in_flight
 
 
 def breakers(tier: TierStatistics) -> Samples:
-    """Yield 1 for the state that each breaker of a tier is in, 0 for the others."""
+    """Yield 1 for the current state of each breaker of a tier, 0 for the others."""
     for direction, now in tier.breakers.items():
         yield from (((direction, state), float(state == now)) for state in BREAKER_STATES)
 
 
 def events(stats: OffloadingStatistics) -> Samples:
-    """Yield the events that nobody has read in time, by tier."""
+    """Yield the events dropped because nobody read them in time, by tier."""
     yield ("primary",), stats.primary.events_dropped
     yield from (((tier.name,), tier.events_dropped) for tier in stats.tiers)
 
 
 def info(stats: OffloadingStatistics) -> Samples:
-    """Yield 1 under the versions."""
+    """Yield 1, labelled with the versions."""
     if stats.runtime is not None:
         yield (stats.runtime.version, stats.runtime.python, stats.runtime.block_io), 1.0
 
@@ -115,13 +115,13 @@ def info(stats: OffloadingStatistics) -> Samples:
 def of_engine(
     read: Callable[[EngineStatistics], Samples], stats: OffloadingStatistics
 ) -> Iterator[tuple[tuple[str, ...], Value]]:
-    """Yield what only an `OffloadEngine` has."""
+    """Yield samples that only an `OffloadEngine` has."""
     if isinstance(stats, EngineStatistics):
         yield from read(stats)
 
 
 def waiting(stats: EngineStatistics) -> Samples:
-    """Yield the calls that wait for a permit, by direction."""
+    """Yield the calls waiting for a permit, by direction."""
     yield ("load",), stats.waiting_loads
     yield ("store",), stats.waiting_stores
 
@@ -133,7 +133,7 @@ def copies(stats: EngineStatistics) -> Samples:
 
 
 class MetricKind(StrEnum):
-    """What may be done with a metric's values."""
+    """Type of a metric, as in Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -145,11 +145,11 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: With the unit, and with `_total` for a counter.
+        name: Full name, with the unit, and with `_total` for a counter.
         kind: See `MetricKind`.
-        documentation: One sentence.
-        labels: The names of its labels.
-        read: Returns its values, each with those of its labels.
+        documentation: Help text, one sentence.
+        labels: The label names.
+        read: Returns (label values, value) for each sample.
     """
 
     name: str
@@ -190,7 +190,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "kvoffload_info",
         _G,
-        "Versions of the package and the interpreter, and what moves payload; always 1.",
+        "Versions of the package and the interpreter, and the block I/O in use; always 1.",
         ("version", "python", "block_io"),
         info,
     ),
@@ -198,50 +198,46 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "kvoffload_primary_slots",
         _G,
-        "Slots of the primary tier by use.",
+        "Slots of the primary tier by state.",
         ("state",),
         partial(by_name, "primary.slots", _SLOTS),
     ),
-    _plain("kvoffload_primary_used_bytes", _G, "Bytes in use.", "primary.used_bytes"),
-    _plain("kvoffload_primary_capacity_bytes", _G, "Bytes in all.", "primary.capacity_bytes"),
+    _plain("kvoffload_primary_used_bytes", _G, "Bytes used.", "primary.used_bytes"),
+    _plain("kvoffload_primary_capacity_bytes", _G, "Capacity in bytes.", "primary.capacity_bytes"),
     Metric(
         "kvoffload_primary_lookups_total",
         _C,
-        "Lookups of blocks by what the primary had, each time that a block was asked for.",
+        "Block lookups in the primary by result, repeated ones included.",
         ("result",),
         partial(by_name, "primary", _IN_PRIMARY),
     ),
-    _plain(
-        "kvoffload_primary_stored_blocks_total", _C, "Written by requests.", "primary.stored_blocks"
-    ),
-    _plain(
-        "kvoffload_primary_loaded_blocks_total", _C, "Given to requests.", "primary.loaded_blocks"
-    ),
+    _plain("kvoffload_primary_stored_blocks_total", _C, "Blocks stored.", "primary.stored_blocks"),
+    _plain("kvoffload_primary_loaded_blocks_total", _C, "Blocks loaded.", "primary.loaded_blocks"),
     _plain(
         "kvoffload_primary_evicted_blocks_total",
         _C,
-        "Made to leave for others.",
+        "Blocks evicted to make room.",
         "primary.evicted_blocks",
     ),
     _plain(
         "kvoffload_primary_refused_stores_total",
         _C,
-        "Stores of requests for which there was no room.",
+        "Stores refused for lack of room.",
         "primary.refused_stores",
     ),
-    _plain("kvoffload_primary_load_pins", _G, "Pins that loads hold.", "primary.load_pins"),
-    # What moves between it and the tiers.
-    _plain("kvoffload_requests", _G, "Requests that are known.", "planner.requests"),
+    _plain("kvoffload_primary_load_pins", _G, "Pins held by loads.", "primary.load_pins"),
+    # Transfers between the primary and the tiers.
+    _plain("kvoffload_requests", _G, "Active requests.", "planner.requests"),
     _plain(
         "kvoffload_retained_blocks",
         _G,
-        "Blocks that are pinned for requests that wait.",
+        "Blocks pinned for waiting requests.",
         "planner.retained_blocks",
     ),
     Metric(
         "kvoffload_lookups_total",
         _C,
-        "Lookups of blocks that were no miss, each time that a block was asked for.",
+        "Block lookups that did not miss, repeated ones included.",
         ("result",),
         partial(
             by_name,
@@ -252,76 +248,76 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "kvoffload_lookup_misses_total",
         _C,
-        "Lookups of blocks that found nothing, by why.",
+        "Block lookups that missed, by reason.",
         ("reason",),
         partial(by_key, "planner.misses"),
     ),
     Metric(
         "kvoffload_blocks_total",
         _C,
-        "Blocks that requests have found or not, each once a request.",
+        "Blocks found or not found, once per request.",
         ("result",),
         partial(by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
     ),
     _plain(
         "kvoffload_promotions_refused_total",
         _C,
-        "Hits in a tier for which the primary has no slot, and will have none.",
+        "Hits in a tier for which the primary could not free a slot.",
         "planner.promotions_refused",
     ),
     _plain(
         "kvoffload_deferrals_expired_total",
         _C,
-        "Requests that had waited too long, and were computed instead.",
+        "Requests computed because they had waited too long for blocks.",
         "planner.deferrals_expired",
     ),
     _plain(
         "kvoffload_decision_seconds",
         _H,
-        "From a request's first lookup until it proceeds.",
+        "Time from a request's first lookup until it proceeds.",
         "planner.decision_seconds",
     ),
     # Each tier.
     _tier(
         "lookups_total",
         _C,
-        "Questions to the tier by its answer.",
+        "Block lookups in the tier, by answer.",
         partial(fields_of_tier, _IN_TIER),
         "result",
     ),
     _tier(
         "skipped_lookups_total",
         _C,
-        "Lookups for which the tier was not asked, by why.",
+        "Block lookups for which the tier was not asked, by reason.",
         partial(keys_of_tier, "skipped_lookups"),
         "reason",
     ),
     _tier(
         "needed_blocks",
         _G,
-        "Blocks that a request must miss for the tier to be asked, as measured; +Inf: it is not.",
+        "Break-even number of missed blocks above which the tier is asked; +Inf: never.",
         needed_blocks,
     ),
     _tier(
         "load_latency_seconds",
         _G,
-        "What loading takes however few the blocks are, where it is measured.",
+        "Measured fixed latency of a load.",
         "break_even.latency_s",
     ),
     _tier(
         "load_blocks_per_second",
         _G,
-        "How fast the rest of it goes, where it is measured.",
+        "Measured throughput of loads beyond the fixed latency.",
         "break_even.blocks_per_s",
     ),
     _tier(
         "explorations_total",
         _C,
-        "Requests that were let through to measure anew.",
+        "Requests below break-even let through to refresh the measurement.",
         "break_even.explorations",
     ),
-    _tier("jobs_total", _C, "Jobs that have their result.", finished, "direction"),
-    _tier("failed_jobs_total", _C, "Jobs of which a block failed.", failed, "direction"),
+    _tier("jobs_total", _C, "Finished jobs.", finished, "direction"),
+    _tier("failed_jobs_total", _C, "Jobs with a failed block.", failed, "direction"),
     _tier(
         "errors_total",
         _C,
@@ -329,18 +325,18 @@ METRICS: Final[tuple[Metric, ...]] = (
         partial(keys_of_tier, "failed_jobs_by_error"),
         "error",
     ),
-    _tier("stored_blocks_total", _C, "Blocks that stores put there.", "stored_blocks"),
-    _tier("stored_bytes_total", _C, "Bytes that stores put there.", "stored_bytes"),
-    _tier("loaded_blocks_total", _C, "Blocks that loads brought.", "loaded_blocks"),
-    _tier("loaded_bytes_total", _C, "Bytes that loads brought.", "loaded_bytes"),
-    _tier("failed_blocks_total", _C, "Blocks of jobs that were not moved.", "failed_blocks"),
-    _tier("corrupt_blocks_total", _C, "Blocks that did not verify.", "corrupt_blocks"),
-    _tier("missing_blocks_total", _C, "Blocks gone before they were loaded.", "missing_blocks"),
-    _tier("evicted_blocks_total", _C, "Blocks announced as gone.", "evicted_blocks"),
+    _tier("stored_blocks_total", _C, "Blocks stored in the tier.", "stored_blocks"),
+    _tier("stored_bytes_total", _C, "Bytes stored in the tier.", "stored_bytes"),
+    _tier("loaded_blocks_total", _C, "Blocks loaded from the tier.", "loaded_blocks"),
+    _tier("loaded_bytes_total", _C, "Bytes loaded from the tier.", "loaded_bytes"),
+    _tier("failed_blocks_total", _C, "Blocks that jobs failed to move.", "failed_blocks"),
+    _tier("corrupt_blocks_total", _C, "Blocks whose checksum did not match.", "corrupt_blocks"),
+    _tier("missing_blocks_total", _C, "Blocks to load that were missing.", "missing_blocks"),
+    _tier("evicted_blocks_total", _C, "Blocks whose removal the tier announced.", "evicted_blocks"),
     _tier(
         "dropped_blocks_total",
         _C,
-        "Blocks that left the primary before the tier had room for them, by why.",
+        "Blocks that left the primary before the tier had room for them, by reason.",
         partial(keys_of_tier, "dropped"),
         "reason",
     ),
@@ -348,23 +344,23 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier(
         "failed_store_blocks_total",
         _C,
-        "Blocks that were given up after their stores had failed.",
+        "Blocks given up after failed stores.",
         "failed_store_blocks",
     ),
-    _tier("refused_keys_total", _C, "Announced keys that are none.", "refused_keys"),
+    _tier("refused_keys_total", _C, "Malformed keys announced by the tier.", "refused_keys"),
     _tier("jobs_in_flight", _G, "Jobs without a result.", in_flight, "direction"),
-    _tier("queued_jobs", _G, "Jobs that the tier has not begun.", "queued_jobs"),
-    _tier("overdue_jobs", _G, "Jobs given up, whose copies still run.", "overdue_jobs"),
-    _tier("cascading_blocks", _G, "Blocks on their way to the tier.", "cascading_blocks"),
-    _tier("promoting_blocks", _G, "Slots that its loads occupy.", "promoting_blocks"),
-    _tier("pending_blocks", _G, "Blocks that wait for room in the tier.", "pending_blocks"),
+    _tier("queued_jobs", _G, "Jobs that the tier has not started.", "queued_jobs"),
+    _tier("overdue_jobs", _G, "Overdue jobs whose copies still run.", "overdue_jobs"),
+    _tier("cascading_blocks", _G, "Blocks being stored to the tier.", "cascading_blocks"),
+    _tier("promoting_blocks", _G, "Slots reserved for its loads.", "promoting_blocks"),
+    _tier("pending_blocks", _G, "Blocks waiting for room in the tier.", "pending_blocks"),
     _tier("probes_outstanding", _G, "Existence probes without an answer.", "probes_outstanding"),
-    _tier("used_bytes", _G, "What the tier occupies, where it says so.", "used_bytes"),
-    _tier("capacity_bytes", _G, "What it may occupy, where it says so.", "capacity_bytes"),
+    _tier("used_bytes", _G, "Space used, if the tier reports it.", "used_bytes"),
+    _tier("capacity_bytes", _G, "Capacity, if the tier reports it.", "capacity_bytes"),
     _tier(
         "breaker_state",
         _G,
-        "1 for the state that the breaker of a direction is in, 0 for the others.",
+        "1 for the current state of a direction's breaker, 0 for the others.",
         breakers,
         "direction",
         "state",
@@ -372,35 +368,35 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier(
         "breaker_openings_total",
         _C,
-        "How often the breaker of a direction has opened.",
+        "Times that the breaker of a direction opened.",
         partial(keys_of_tier, "breaker_openings"),
         "direction",
     ),
     _tier(
         "job_seconds",
         _H,
-        "From a job's arrival until its bytes had stopped moving.",
+        "Time from a job's arrival to the end of its copy.",
         partial(durations, "total"),
         "direction",
     ),
     _tier(
         "queue_seconds",
         _H,
-        "From a job's arrival until the tier began.",
+        "Time from a job's arrival to its start.",
         partial(durations, "queue"),
         "direction",
     ),
     _tier(
         "copy_seconds",
         _H,
-        "From then until its bytes had stopped moving.",
+        "Time from a job's start to the end of its copy.",
         partial(durations, "copy"),
         "direction",
     ),
     Metric(
         "kvoffload_events_dropped_total",
         _C,
-        "Events that nobody has read in time.",
+        "Events dropped because nobody read them in time.",
         ("tier",),
         events,
     ),
@@ -408,38 +404,38 @@ METRICS: Final[tuple[Metric, ...]] = (
     _plain(
         "kvoffload_loop_lag_seconds",
         _H,
-        "From a hand-over to the event loop until it gets to it.",
+        "Time from posting work to the event loop until it runs.",
         "runtime.loop_lag_seconds",
     ),
     _plain(
         "kvoffload_step_seconds",
         _H,
-        "What taking in results and the end of a step take of the owner's thread.",
+        "Owner's time per end of step, collecting results included.",
         "runtime.step_seconds",
     ),
-    _plain("kvoffload_longest_step_seconds", _G, "The longest of these.", "runtime.longest_step_s"),
-    _plain("kvoffload_loop_wake_ups_total", _C, "Hand-overs.", "runtime.wake_ups"),
-    # Copies to and from the device, which an `OffloadEngine` makes.
-    _plain("kvoffload_device_copies", _G, "Copies to or from the device under way.", "copies"),
-    _plain("kvoffload_device_copy_failures_total", _C, "Those that failed.", "failed_copies"),
+    _plain("kvoffload_longest_step_seconds", _G, "Longest step.", "runtime.longest_step_s"),
+    _plain("kvoffload_loop_wake_ups_total", _C, "Wake-ups of the loop.", "runtime.wake_ups"),
+    # Device copies of an `OffloadEngine`.
+    _plain("kvoffload_device_copies", _G, "Device copies in flight.", "copies"),
+    _plain("kvoffload_device_copy_failures_total", _C, "Failed device copies.", "failed_copies"),
     Metric(
         "kvoffload_device_copy_seconds",
         _H,
-        "How long they took.",
+        "Duration of device copies.",
         ("direction",),
         partial(of_engine, copies),
     ),
     Metric(
         "kvoffload_waiting_calls",
         _G,
-        "Calls that wait for a permit to copy, or for room.",
+        "Calls waiting for a permit or for room.",
         ("direction",),
         partial(of_engine, waiting),
     ),
     _plain(
         "kvoffload_missed_events_total",
         _C,
-        "Events that readers were too slow for, once for each reader.",
+        "Events dropped for slow readers, counted per reader.",
         "missed_events",
     ),
 )

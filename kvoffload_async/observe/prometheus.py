@@ -1,4 +1,4 @@
-"""The metrics for Prometheus; needs the extra `metrics`."""
+"""Prometheus collector for the metrics; needs the extra `metrics`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class OffloadCollector(Collector):
 
         REGISTRY.register(OffloadCollector({"0": engine.stats}))
 
-    Every metric has the label `engine`, so that several in one process are told apart. An engine
-    that is not open has no samples. In a server of several processes each has engines of its own:
-    serve each process's metrics on a port of its own. The multi-process mode of
-    `prometheus_client` adds up values that are written to files, and leaves collectors out.
+    Every metric has the label `engine`, which separates several engines in one process. An engine
+    that is not open has no samples. In a server with several processes, serve each process's
+    metrics on its own port: the multi-process mode of `prometheus_client` sums values from files
+    and ignores collectors.
 
-    Thread: any. A scrape reads numbers without a lock, and keeps no engine waiting.
+    Thread-safe. A scrape reads numbers without a lock and does not block the engine.
     """
 
     def __init__(self, engines: Mapping[str, ReadStatistics]) -> None:
-        """Read the `stats` of each engine or manager, by a name for it."""
+        """Create a collector of engine name -> its `stats` method."""
         self._engines = dict(engines)
 
     def describe(self) -> Iterable[_Family]:
-        """Return the metrics without samples, so that registering reads nothing."""
+        """Return the metrics without samples, so that registration reads no statistics."""
         return (_family(metric) for metric in METRICS)
 
     def collect(self) -> Iterator[_Family]:
-        """Read everything once; yield each metric that has samples."""
+        """Read all statistics once; yield each metric that has samples."""
         read = {name: stats for name, stats in self._read() if stats is not None}
         for metric in METRICS:
             family = _family(metric)

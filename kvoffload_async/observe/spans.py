@@ -1,4 +1,4 @@
-"""Timelines as OpenTelemetry spans; needs the extra `otel`."""
+"""Export of timelines as OpenTelemetry spans; needs the extra `otel`."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def trace_requests(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> None:
-    """Make spans of every request of a manager from now on; once a manager.
+    """Export every request of a manager as spans from now on; call once per manager.
 
-    A request is one span, `kvoffload.request`, with its lookups and whatever else happened to it as
-    events; each copy is a span in it, named for tier and direction. They belong to the caller's
-    span: that of the request's `trace_context` (an OpenTelemetry context, or the headers of W3C
-    Trace Context), else what is current where the request begins, else what `traceparent` in its
-    `kv_transfer_params` says. Spans are made, and sampled, when a request's last copy has ended.
+    A request is one span, `kvoffload.request`, with lookups and other events as span events. Each
+    copy is a child span named by tier and direction. The parent is the request's `trace_context`
+    (an OpenTelemetry context, or W3C Trace Context headers), else the context current when the
+    request begins, else `traceparent` in its `kv_transfer_params`. Spans are created, and sampled,
+    when a request's last copy has ended.
 
-    Thread: owner. Use a span processor that does not wait, such as `BatchSpanProcessor`.
+    Call on the owner's thread. Use a non-blocking span processor, such as `BatchSpanProcessor`.
 
     Args:
-        manager: An engine's `manager`, or a `TieringOffloadingManager`; with `explain_requests`.
-        tracer_provider: Whose tracer makes the spans; None: the global one.
+        manager: An engine's `manager`, or a `TieringOffloadingManager`, with `explain_requests`.
+        tracer_provider: Provider of the tracer; None: the global one.
         clock: The manager's clock.
         wall_clock: Seconds since the epoch.
 
     Raises:
-        StateError: The manager keeps no requests.
+        StateError: The manager does not record requests.
     """
     maker = _SpanMaker(trace.get_tracer(TRACER, tracer_provider=tracer_provider), clock, wall_clock)
     try:
@@ -61,7 +61,7 @@ def trace_requests(
 
 
 class _SpanMaker:
-    """Makes the spans of one request at a time."""
+    """Creates the spans of one request at a time."""
 
     def __init__(
         self, tracer: trace.Tracer, clock: Callable[[], float], wall_clock: Callable[[], float]

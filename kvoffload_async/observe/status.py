@@ -1,4 +1,4 @@
-"""Asks a running engine how it is, through its status socket."""
+"""Client of an engine's status socket."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _KINDS: Final = {kind.__name__: kind for kind in (OffloadingStatistics, EngineSt
 
 
 class NoAnswerError(OffloadError):
-    """Nobody answers on a status socket."""
+    """No engine answered on the status socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What a running engine says of itself.
+    """Status reported by a running engine.
 
     Attributes:
-        version: Of this form; a field that is added does not change it.
+        version: Version of the format; adding a field does not change it.
         pid: The engine's process.
-        model: Whose blocks it keeps, if it is said.
-        time_s: When that was, in seconds since 1970.
-        uptime_s: Seconds since the engine was configured, by a clock that is never set.
-        statistics: What `stats()` returned.
-        slowest: The slowest recent requests; None where the engine does not record them.
-        socket: What became of the socket's connections.
+        model: Name of the model whose blocks it holds, if known.
+        time_s: Time of the report, in seconds since 1970.
+        uptime_s: Seconds since the engine was configured, by a monotonic clock.
+        statistics: Result of `stats()`.
+        slowest: The slowest recent requests; None if the engine does not record them.
+        socket: Counters of the socket's connections.
     """
 
     version: int
@@ -56,15 +56,15 @@ class EngineReport:
 
 
 def ask(path: str, timeout_s: float = 5.0) -> str:
-    """Return the line that an engine answers with. Waits.
+    """Return the status line of an engine. Blocks.
 
     Args:
         path: Its `status_socket`.
-        timeout_s: Seconds for all of it.
+        timeout_s: Total timeout in seconds.
 
     Raises:
-        NoAnswerError: Nobody listens there, or nobody answers in time.
-        InputError: What answers is no engine.
+        NoAnswerError: Nothing listens on the socket, or there was no answer in time.
+        InputError: The answer is not an engine's.
     """
     deadline_s = time.monotonic() + timeout_s
     try:
@@ -91,11 +91,11 @@ def ask(path: str, timeout_s: float = 5.0) -> str:
 
 
 def parse_report(line: str, path: str) -> EngineReport:
-    """Return what an engine's answer says.
+    """Parse an engine's status line.
 
     Raises:
-        NoAnswerError: It says that the engine cannot answer now.
-        InputError: It is not that of an engine of this release.
+        NoAnswerError: The line says that the engine cannot answer now.
+        InputError: The line is not from an engine of this release.
     """
     try:
         answer = json.loads(line)
@@ -129,7 +129,7 @@ def _line_of(engine: socket.socket, deadline_s: float) -> bytes:
 
 
 def _read(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any type of the tree
-    """Return a value of JSON as one of a type; raises TypeError where it is none."""
+    """Convert a JSON value to a type; raises TypeError if it does not match."""
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _read_fields(kind, value)
@@ -142,13 +142,13 @@ def _read(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any type of the tree
         _require(value, dict)
         return {str(key): _read(arguments[1], one) for key, one in value.items()}
     _require(value, *((int, float) if kind is float else (kind,)))
-    if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # nor what is no number
+    if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # also rejects NaN
         raise ValueError("a number that is too large")
     return value
 
 
 def _read_fields(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any dataclass of the tree
-    """Return a dataclass; fields that only a later release knows are left out."""
+    """Return a dataclass from a JSON object; unknown fields of later releases are ignored."""
     if isinstance(value, kind):
         return value
     hints = get_type_hints(kind)

@@ -1,7 +1,7 @@
-"""Timelines as a file of trace events, which Perfetto and Chrome's about:tracing open.
+"""Export of timelines to a trace event file for Perfetto and Chrome's about:tracing.
 
-The format is JSON: https://perfetto.dev/docs/getting-started/other-formats. There is a track for
-requests, and one for the copies of each tier in each direction; what overlaps has further ones.
+The format is JSON: https://perfetto.dev/docs/getting-started/other-formats. There is one track for
+requests and one per tier and direction for copies; overlapping events use additional tracks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ TraceEvent = dict[str, Any]
 
 
 class TraceEventFile:
-    """Writes timelines as they come, so that nothing is kept of them; a context manager.
+    """Writes timelines as they arrive, without keeping them; a context manager.
 
-    The file is complete when it is closed.
+    The file is valid only after `close`.
     """
 
     def __init__(self, path: Path) -> None:
         """Create the file.
 
         Raises:
-            OSError: It cannot be created.
+            OSError: The file cannot be created.
         """
         self._file: IO[str] = path.open("w", encoding="utf-8")
         self._tracks = _Tracks()
@@ -55,14 +55,14 @@ class TraceEventFile:
         self.close()
 
     def close(self) -> None:
-        """End the file; idempotent."""
+        """Complete and close the file; idempotent."""
         if self._file.closed:
             return
         with self._file:
             self._file.write("\n]}\n" if self._processes else f"{self._separator}]}}\n")
 
     def add(self, timeline: RequestTimeline, process: str = "kvoffload") -> None:
-        """Write a timeline's events; `process` groups the tracks."""
+        """Write a timeline's events; `process` is the track group."""
         pid = self._processes.get(process)
         if pid is None:
             pid = self._processes[process] = len(self._processes) + 1
@@ -78,7 +78,7 @@ class TraceEventFile:
                     self._write({**inner, "pid": pid, "tid": tid})
 
     def _events(self, timeline: RequestTimeline) -> Iterator[tuple[str, TraceEvent]]:
-        """Yield what lasts, with its track: the request itself, and each of its copies."""
+        """Yield (track, event) for the request and each of its copies."""
         about = {
             "request": timeline.req_id,
             "has_ended": timeline.ended_s is not None,
@@ -100,7 +100,7 @@ class TraceEventFile:
         return name, _lasting(name, "copy", job.at_s, end_s, about)
 
     def _inside(self, timeline: RequestTimeline) -> Iterator[TraceEvent]:
-        """Yield what happens to the request itself, within its own event."""
+        """Yield the request's own events, which are nested in its track."""
         for event in timeline.events:
             match event:
                 case LookupEvent():
@@ -116,7 +116,7 @@ class TraceEventFile:
                         "args": {"what": described(event)},
                     }
                 case _:
-                    """A copy: on a track of its own."""
+                    """Copies have their own tracks."""
 
     def _write(self, event: TraceEvent) -> None:
         self._file.write(self._separator)
@@ -125,14 +125,14 @@ class TraceEventFile:
 
 
 class _Tracks:
-    """Which track has room at which time: on one track nothing overlaps."""
+    """Assigns events to tracks, so that events on one track do not overlap."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, str], list[tuple[int, float]]] = {}
         self._count = 0
 
     def place(self, pid: int, name: str, began: float, end: float) -> tuple[int, str | None]:
-        """Return a track that is free from then on, and its name if it is new."""
+        """Return a track that is free from `began` on, and its name if it is new."""
         tracks = self._ends.setdefault((pid, name), [])
         for index, (tid, free_from) in enumerate(tracks):
             if free_from <= began:
@@ -158,7 +158,7 @@ def _lasting(
 
 
 def _us(at_s: float) -> float:
-    """Return a time as the format has it, in microseconds."""
+    """Return a time in microseconds, the format's unit."""
     return round(at_s * 1e6, 3)
 
 

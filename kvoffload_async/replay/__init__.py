@@ -1,7 +1,7 @@
-"""Replays requests through a whole engine with real bytes, and compares what arrives.
+"""Replays request traces through a whole engine with real bytes, and verifies what is loaded.
 
-`replay` makes one pass, `replay_passes` several over the same tiers; requests come from a
-`TraceFile` or from the built-in `ChatWorkload`.
+`replay` makes one pass, `replay_passes` several over the same tiers. Requests come from a
+`TraceFile` or the built-in `ChatWorkload`.
 """
 
 from kvoffload_async.replay.report import Report

@@ -1,4 +1,4 @@
-"""A simulated device: which request has which frames, and what they still hold."""
+"""A simulated device: the frames of each request, and the blocks that frames contain."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ _HASH_BYTES = 16
 
 
 class Stage(enum.Enum):
-    """Where a request stands."""
+    """Stage of a request."""
 
     WAITING = enum.auto()
-    """It has no frames, or has lost them."""
+    """Without frames, or preempted."""
     LOADING = enum.auto()
-    """Its frames are being filled."""
+    """Loading blocks into its frames."""
     RUNNING = enum.auto()
-    """It is computed, step by step."""
+    """Being computed, step by step."""
     ENDED = enum.auto()
 
 
 class Prompt:
-    """A request's blocks, each once; what a scheduler knows of it: see `SchedulerRequest`.
+    """A request with its distinct blocks; implements `SchedulerRequest`.
 
-    A block has a token a device block, and behind the blocks comes one more token, since the last
-    token of a prompt is never loaded.
+    Each device block counts as one token. One more token follows the blocks, because the last token
+    of a prompt is never loaded.
 
     Attributes:
-        request_id: Its name.
-        block_hashes: The keys' hashes of its blocks, head first.
-        names: Their ids, parallel to them; `ids` are the same as a list.
-        refs: How many blocks it names, repeated ones included.
-        weights: References to each block, or None where no block comes twice.
-        origins: Which tier was read for which block.
-        stage: Where it stands.
-        frames: Its place in the device's memory.
-        ready: Blocks, from the head, that are in its frames.
-        found_on_device: Blocks found there when it first started.
-        found_beyond: Blocks behind those that were loaded when it first started.
+        request_id: Name of the request.
+        block_hashes: Hashes of its blocks' keys, in prompt order.
+        names: Ids of its blocks, parallel to the hashes; `ids` is the same as a list.
+        refs: Number of block references, repeated ones included.
+        weights: References to each block; None if no block is repeated.
+        origins: The tier that was read for each block.
+        stage: Its stage.
+        frames: Its frames in the device's memory.
+        ready: Leading blocks present in its frames.
+        found_on_device: Blocks found on the device at its first start.
+        found_beyond: Further blocks loaded at its first start.
         num_computed_tokens: See `SchedulerRequest`.
     """
 
@@ -95,13 +95,13 @@ class Prompt:
         return self.stage is Stage.ENDED
 
     def start(self, on_device: int, beyond: int) -> None:
-        """Note what was found; only the first start counts, not one after a preemption."""
+        """Record the blocks found at the first start; restarts after a preemption are ignored."""
         if not self.has_started:
             self.has_started = True
             self.found_on_device, self.found_beyond = on_device, beyond
 
     def count_hits(self, hits: Counter[str], device: str, primary: str) -> None:
-        """Add the references to what was found, by where it came from."""
+        """Add the block references found, by the tier they came from."""
         if self.found_on_device:
             hits[device] += sum(map(self._weight, range(self.found_on_device)))
         end = self.found_on_device + self.found_beyond
@@ -114,23 +114,23 @@ class Prompt:
 
 
 class FramePool:
-    """Hands out frames, each with room for one block; a frame may have several owners.
+    """Allocates frames of one block each; a frame may have several owners.
 
-    Frames that nobody owns are given away in the order in which they were let go: a simple prefix
-    cache with LRU, if it keeps contents at all.
+    Frames without an owner are reused in the order of their release. If the pool keeps contents, it
+    is thus a simple LRU prefix cache.
     """
 
     def __init__(self, num_frames: int, *, keeps_contents: bool) -> None:
-        """Start with frames 1 to `num_frames`, all free."""
+        """Create the frames 1 to `num_frames`, all free."""
         self.num_frames = num_frames
         self._keeps_contents = keeps_contents
-        self._free = dict.fromkeys(range(1, num_frames + 1))  # the next to be given away first
+        self._free = dict.fromkeys(range(1, num_frames + 1))  # in order of reuse
         self._owners: Counter[int] = Counter()
         self._frame_of: dict[int, int] = {}
         self._name_of: dict[int, int] = {}
 
     def match(self, names: Sequence[int]) -> list[int]:
-        """Return the frames of the longest head of these blocks that is there."""
+        """Return the frames of the longest cached prefix of these blocks."""
         frames: list[int] = []
         for name in names:
             frame = self._frame_of.get(name)
@@ -140,10 +140,10 @@ class FramePool:
         return frames
 
     def claim(self, matched: Sequence[int], count: int) -> list[int] | None:
-        """Become an owner of matched frames and of `count` others; None if there is no room.
+        """Acquire matched frames and `count` others; None if there is no room.
 
         Returns:
-            The others; what they held is forgotten.
+            The other frames; their former contents are no longer cached.
         """
         if len(self._free) - sum(frame in self._free for frame in matched) < count:
             return None
@@ -160,7 +160,7 @@ class FramePool:
         return taken
 
     def publish(self, names: Sequence[int], frames: Sequence[int]) -> None:
-        """Let others find what these frames hold from now on."""
+        """Make the contents of frames available to other requests."""
         if not self._keeps_contents:
             return
         for name, frame in zip(names, frames, strict=True):
@@ -169,7 +169,7 @@ class FramePool:
                 self._name_of[frame] = name
 
     def release(self, frames: Sequence[int]) -> None:
-        """Own frames no longer; of a prompt, the tail is given away before the head."""
+        """Release frames; the tail of a prompt is reused before its head."""
         for frame in reversed(frames):
             self._owners[frame] -= 1
             if not self._owners[frame]:

@@ -1,6 +1,6 @@
-"""The pictures of a replay: one file with all of them, or an SVG each.
+"""Plots of a replay: one file with all panels, or one SVG per panel.
 
-The passes follow each other on one axis of time. Needs matplotlib, and reports with samples.
+All passes share one time axis, one after the other. Needs matplotlib, and reports with samples.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NUMBER: Final = "{x:,.9g}"
 _RECENT: Final = 20
-"""Over which part of a pass the hit ratio of the moment is taken: one in so many samples."""
+"""Window of the moving hit ratio: this fraction (1/20) of a pass's samples."""
 _SLOTS: Final = {"pinned": "C3", "writing": "C1", "held": "0.4", "idle": "C2"}
 _SVG_REFERENCE: Final = re.compile(r'(\bid="|url\(#|href="#)')
 
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """One pass on the common axis of time: when its samples were taken."""
+    """One pass on the common time axis, with the times of its samples."""
 
     at_s: list[float]
     samples: Sequence[Sample]
     names: list[str]
-    """Of the tiers."""
+    """Names of the tiers."""
     is_first: bool
 
     def label(self, text: str) -> str | None:
-        """Return a line's label, once in a picture."""
+        """Return a line's label for the first pass only."""
         return text if self.is_first else None
 
 
 def check_suffix(path: Path) -> str | None:
-    """Return which suffixes there are, if not this one."""
+    """Return the supported suffixes if this one is not supported."""
     known = sorted(FigureCanvasAgg(Canvas()).get_supported_filetypes())
     return None if path.suffix.lstrip(".").lower() in known else ", ".join(known)
 
 
 def draw(passes: Sequence[Report], path: Path, title: str, note: str) -> None:
-    """Write one file with everything; raises OSError where that is not possible."""
+    """Write one file with all panels; raises OSError if it cannot be written."""
     canvas = Canvas(figsize=(12, 13), layout="constrained")
     first, *others = PANELS
     grid = canvas.add_gridspec(3, 2)
@@ -67,12 +67,12 @@ def draw(passes: Sequence[Report], path: Path, title: str, note: str) -> None:
 
 
 def svgs(passes: Sequence[Report]) -> Iterator[str]:
-    """Yield each of `PANELS` as an element that may stand in a page beside the others."""
+    """Yield each of `PANELS` as an SVG element that can be embedded in a page."""
     for number, panel in enumerate(PANELS):
         canvas = Canvas(figsize=(5.2, 3.9), layout="constrained")
         _fill(canvas.subplots(), panel, passes)
         text = io.StringIO()
-        # Letters as outlines: the same everywhere, whatever fonts a reader has.
+        # Text as outlines, independent of the reader's fonts.
         with mpl.rc_context({"svg.fonttype": "path"}):
             canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
         _, start, rest = text.getvalue().partition("<svg ")
@@ -249,10 +249,10 @@ PANELS: Final[tuple[tuple[str, str, _Draw], ...]] = (
         _evictions,
     ),
 )
-"""Title, explanation, and what draws it."""
+"""Title, explanation, and drawing function."""
 
 
-# -- what they have in common ---------------------------------------------------------------------
+# -- shared by the panels ---------------------------------------------------------------------
 
 
 def _fill(axes: Axes, panel: tuple[str, str, _Draw], passes: Sequence[Report]) -> None:
@@ -299,7 +299,7 @@ def _courses(passes: Sequence[Report]) -> Iterator[_Course]:
 
 
 def _recent(samples: Sequence[Sample]) -> list[float]:
-    """Return the hit ratio of the last few samples, at each of them."""
+    """Return the moving hit ratio at each sample."""
     distance = max(1, len(samples) // _RECENT)
     before = (*(samples[0],) * distance, *samples)
     ratios = []
@@ -317,7 +317,7 @@ def _colour(place: str, names: Sequence[str]) -> str:
 
 
 def _bound(counts: Sequence[int], share: float) -> str:
-    """Return the bucket within which a share of all is."""
+    """Return the upper bound of the bucket with this quantile."""
     seen, total = 0, sum(counts)
     for bucket, count in enumerate(counts):
         seen += count
@@ -334,9 +334,9 @@ def _bound_text(bucket: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that is drawn as it is: no formula, and no letter that the font lacks.
+    """Escape a text for matplotlib: no formulas, and no characters that the font lacks.
 
-    A label that begins with an underscore would be left out.
+    matplotlib would omit a label that begins with an underscore.
     """
     known = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
     known = known.encode("latin-1", "backslashreplace").decode("latin-1").replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""The figures of one pass of a replay, and its course: statistics at a bounded number of steps."""
+"""Results of one replay pass, and samples of the statistics over its course."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvoffload_async.replay.device import Prompt
 from kvoffload_async.statistics import OffloadingStatistics
 
 DEVICE: Final = "device"
-"""What the device is called among the tiers."""
+"""Name of the device among the tiers."""
 PRIMARY: Final = "primary"
-"""What the primary tier is called among the tiers."""
+"""Name of the primary among the tiers."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a replay has come to; of requests that have ended.
+    """Counts of a replay, over ended requests.
 
     Attributes:
         hits: Block references found, by the tier they came from.
-        owner_ns: Nanoseconds of the owner's thread, a step.
+        owner_ns: Nanoseconds on the owner's thread, one entry per step.
     """
 
     requests: int = 0
@@ -44,12 +44,12 @@ class Tally:
 
     @classmethod
     def of_tiers(cls, names: Sequence[str], *, device_keeps: bool) -> Tally:
-        """Return a tally that names every place where hits may come from."""
+        """Return an empty tally with an entry for each source of hits."""
         places = (*((DEVICE,) if device_keeps else ()), PRIMARY, *names)
         return cls(hits=Counter(dict.fromkeys(places, 0)))
 
     def end(self, prompt: Prompt) -> None:
-        """Count a request that has ended."""
+        """Count an ended request."""
         self.requests += 1
         self.block_refs += prompt.refs
         if prompt.found_on_device or prompt.found_beyond:
@@ -61,13 +61,12 @@ MAX_SAMPLES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment of a pass.
+    """State at one moment of a pass.
 
     Attributes:
         at_s: Seconds since the pass began.
-        block_refs: Block references of the requests that had ended, and `hits` those found, by
-            where they came from.
-        stats: What the manager said of itself.
+        block_refs: Block references of ended requests; `hits` are those found, by tier.
+        stats: The manager's statistics.
     """
 
     at_s: float
@@ -79,9 +78,9 @@ class Sample:
 class Timeline:
     """Takes a sample every few steps; when there are too many, drops every other one.
 
-    What remains is evenly spread over the steps, whatever their number is.
+    The samples are evenly spaced over the steps, however many there are.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(
@@ -92,13 +91,13 @@ class Timeline:
         most: int = MAX_SAMPLES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begin with a first sample.
+        """Take the first sample.
 
         Args:
-            read: Returns the statistics of the manager.
-            tally: What the requests have come to.
-            most: How many samples are kept beside the last one; an even number.
-            clock: Seconds.
+            read: Returns the manager's statistics.
+            tally: Counts of the requests.
+            most: Maximum number of samples before the last one; an even number.
+            clock: Returns seconds.
         """
         self._read = read
         self._tally = tally
@@ -111,7 +110,7 @@ class Timeline:
         self.note_step()
 
     def note_step(self) -> None:
-        """Take a sample, if this step is one of those that count."""
+        """Count a step, and take a sample if one is due."""
         if self._steps % self._stride == 0:
             if len(self._samples) == self._most:
                 del self._samples[1::2]
@@ -120,7 +119,7 @@ class Timeline:
         self._steps += 1
 
     def finish(self) -> tuple[Sample, ...]:
-        """Return the samples, with one of this moment at the end."""
+        """Return the samples, followed by one of the current state."""
         return (*self._samples, self._sample())
 
     def _sample(self) -> Sample:
@@ -137,33 +136,33 @@ _TIER_FIGURES: Final = (
     *("failed_jobs", "failed_loads", "failed_blocks"),
     *("dropped_blocks", "late_blocks", "failed_store_blocks"),
 )
-"""What depends on the requests alone, and not on how often somebody asks for a block."""
+"""Figures that depend on the requests only, not on the number of lookups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a replay has shown.
+    """Results of a replay.
 
     Attributes:
         interrupted: Whether it ended before the requests did.
-        requests: Requests that ended, and `block_refs` their blocks, repeated ones included.
-        hits: Block references found, by where they came from; see `drivers`.
-        verified_blocks: Loaded blocks that were compared, and `corrupt_blocks` those that differed.
-        bytes_stored: Bytes of the primary's rows that requests have written, and `bytes_loaded` of
-            those that they have read.
-        bytes_to_device: Bytes that were copied to the device, and `bytes_from_device` from it.
-        preemptions: How often a request lost its device blocks and started again.
-        device_blocks: Blocks that the device has room for, and `layers` its tensors.
-        engine: `"sync"` for scheduler adapter and workers, `"async"` for `OffloadEngine`.
-        owner_us_per_step: Microseconds in the adapter's calls, over the steps: p50, p99, max. With
-            the async engine a step is a request, and the time is the processor time of the loop's
-            thread, without computing and comparing blocks.
-        leaked_pins: Slots pinned, being written or held after everything has come to rest.
-        evictions: Blocks that left the primary to make room.
-        stores_refused: Requests that the primary had no room for at all.
-        row_bytes: A block's bytes in the primary, over all workers and padded to whole pages.
-        tiers: The engine's counters of each tier, and the `requests` that it has made to a server.
-        samples: How it went, if that was asked for; not among the figures of `to_dict`.
+        requests: Ended requests; `block_refs` are their blocks, repeated ones included.
+        hits: Block references found, by tier; see `drivers`.
+        verified_blocks: Loaded blocks compared; `corrupt_blocks` of them differed.
+        bytes_stored: Bytes that requests wrote to the primary; `bytes_loaded`: bytes that they
+            read from it.
+        bytes_to_device: Bytes copied to the device; `bytes_from_device`: bytes copied from it.
+        preemptions: Times that a request lost its device blocks and restarted.
+        device_blocks: Blocks that fit on the device; `layers`: its tensors.
+        engine: `"sync"` for the connector's scheduler and workers, `"async"` for `OffloadEngine`.
+        owner_us_per_step: Microseconds in the connector's calls per step: p50, p99, max. With the
+            async engine a step is a request, and the value is the CPU time of the loop's thread
+            without computing and comparing blocks.
+        leaked_pins: Slots still pinned, being written or held after the engine became idle.
+        evictions: Blocks evicted from the primary.
+        stores_refused: Requests of which no block fitted in the primary.
+        row_bytes: Bytes per block in the primary, over all workers, padded to whole pages.
+        tiers: The engine's counters per tier, and `requests` sent to its server.
+        samples: Samples of the course, if requested; not included in `to_dict`.
     """
 
     interrupted: bool
@@ -202,14 +201,14 @@ class Report:
     samples: tuple[Sample, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures."""
+        """Return the results as a dictionary."""
         figures = asdict(replace(self, samples=()))
         del figures["samples"]
         return figures
 
     @property
     def complaints(self) -> list[str]:
-        """What must never happen, and did."""
+        """Errors found: corrupt blocks, leaked pins and the like."""
         lost = self.jobs_submitted - self.job_results
         return [
             text
@@ -236,7 +235,7 @@ def build_report(
     layers: int,
     samples: tuple[Sample, ...] = (),
 ) -> Report:
-    """Gather the figures, once the engine is at rest."""
+    """Collect the results of an idle engine."""
     core = manager.planner
     slots = core.primary.counts
     counters = core.counters

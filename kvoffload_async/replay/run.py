@@ -1,4 +1,4 @@
-"""Replays, from a checked configuration to their reports: one, or several over the same tiers."""
+"""Runs replays from a validated configuration: one pass, or several over the same tiers."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ _DEFAULT_IO_TIMEOUT_S = 30.0
 _STALL_MARGIN_S = 30.0
 _INTERRUPTED_TIMEOUT_S = 5.0
 _UNKNOWN_REQUEST_BLOCKS = 1024
-"""What a request gets room for where nobody can tell how large they are: in a pipe."""
+"""Blocks reserved per request if the maximum is unknown, as in a pipe."""
 _BLOCKS_PER_STEP = 16
-"""What a step computes of a request on a device that may run out of blocks."""
+"""Blocks of a request computed per step on a device with limited blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """How requests are replayed; see `Report`, and `StepwiseDriver`.
+    """Settings of a replay; see `Report` and `StepwiseDriver`.
 
     Attributes:
-        device: `"cpu"` or `"cuda"`: where the device's memory lies.
-        device_blocks: What the device has room for, and keeps; None: enough, and it keeps nothing.
-        on_timeline: Takes the timelines of requests; needs a configuration with `explain_requests`.
-        on_ready: With the engine `"sync"`, called before the first request, with what returns the
-            figures so far, from then on whenever everything is at rest.
-        has_samples: Whether the report has samples of the statistics, for pictures.
+        device: `"cpu"` or `"cuda"`: location of the device memory.
+        device_blocks: Capacity of the device, which then caches blocks; None: enough for the
+            requests, without caching.
+        on_timeline: Receives the timelines of requests; needs `explain_requests`.
+        on_ready: With the engine `"sync"`, called before the first request with a function that
+            returns the results so far, to be called whenever the engine is idle.
+        has_samples: Whether the report has samples of the statistics, for plots.
     """
 
     engine: str = SYNC
@@ -78,7 +79,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a driver has left behind."""
+    """Result of a driver."""
 
     manager: TieringOffloadingManager
     tier_names: Sequence[str]
@@ -89,13 +90,13 @@ class _Outcome:
 
 
 def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
-    """Start an engine, replay every request, bring it to rest, shut it down.
+    """Start an engine, replay all requests, wait until it is idle, shut it down.
 
     Raises:
-        InputError: The trace, or a tier's option, turns out to be unusable.
-        ConfigError: The device cannot be had.
+        InputError: The trace or a tier's option is invalid.
+        ConfigError: The device is unusable.
         StalledError: The engine makes no progress.
-        OffloadError: A tier did not shut down.
+        OffloadError: A tier failed to shut down.
     """
     num_frames = options.device_blocks
     if num_frames is None:
@@ -130,9 +131,9 @@ def _report(
 
 
 def stall_timeout_s(spec: TieringOffloadingSpec) -> float:
-    """Return the seconds after which an engine without progress is stuck.
+    """Return the seconds without progress after which the engine counts as stalled.
 
-    Longer than every deadline that the engine has itself: a deferral's and a job's.
+    It exceeds the engine's own deadlines of a deferral and a job.
     """
     timeouts_s = [
         float(tier.get("io_timeout_s", _DEFAULT_IO_TIMEOUT_S))
@@ -142,7 +143,7 @@ def stall_timeout_s(spec: TieringOffloadingSpec) -> float:
 
 
 def unique_names(tier_types: Sequence[str]) -> list[str]:
-    """Return a name for each tier: its type, with a number where that is taken."""
+    """Return a unique name for each tier: its type, numbered if repeated."""
     names: list[str] = []
     for tier_type in tier_types:
         name, number = tier_type, 2
@@ -280,7 +281,7 @@ def _start_errors() -> Iterator[None]:
     try:
         yield
     except (OffloadError, OSError, TypeError, ValueError) as error:
-        # Options are a tier's own: only its constructor and its opening know what they may be.
+        # Only a tier's constructor and `open` can validate its options.
         raise InputError(f"the engine does not start: {error}") from error
 
 
@@ -289,27 +290,27 @@ def _bounded(spec: TieringOffloadingSpec, options: ReplayOptions) -> float:
 
 
 Follow = Callable[[RequestSource, int], AbstractContextManager[Callable[[], None]]]
-"""Given a pass's requests and its number, from 1 on: yields what to call after each step."""
+"""Called with a pass's requests and its number, from 1; yields a callback for each step."""
 
 
 Watch = Callable[[int, RequestTimeline], None]
-"""Given a pass's number, and the timeline of one of its requests."""
+"""Called with a pass's number and the timeline of one of its requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassReports:
-    """The reports of the passes, the first one cold; at least one."""
+    """Reports of the passes, at least one; the first pass starts cold."""
 
     passes: tuple[Report, ...]
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last one ended before its requests did."""
+        """Whether the last pass ended before its requests did."""
         return self.passes[-1].interrupted
 
     @property
     def complaints(self) -> list[str]:
-        """What must never happen, and did; behind the first pass with the pass's number."""
+        """Errors found; those of later passes are prefixed with the pass number."""
         return [
             complaint if number == 1 else f"pass {number}: {complaint}"
             for number, report in enumerate(self.passes, 1)
@@ -317,9 +318,9 @@ class PassReports:
         ]
 
     def to_json(self) -> str:
-        """Return one JSON object: the first pass's figures, with those of the others in it.
+        """Return one JSON object with the first pass's results; others are nested in it.
 
-        The second pass is under `warm`, those behind it are a list under `later_passes`.
+        The second pass is under `warm`, later ones are in the list `later_passes`.
         """
         figures, *others = (report.to_dict() for report in self.passes)
         if others:
@@ -346,12 +347,12 @@ def replay_passes(
     """Replay the same requests several times, each time on a new engine over the same tiers.
 
     Args:
-        spec: The engine's; the first pass uses it, the others its configuration.
-        open_source: Returns the requests, from the first on.
-        options: How to replay.
-        num_passes: How often, at most: an interrupted pass is the last.
-        follow: Entered for each pass.
-        watch: Takes the timelines of requests; needs a configuration with `explain_requests`.
+        spec: Spec of the first pass's engine; later passes use its configuration.
+        open_source: Returns a new source of the requests.
+        options: Settings of the replay.
+        num_passes: Maximum number of passes; an interrupted pass is the last.
+        follow: Context manager entered for each pass.
+        watch: Receives the timelines of requests; needs `explain_requests`.
 
     Raises:
         OffloadError: See `replay`.

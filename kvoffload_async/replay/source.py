@@ -1,8 +1,8 @@
-"""Where requests come from: serving traces, and the built-in workload.
+"""Sources of requests: serving traces, and the built-in workload.
 
-Each request is the ids of its prompt's blocks, head first. A trace has a request a line in JSON, as
-the Mooncake project publishes them. Only `hash_ids` is read: equal ids mean equal prefixes up to
-and including that block.
+A request is the list of its prompt's block ids. A trace has one JSON object per line, in the format
+of the Mooncake project. Only `hash_ids` is read: equal ids mean equal prefixes up to and including
+that block.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ class RequestSource(ABC):
             self._taken += 1
             yield block_ids
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of where the requests come from."""
+    def close(self) -> None:  # noqa: B027 - most hold no resources
+        """Release the source's resources."""
 
     @abstractmethod
     def most_blocks(self) -> int | None:
-        """Return how many blocks a request has at most; None where nobody can tell."""
+        """Return the maximum number of blocks per request; None if unknown."""
 
     @property
     def fraction_done(self) -> float:
-        """How much of the stream has been taken, from 0 to 1."""
+        """Fraction of the stream consumed, from 0 to 1."""
         of_limit = self._taken / self._limit if self._limit else 0.0
         return min(1.0, max(of_limit, self._fraction_of_all()))
 
     @abstractmethod
     def _requests(self) -> Iterator[Sequence[int]]:
-        """Yield every request."""
+        """Yield all requests."""
 
     @abstractmethod
     def _fraction_of_all(self) -> float:
-        """How much of the uncut stream has been taken."""
+        """Fraction of the unlimited stream consumed."""
 
 
 STDIN = "-"
-"""The path that means standard input."""
+"""Path that stands for standard input."""
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""Far above any request, and it keeps a file that is no trace from being read as one line."""
+"""Maximum line length: far above any request, and stops reading of a file that is no trace."""
 
 
 class TraceFile(RequestSource):
-    """A trace, read line by line as it is replayed; a pipe will do. Open until `close`."""
+    """A trace file, read line by line during the replay, so pipes work. Open until `close`."""
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
-        """Open it.
+        """Open the file.
 
         Raises:
             InputError: It cannot be read.
@@ -89,10 +89,10 @@ class TraceFile(RequestSource):
         self._file.close()
 
     def most_blocks(self) -> int | None:
-        """Read the trace once more, if that is possible.
+        """Scan the whole trace, if the file is seekable.
 
         Raises:
-            InputError: It cannot be read, or a line is malformed.
+            InputError: The file cannot be read, or a line is malformed.
         """
         if not self._is_regular or str(self._path) == STDIN:
             return None
@@ -129,7 +129,7 @@ def parse_line(line: bytes) -> list[int]:
     """Return the block ids of one line.
 
     Raises:
-        InputError: It is no object with a list `hash_ids` of integers in the range of block ids.
+        InputError: The line is not an object with a list `hash_ids` of valid block ids.
     """
     if len(line) > MAX_LINE_BYTES:
         raise InputError(f"longer than {MAX_LINE_BYTES} bytes")
@@ -145,7 +145,7 @@ def parse_line(line: bytes) -> list[int]:
     if not isinstance(block_ids, list):
         raise InputError('it must be an object with a list "hash_ids"')
     for index, block_id in enumerate(block_ids):
-        # Not isinstance: true and false are integers to it.
+        # Not isinstance, which accepts booleans.
         if type(block_id) is not int or not 0 <= block_id <= MAX_BLOCK_ID:
             raise InputError(
                 f"hash_ids[{index}] is {json.dumps(block_id)[:40]}; "
@@ -176,7 +176,7 @@ class _Conversation:
 
 
 class ChatWorkload(RequestSource):
-    """`NUM_REQUESTS` turns of several conversations; the same ones for the same seed."""
+    """`NUM_REQUESTS` turns of several conversations; deterministic for a seed."""
 
     def __init__(self, limit: int | None = None, seed: int = DEFAULT_SEED) -> None:
         super().__init__(limit)

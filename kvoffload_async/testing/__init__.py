@@ -1,10 +1,10 @@
-"""What the author of a tier, or of a scheduler, tests against: shipped, typed, deterministic.
+"""Test support for authors of tiers and schedulers: shipped, typed, deterministic.
 
-* `VirtualLoop`, `VirtualRunner`: an event loop whose time is virtual, and the owner's view of it.
-* `InlineIo`, `ScriptedIo`, `ScriptedTier`: every call parks until the test says how it ends.
-* `FaultyTier`: any tier, with faults from a seeded plan.
-* `TierConformance`: the whole contract of a tier; subclass it with one fixture.
-* `kvoffload_async.testing.strategies`: hypothesis strategies (needs hypothesis; imported by name).
+* `VirtualLoop`, `VirtualRunner`: an event loop with virtual time, and a `LoopRunner` over it.
+* `InlineIo`, `ScriptedIo`, `ScriptedTier`: fakes; the scripted ones park every call until settled.
+* `FaultyTier`: wraps any tier and injects faults from a seeded plan.
+* `TierConformance`: tests of the whole tier contract; subclass it and define one fixture.
+* `kvoffload_async.testing.strategies`: hypothesis strategies (needs hypothesis).
 """
 
 from kvoffload_async.testing.conformance import TierConformance

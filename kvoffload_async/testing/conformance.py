@@ -1,12 +1,12 @@
-"""The whole contract of a tier as tests: subclass `TierConformance` with one fixture.
+"""Tests of the whole tier contract: subclass `TierConformance` and define one fixture.
 
     class TestMyTier(TierConformance):
         @pytest.fixture
         def tier(self, tmp_path):
             return lambda: MyTier(root=tmp_path)
 
-The fixture gives a *factory*: every call makes a new, unopened tier over the same place, and every
-test has a place of its own. The tests need a place for about twenty blocks of `slot_bytes`.
+The fixture returns a *factory*. Every call creates a new, unopened tier over the same storage;
+every test gets storage of its own, with room for about twenty blocks of `slot_bytes`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ _FAULTS = {
 
 
 class TierConformance:
-    """The contract of `AsyncTier`, bare and behind a `SecondaryTierManager`.
+    """The contract of `AsyncTier`, tested directly and through a `SecondaryTierManager`.
 
     Attributes:
         num_slots: Rows of the primary in these tests; at least 16.
-        slot_bytes: Bytes a row.
-        timeout_s: Deadline of every single wait.
-        fault_seeds: Seeds of the test that injects faults.
-        short_io_timeout_s: A job's deadline in that test; a hung one is overdue after it.
-        traffic_runs: How often the test that injects none fills the primary with jobs.
+        slot_bytes: Bytes per row.
+        timeout_s: Deadline of each wait.
+        fault_seeds: Seeds of the fault-injection test.
+        short_io_timeout_s: Job deadline in the fault-injection test, after which a job is overdue.
+        traffic_runs: Rounds of random jobs in the test without faults.
     """
 
     num_slots = 64
@@ -75,10 +75,10 @@ class TierConformance:
     traffic_runs = 40
 
     def damage(self, tier: AsyncTier, key: OffloadKey) -> bool:
-        """Damage a stored block behind the tier's back; False if that is impossible here."""
+        """Corrupt a stored block without the tier's knowledge; return False if not possible."""
         return False
 
-    # -- the bare tier --------------------------------------------------------------------------
+    # -- the tier alone --------------------------------------------------------------------------
 
     def test_a_stored_block_loads_with_equal_bytes(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
@@ -153,7 +153,7 @@ class TierConformance:
             try:
                 second = self._open(tier)
             except (ConfigError, TierError):
-                return  # it refuses to share its place: honest
+                return  # refusing to share its storage is allowed
             with second:
                 assert first.store(K[:2]) == {}
                 unannounced = [key for key in K[:2] if key not in second.announced()]
@@ -213,7 +213,7 @@ class TierConformance:
     def test_a_missing_key_is_one_failed_result_with_the_others_landed(
         self, tier: TierFactory
     ) -> None:
-        """A regression of vLLM 42529: such a load had no result at all."""
+        """Regression test for vLLM issue 42529: such a load had no result at all."""
         with self._manage(tier()) as harness:
             harness.submit_store(K[:2], range(2))
             harness.wait()
@@ -325,7 +325,7 @@ class TierConformance:
         )
 
     def _lookup(self, harness: ManagerHarness, key: OffloadKey) -> LookupResult:
-        """Look up as a scheduler does, step by step until the answer is known."""
+        """Look up as a scheduler does: once per step until the answer is final."""
         ctx = ReqContext(f"lookup {key.hex()}")
         harness.manager.on_new_request(ctx)
         answer = harness.manager.lookup(key, ctx)
@@ -344,7 +344,7 @@ async def _all(operation: _Operation, jobs: Sequence[JobMetadata]) -> list[Block
 
 
 class _Traffic:
-    """Random jobs whose slots are theirs until their copies have ended."""
+    """Random jobs; each owns its slots until its copy has ended."""
 
     def __init__(self, harness: ManagerHarness, draw: random.Random) -> None:
         self._harness = harness
@@ -354,7 +354,7 @@ class _Traffic:
 
     def run(self, num_jobs: int) -> None:
         for _ in range(num_jobs):
-            if self._draw.random() < 0.3:  # noqa: PLR2004 - now and then
+            if self._draw.random() < 0.3:  # noqa: PLR2004 - some of the time
                 self._take_in(self._harness.collect())
             count = self._draw.randint(0, 3)
             if count > len(self._free):

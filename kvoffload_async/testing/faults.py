@@ -1,4 +1,4 @@
-"""Any tier, with faults: what goes wrong is drawn from a seed, job by job."""
+"""A wrapper that injects faults into any tier, drawn per job from a seed."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvoffload_async.waiting import until_done
 
 
 class Fault(enum.Enum):
-    """What may go wrong with a job."""
+    """Faults of a job."""
 
     NONE = enum.auto()
     IO_ERROR_BEFORE = enum.auto()
-    """An OSError; nothing has moved."""
+    """Raises OSError before any byte has moved."""
     IO_ERROR_AFTER = enum.auto()
-    """An OSError; the bytes have moved all the same."""
+    """Raises OSError after all bytes have moved."""
     SOME_BLOCKS = enum.auto()
     """Some blocks fail, the others succeed."""
     SLOW = enum.auto()
-    """It takes `slow_s` longer."""
+    """Takes `slow_s` longer."""
     HANG = enum.auto()
-    """It waits for `FaultyTier.release`, deaf to cancellation, like a system call."""
+    """Blocks until `FaultyTier.release`, ignoring cancellation, like a system call."""
     CANCELLED = enum.auto()
-    """Its task is cancelled in mid-flight."""
+    """The job's task is cancelled while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Which fault meets which job: a function of the seed and the job's id alone.
+    """Assigns faults to jobs, as a function of the seed and the job's id alone.
 
     Attributes:
-        seed: Equal seeds give equal faults, in whatever order the jobs run.
-        weights: How likely each fault is; those that are absent never happen.
-        slow_s: Seconds that a slow job takes longer.
-        by_job: Faults that are decided by hand.
+        seed: Equal seeds give equal faults, whatever the order of the jobs.
+        weights: Relative probability of each fault; faults without a weight never occur.
+        slow_s: Additional seconds of a slow job.
+        by_job: Faults fixed by job id.
     """
 
     seed: int = 0
@@ -51,14 +51,14 @@ class FaultPlan:
     by_job: Mapping[int, Fault] = field(default_factory=dict)
 
     def fault_of(self, job: JobMetadata) -> Fault:
-        """Return what goes wrong with a job."""
+        """Return the fault of a job."""
         if job.job_id in self.by_job:
             return self.by_job[job.job_id]
         drawn = self._random(job).choices(list(self.weights), list(self.weights.values()))
         return drawn[0]
 
     def failed_blocks(self, job: JobMetadata) -> list[int]:
-        """Return the blocks of a job that fail under `SOME_BLOCKS`: at least one."""
+        """Return the indices of a job's blocks that fail under `SOME_BLOCKS`: at least one."""
         count = len(job.keys)
         draw = self._random(job)
         return sorted(draw.sample(range(count), draw.randint(1, count))) if count else []
@@ -71,18 +71,18 @@ class FaultyTier(AsyncTier):
     """Wraps a tier and injects a plan's faults into its stores and loads."""
 
     def __init__(self, tier: AsyncTier, plan: FaultPlan | None = None) -> None:
-        """Wrap `tier`, which is owned from now on; without a plan nothing goes wrong."""
+        """Wrap and own `tier`; without a plan no fault occurs."""
         self.inner = tier
         self.plan = plan or FaultPlan()
         self.capabilities = tier.capabilities
         self.bounds = tier.bounds
         self.injected: list[tuple[int, Fault]] = []
-        """(job id, fault) in the order in which the jobs began, faultless ones left out."""
+        """(job id, fault) in the order in which the jobs began, without `NONE`."""
         self._hung: list[asyncio.Future[None]] = []
         self._released = False
 
     def opening_s(self, block_bytes: int) -> float:
-        """Ask the wrapped tier."""
+        """Return the wrapped tier's value."""
         return self.inner.opening_s(block_bytes)
 
     async def open(self, env: TierEnvironment) -> None:
@@ -90,7 +90,7 @@ class FaultyTier(AsyncTier):
         await self.inner.open(env)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Ask the wrapped tier."""
+        """Query the wrapped tier."""
         return await self.inner.contains(keys)
 
     async def longest_prefixes(
@@ -98,17 +98,17 @@ class FaultyTier(AsyncTier):
         chains: Sequence[Sequence[OffloadKey]],
         before: Sequence[Sequence[OffloadKey]] = (),
     ) -> Sequence[int]:
-        """Ask the tier."""
+        """Query the wrapped tier."""
         if not before:
             return await self.inner.longest_prefixes(chains)
         return await self.inner.longest_prefixes(chains, before)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        """Store, with the job's fault."""
+        """Store through the wrapped tier, with the job's fault."""
         return await self._perform(job)
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        """Load, with the job's fault."""
+        """Load through the wrapped tier, with the job's fault."""
         return await self._perform(job)
 
     async def close(self) -> None:
@@ -116,15 +116,15 @@ class FaultyTier(AsyncTier):
         await self.inner.close()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Pass it on."""
+        """Forward to the wrapped tier."""
         self.inner.touch(keys)
 
     def describe(self) -> str:
-        """Return the wrapped tier's line, marked."""
+        """Return the wrapped tier's description, marked as faulty."""
         return f"{self.inner.describe()} (with faults)"
 
     def release(self) -> None:
-        """Let every hung job go on, now and from now on. Thread: loop."""
+        """Resume all hung jobs, and let later ones pass. Call from the loop's thread."""
         self._released = True
         for release in self._hung:
             if not release.done():
@@ -155,7 +155,7 @@ class FaultyTier(AsyncTier):
         return await operation(job)
 
     async def _perform_some(self, job: JobMetadata) -> BlockFailures:
-        """Leave the failing blocks out, and put the others' outcomes back in their places."""
+        """Run the job without its failing blocks; map failures back to the job's indices."""
         failed = self.plan.failed_blocks(job)
         failures: dict[int, TierError] = {
             i: TierUnavailableError(f"injected: block {i} of job {job.job_id}") for i in failed
@@ -169,7 +169,7 @@ class FaultyTier(AsyncTier):
         return failures
 
     async def _hang(self) -> None:
-        """Wait for the release; a cancellation is delivered only then."""
+        """Wait for the release; a cancellation is delayed until then."""
         release: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._released:
             release.set_result(None)

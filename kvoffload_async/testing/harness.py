@@ -1,4 +1,4 @@
-"""What a tier is tested in: a primary buffer with known bytes, threads, deadlines."""
+"""Test environment of a tier: a primary buffer with known bytes, threads and deadlines."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ T = TypeVar("T")
 Rows = npt.NDArray[np.uint8]
 
 DEADLINE_S = 30.0
-"""Of every single wait: there to end what hangs, on however busy a machine."""
+"""Deadline of each wait; only to end a test that hangs, even on a loaded machine."""
 
 _THREADS_END_S = 20.0
-"""On a busy machine a thread that has nothing left to do may be a while about ending."""
+"""On a loaded machine a finished thread may take a while to exit."""
 
 GUARD = 0xA5
-"""What every slot is full of until somebody writes it."""
+"""Byte that fills every slot until it is written."""
 
 
 def key_of(number: int) -> OffloadKey:
@@ -50,21 +50,21 @@ def key_of(number: int) -> OffloadKey:
 
 
 def content_of(key: OffloadKey, num_bytes: int) -> Rows:
-    """Return the bytes that belong to a key."""
+    """Return the test content of a key: `num_bytes` bytes derived from it."""
     return np.frombuffer(hashlib.shake_128(key).digest(num_bytes), dtype=np.uint8)
 
 
 def make_job(
     job_id: JobId, keys: Sequence[OffloadKey], slots: Iterable[int], *, is_promotion: bool
 ) -> JobMetadata:
-    """Return a job of a request of its own."""
+    """Return a job with a request of its own."""
     return JobMetadata(
         job_id, tuple(keys), as_block_ids(slots), is_promotion, ReqContext(f"r{job_id}")
     )
 
 
 class _Surroundings:
-    """Memory and threads; after `stop` nothing of either is left, or that is an error."""
+    """Memory and threads of a test; `stop` fails if any of them is left."""
 
     def __init__(self, num_slots: int, slot_bytes: int, timeout_s: float) -> None:
         self.slot_bytes = slot_bytes
@@ -76,24 +76,24 @@ class _Surroundings:
         self.rows[:] = GUARD
 
     def fill(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> None:
-        """Put the keys' bytes into slots."""
+        """Write the keys' content into slots."""
         for key, slot in zip(keys, slots, strict=True):
             self.rows[slot] = content_of(key, self.slot_bytes)
 
     def holds(self, key: OffloadKey, slot: int) -> bool:
-        """Tell whether a slot has the key's bytes."""
+        """Return whether a slot contains the key's content."""
         return bool(np.array_equal(self.rows[slot], content_of(key, self.slot_bytes)))
 
     def is_untouched(self, slot: int) -> bool:
-        """Tell whether nobody has written a slot."""
+        """Return whether a slot was never written."""
         return bool((self.rows[slot] == GUARD).all())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, with the deadline."""
+        """Run a coroutine on the loop, within the deadline."""
         return self.host.bridge.runner.run(coroutine, self.timeout_s)
 
     def on_loop(self, call: Callable[[], object]) -> None:
-        """Run a plain call on the loop's thread, and wait for it."""
+        """Run a function on the loop's thread and wait for it."""
 
         async def perform() -> None:
             call()
@@ -101,7 +101,7 @@ class _Surroundings:
         self.run(perform())
 
     def stop(self) -> None:
-        """Stop the threads and unmap the memory; raises AssertionError for what is left."""
+        """Stop the threads and unmap the memory; raises AssertionError for leftovers."""
         tasks = self.run(_task_names())
         self.host.close(self.timeout_s)
         self.rows = np.empty((0, 0), dtype=np.uint8)
@@ -109,10 +109,10 @@ class _Surroundings:
         threads = self._threads_left()
         assert not tasks, f"tasks were left on the loop: {tasks}"
         assert not threads, f"threads were left: {threads}"
-        assert unmapped, "somebody still holds the primary's buffer"
+        assert unmapped, "the primary's buffer is still referenced"
 
     def _threads_left(self) -> list[str]:
-        """Return the threads that do not end; one that was told to needs a moment for it."""
+        """Return the names of threads that do not exit within a grace period."""
         deadline_s = time.monotonic() + _THREADS_END_S
         threads = set(threading.enumerate()) - self._threads_before
         for thread in threads:
@@ -126,11 +126,11 @@ async def _task_names() -> list[str]:
 
 
 class TierHarness(_Surroundings):
-    """A bare tier, opened; a context manager.
+    """A single open tier without a manager; a context manager.
 
     Attributes:
         rows: The primary's slots, shape `[num_slots, slot_bytes]`.
-        events: What the tier announced.
+        events: Events announced by the tier.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class TierHarness(_Surroundings):
         slot_bytes: int = 4096,
         timeout_s: float = DEADLINE_S,
     ) -> None:
-        """Open the tier in front of a new buffer; the tier is closed with the harness."""
+        """Open the tier with a new buffer. Closing the harness closes the tier."""
         super().__init__(num_slots, slot_bytes, timeout_s)
         self.tier = tier
         self.events: list[TierEvent] = []
@@ -170,19 +170,19 @@ class TierHarness(_Surroundings):
     def store(
         self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None
     ) -> BlockFailures:
-        """Put the keys' bytes into slots (by default the first ones) and store them."""
+        """Write the keys' content into slots (by default the first ones) and store them."""
         slots = list(range(len(keys)) if slots is None else slots)
         self.fill(keys, slots)
         return self.run(self.tier.store(self.job(keys, slots, is_promotion=False)))
 
     def load(self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None) -> BlockFailures:
-        """Load keys into slots, by default the first ones, which are wiped before."""
+        """Clear slots (by default the first ones) and load keys into them."""
         slots = list(range(len(keys)) if slots is None else slots)
         self.rows[slots] = GUARD
         return self.run(self.tier.load(self.job(keys, slots, is_promotion=True)))
 
     def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Ask the tier."""
+        """Query the tier."""
         return self.run(self.tier.contains(keys))
 
     def job(
@@ -193,7 +193,7 @@ class TierHarness(_Surroundings):
         return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)
 
     def announced(self) -> set[OffloadKey]:
-        """Return the blocks that the tier said it found, and did not say it dropped since."""
+        """Return the blocks announced as present and not as evicted since."""
         keys: set[OffloadKey] = set()
         for event in self.events:
             if isinstance(event, BlocksAppeared):
@@ -203,7 +203,7 @@ class TierHarness(_Surroundings):
         return keys
 
     def close(self) -> None:
-        """Close the tier, then everything else."""
+        """Close the tier, its pool and the environment."""
         try:
             self.run(self.tier.close())
         finally:
@@ -213,12 +213,12 @@ class TierHarness(_Surroundings):
 
 
 class ManagerHarness(_Surroundings):
-    """A tier behind a `SecondaryTierManager`, with every job and result counted.
+    """A tier behind a `SecondaryTierManager`; counts every job and result.
 
     Attributes:
         manager: The manager.
-        submitted: Job id -> how often it was submitted.
-        results: Every result, in order.
+        submitted: Job id -> number of submissions.
+        results: All results, in order.
         released: Orphaned jobs whose copies have ended.
     """
 
@@ -232,7 +232,7 @@ class ManagerHarness(_Surroundings):
         io_timeout_s: float = 30.0,
         enable_kv_events: bool = False,
     ) -> None:
-        """Open the tier."""
+        """Open the tier behind a new manager."""
         super().__init__(num_slots, slot_bytes, timeout_s)
         self.submitted: Counter[JobId] = Counter()
         self.results: list[JobResult] = []
@@ -267,30 +267,30 @@ class ManagerHarness(_Surroundings):
             self.stop()
             assert self.reported() == self.submitted, "not every job has exactly one result"
         except AssertionError:
-            if exc is None:  # else it is a consequence, and would hide what went wrong first
+            if exc is None:  # otherwise it would hide the original error
                 raise
 
     def submit_store(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
-        """Put the keys' bytes into slots and submit their store."""
+        """Write the keys' content into slots and submit a store of them."""
         slots = list(slots)
         self.fill(keys, slots)
         return self.submit(self._job(keys, slots, is_promotion=False))
 
     def submit_load(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
-        """Wipe slots and submit a load into them."""
+        """Clear slots and submit a load into them."""
         slots = list(slots)
         self.rows[slots] = GUARD
         return self.submit(self._job(keys, slots, is_promotion=True))
 
     def submit(self, job: JobMetadata) -> JobMetadata:
-        """Submit a job as it is."""
+        """Submit a job unchanged."""
         submit = self.manager.submit_load if job.is_promotion else self.manager.submit_store
         submit(job)
         self.submitted[job.job_id] += 1
         return job
 
     def collect(self) -> list[JobResult]:
-        """Take what has ended; return the new results."""
+        """Collect finished and released jobs; return the new results."""
         new = list(self.manager.get_finished_jobs())
         self.results += new
         self.released += self.manager.get_released_jobs()
@@ -305,14 +305,14 @@ class ManagerHarness(_Surroundings):
             if is_done():
                 return
             progress = self.host.bridge.wait_for_progress(self.timeout_s)
-            assert progress, f"nothing happened for {self.timeout_s} s"
+            assert progress, f"no progress within {self.timeout_s} s"
 
     def wait_released(self, job_ids: set[JobId]) -> None:
         """Collect until the copies of these orphaned jobs have ended."""
         self.wait(lambda: job_ids <= set(self.released))
 
     def reported(self) -> Counter[JobId]:
-        """Return job id -> how many results it has."""
+        """Return job id -> number of results."""
         return Counter(result.job_id for result in self.results)
 
     def result_of(self, job: JobMetadata) -> JobResult:
@@ -321,7 +321,7 @@ class ManagerHarness(_Surroundings):
         return result
 
     def shutdown(self) -> CloseReport:
-        """Shut the manager down and collect what is left."""
+        """Shut the manager down and collect the remaining results."""
         report = self.manager.shutdown(self.timeout_s)
         self.collect()
         return report

@@ -1,7 +1,7 @@
-"""Fakes that park every call: the test decides in which order calls end, and how.
+"""Fakes that park every call: the test decides when, and with which outcome, each call ends.
 
-A parked call is like a copy in flight: cancelling its task does not end it. What a test does not
-settle hangs, and may still be settled much later.
+A parked call behaves like a copy in flight: cancelling its task does not end it. A call that the
+test does not settle hangs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 
 class InlineIo:
-    """An `IoRunner` that runs every call at once, on the loop's thread."""
+    """An `IoRunner` that runs every call immediately on the loop's thread."""
 
     async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
-        """See `IoRunner.run`; nobody helps."""
+        """See `IoRunner.run`; `helpers` is ignored."""
         await asyncio.sleep(0)
         return call()
 
 
 @dataclass(slots=True, eq=False)
 class ParkedCall:
-    """A blocking call that waits for the test."""
+    """A blocking call that waits to be settled by the test."""
 
     direction: Direction
     call: Callable[[], Any]
@@ -52,15 +52,15 @@ class ScriptedIo:
     """An `IoRunner` that parks every call until the test settles it.
 
     Attributes:
-        parked: The calls that wait, oldest first.
+        parked: Parked calls, oldest first.
     """
 
     def __init__(self) -> None:
-        """Start with nothing parked."""
+        """Start without parked calls."""
         self.parked: list[ParkedCall] = []
 
     async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
-        """See `IoRunner.run`; nobody helps."""
+        """See `IoRunner.run`; `helpers` is ignored."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedCall(direction, call, future))
         return await until_done(future)
@@ -68,20 +68,20 @@ class ScriptedIo:
     def settle(
         self, parked: ParkedCall, error: Exception | None = None, *, after_run: bool = False
     ) -> None:
-        """End a parked call; its memory is touched now, or never.
+        """Settle a parked call: run it now, or fail it without running it.
 
         Args:
-            parked: One of `self.parked`.
+            parked: An element of `self.parked`.
             error: Raise this instead of running the call.
-            after_run: With `error`: run the call all the same, and raise then.
+            after_run: With `error`: run the call first, then raise.
         """
         self.parked.remove(parked)
         if error is None or after_run:
             try:
                 result = parked.call()
-            except Exception as raised:  # noqa: BLE001 - it is the call's own outcome
+            except Exception as raised:  # noqa: BLE001 - becomes the call's outcome
                 error = error or raised
-        parked.call = _settled  # what it captured is let go of
+        parked.call = _settled  # releases what the call captured
         if error is None:
             parked.future.set_result(result)
         else:
@@ -89,11 +89,11 @@ class ScriptedIo:
 
 
 def _settled() -> None:
-    """Stands where a call was that has been settled."""
+    """Replacement for a settled call."""
 
 
 class Operation(enum.Enum):
-    """What a scripted tier was asked to do."""
+    """Operations of a scripted tier."""
 
     STORE = enum.auto()
     LOAD = enum.auto()
@@ -103,14 +103,14 @@ class Operation(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ParkedOperation:
-    """An operation of a tier that waits for the test.
+    """An operation of a tier that waits to be settled by the test.
 
     Attributes:
-        kind: Which one.
+        kind: The operation.
         keys: Its blocks.
         job: Its job, for a store or load.
-        task: The task that performs it, for a test to cancel.
-        landed: Indices of the blocks whose bytes have moved already; see `ScriptedTier.land`.
+        task: The task that runs it, so that a test can cancel it.
+        landed: Indices of the blocks already moved; see `ScriptedTier.land`.
     """
 
     kind: Operation
@@ -122,17 +122,17 @@ class ParkedOperation:
 
 
 class ScriptedTier(AsyncTier):
-    """A tier with real bytes whose every operation parks until the test settles it.
+    """A tier with real bytes that parks every operation until the test settles it.
 
-    Bytes move when an operation is settled, and not before: a slot that was given away too early
-    shows up as wrong bytes.
+    Bytes move only when an operation is settled, so a slot that was reused too early shows up as
+    wrong bytes.
 
     Attributes:
-        blocks: The contents.
-        parked: The operations that wait, oldest first.
-        is_open: Between `open` and `close`.
-        close_count: How often `close` was called.
-        touched: What `touch` was told.
+        blocks: The stored content.
+        parked: Parked operations, oldest first.
+        is_open: True between `open` and `close`.
+        close_count: Number of calls of `close`.
+        touched: Keys passed to `touch`.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class ScriptedTier(AsyncTier):
         close_error: Exception | None = None,
         parks_close: bool = False,
     ) -> None:
-        """Start empty.
+        """Create an empty tier.
 
         Args:
-            capabilities: By default those of an exclusive tier.
-            bounds: By default those of any tier.
-            open_error: `open` raises this.
-            close_error: `close` raises this.
+            capabilities: Default: an exclusive tier's.
+            bounds: Default: `TierBounds()`.
+            open_error: Raised by `open`.
+            close_error: Raised by `close`.
             parks_close: Whether `close` parks, too.
         """
         self.capabilities = capabilities or TierCapabilities(exclusive=True)
@@ -167,25 +167,25 @@ class ScriptedTier(AsyncTier):
 
     @property
     def env(self) -> TierEnvironment:
-        """What the tier was given at its opening."""
+        """The environment passed to `open`."""
         if self._env is None:
             raise TierClosedError("the scripted tier is not open")
         return self._env
 
     async def open(self, env: TierEnvironment) -> None:
-        """Open at once."""
+        """Open without parking."""
         if self._open_error is not None:
             raise self._open_error
         self._env = env
         self.is_open = True
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Park; then tell the truth."""
+        """Park; then return the keys that are stored."""
         await self._park(Operation.CONTAINS, tuple(keys), None)
         return frozenset(key for key in keys if key in self.blocks)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        """Park; then the settled outcome. Blocks that are there although it fails are announced."""
+        """Park; then return the settled outcome. Blocks stored despite a failure are announced."""
         try:
             return await self._park(Operation.STORE, job.keys, job)
         except BaseException:
@@ -193,11 +193,11 @@ class ScriptedTier(AsyncTier):
             raise
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        """Park; then the settled outcome."""
+        """Park; then return the settled outcome."""
         return await self._park(Operation.LOAD, job.keys, job)
 
     async def close(self) -> None:
-        """Close at once, unless `parks_close`."""
+        """Close without parking, unless `parks_close`."""
         self.close_count += 1
         if self._parks_close:
             await self._park(Operation.CLOSE, (), None)
@@ -207,7 +207,7 @@ class ScriptedTier(AsyncTier):
             raise self._close_error
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note it."""
+        """Record the keys."""
         self.touched.extend(keys)
 
     def settle(
@@ -216,12 +216,12 @@ class ScriptedTier(AsyncTier):
         failures: Mapping[int, TierError] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """End a parked operation.
+        """Settle a parked operation.
 
         Args:
-            parked: One of `self.parked`.
-            failures: Blocks that fail, by index in the job; the bytes of the others move.
-            error: Raise this; no bytes move. A CancelledError cancels the operation's task.
+            parked: An element of `self.parked`.
+            failures: Errors by block index; the other blocks' bytes move.
+            error: Raise this, and move no bytes. A CancelledError cancels the operation's task.
         """
         self.parked.remove(parked)
         if isinstance(error, asyncio.CancelledError):
@@ -235,7 +235,7 @@ class ScriptedTier(AsyncTier):
             parked.future.set_result(self._move(parked, parked.job, dict(failures or {})))
 
     def land(self, parked: ParkedOperation, index: int) -> None:
-        """Move one block of a parked store now, before the others."""
+        """Move one block of a parked store now, before it is settled."""
         if parked.job is None or parked.kind is not Operation.STORE:
             raise StateError(f"{parked.kind.name} has no block to land")
         parked.landed.add(index)
@@ -243,13 +243,13 @@ class ScriptedTier(AsyncTier):
         self.blocks.setdefault(parked.keys[index], row.copy())
 
     def evict(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop blocks, and announce that."""
+        """Remove blocks and announce their eviction."""
         for key in keys:
             del self.blocks[key]
         self.env.blocks_evicted(keys)
 
     def settle_all(self) -> None:
-        """End everything that is parked now, well, oldest first."""
+        """Settle all parked operations successfully, oldest first."""
         for parked in list(self.parked):
             self.settle(parked)
 
@@ -272,7 +272,7 @@ class ScriptedTier(AsyncTier):
         self, kind: Operation, keys: tuple[OffloadKey, ...], job: JobMetadata | None
     ) -> Mapping[int, TierError]:
         if kind is not Operation.CLOSE and not self.is_open:
-            raise StateError(f"{kind.name} came while the tier was not open")
+            raise StateError(f"{kind.name} was called while the tier was not open")
         task = asyncio.current_task()
         assert task is not None, "coroutines run in tasks"
         future = asyncio.get_running_loop().create_future()

@@ -19,14 +19,14 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StreamedRequest:
-    """A request of a stream: its id, and the keys of its blocks, head to tail."""
+    """A request of a stream: its id and the keys of its blocks, in prompt order."""
 
     req_id: str
     keys: tuple[OffloadKey, ...]
 
 
 def offload_keys(num_groups: int = 2) -> st.SearchStrategy[OffloadKey]:
-    """Return keys of any hash in one of `num_groups` KV-cache groups."""
+    """Return a strategy for keys of any hash in one of `num_groups` KV-cache groups."""
     hashes = st.binary(min_size=_HASH_BYTES, max_size=_HASH_BYTES)
     return st.builds(make_offload_key, hashes, st.integers(0, num_groups - 1))
 
@@ -34,7 +34,7 @@ def offload_keys(num_groups: int = 2) -> st.SearchStrategy[OffloadKey]:
 def key_lists(
     min_size: int = 0, max_size: int = 8, num_groups: int = 2
 ) -> st.SearchStrategy[tuple[OffloadKey, ...]]:
-    """Return tuples of distinct keys."""
+    """Return a strategy for tuples of distinct keys."""
     return st.lists(
         offload_keys(num_groups), min_size=min_size, max_size=max_size, unique=True
     ).map(tuple)
@@ -48,7 +48,7 @@ def jobs(
     job_ids: st.SearchStrategy[int] | None = None,
     is_promotion: st.SearchStrategy[bool] | None = None,
 ) -> JobMetadata:
-    """Return well-formed jobs: distinct keys, and as many distinct slots below `num_slots`."""
+    """Generate well-formed jobs: distinct keys, and as many distinct slots below `num_slots`."""
     keys = draw(key_lists(max_size=min(max_blocks, num_slots)))
     slots = draw(
         st.lists(st.integers(0, num_slots - 1), min_size=len(keys), max_size=len(keys), unique=True)
@@ -66,10 +66,10 @@ def jobs(
 def request_streams(
     draw: st.DrawFn, max_requests: int = 8, max_blocks: int = 6, num_branches: int = 3
 ) -> list[StreamedRequest]:
-    """Return streams of requests that share prefixes, as chained block hashes do.
+    """Generate streams of requests that share prefixes, as chained block hashes do.
 
-    A request's k-th key is a function of its first k branch choices, so that two requests share
-    exactly the blocks up to the point where their choices part.
+    A request's k-th key depends on its first k branch choices, so two requests share exactly the
+    blocks before their first different choice.
     """
     branches = st.lists(st.integers(0, num_branches - 1), min_size=1, max_size=max_blocks)
     paths = draw(st.lists(branches, min_size=1, max_size=max_requests))

@@ -1,7 +1,7 @@
-"""An event loop whose time is virtual: it never sleeps, and needs no thread.
+"""An event loop with virtual time: it never sleeps and needs no thread.
 
-When nothing is ready, time jumps to the next timer. A test that waits an hour takes a millisecond,
-and takes the same turns every time.
+When nothing is ready, time jumps to the next timer. A test that waits for an hour takes a
+millisecond, and its schedule is deterministic.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _MAX_IDLE_TURNS = 100_000
 
 
 class LeftoverTasksError(StateError):
-    """A loop was closed while tasks were left on it."""
+    """A loop was closed while tasks were still pending."""
 
 
 class _Selector:
-    """Stands where a loop asks the system for events: there are none, but time passes."""
+    """Replaces the loop's I/O selector: it reports no events and advances virtual time."""
 
     def __init__(self, pass_time: Callable[[float | None], None]) -> None:
         self._pass_time = pass_time
@@ -35,15 +35,15 @@ class _Selector:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop with virtual time; it does no I/O, and nothing wakes it from outside.
+    """An event loop with virtual time, without I/O or wake-ups from other threads.
 
-    Either asyncio drives it (`asyncio.Runner(loop_factory=VirtualLoop)`), or a test does, turn by
-    turn, with `run_ready`, `advance` and `run_until`. An exception that would only be logged, such
-    as one out of a callback, is raised by the call that was driving the loop.
+    It is driven by asyncio (`asyncio.Runner(loop_factory=VirtualLoop)`), or by a test with
+    `run_ready`, `advance` and `run_until`. An exception that asyncio would only log, such as one
+    raised by a callback, is raised by the call that drives the loop.
     """
 
     def __init__(self) -> None:
-        """Start at time 0."""
+        """Start at virtual time 0."""
         super().__init__()
         self._selector = _Selector(self._pass_time)
         self._now_s = 0.0
@@ -53,19 +53,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(lambda _loop, context: self._unhandled.append(context))
 
     def time(self) -> float:
-        """Return virtual seconds since the loop was made."""
+        """Return virtual seconds since the loop was created."""
         return self._now_s
 
     def run_ready(self) -> None:
-        """Run whatever can run without time passing."""
+        """Run until nothing is ready, without advancing time."""
         self._run_to(lambda: False, self._now_s)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and run whatever can run by then."""
+        """Advance time, running everything that becomes ready."""
         self._run_to(lambda: False, self._now_s + seconds)
 
     def run_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Let time pass until `is_done()`; False if `timeout_s` virtual seconds were not enough."""
+        """Advance time until `is_done()`; return False after `timeout_s` virtual seconds."""
         return self._run_to(is_done, self._now_s + timeout_s)
 
     def _run_to(self, is_done: Callable[[], bool], limit_s: float) -> bool:
@@ -77,11 +77,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 return is_done()
             idle_turns = idle_turns + 1 if self._now_s == before_s else 0
             if idle_turns > _MAX_IDLE_TURNS:
-                raise StateError(f"{idle_turns} turns without time passing: something spins")
+                raise StateError(f"{idle_turns} iterations without time passing: busy loop")
         return True
 
     def _turn(self, limit_s: float) -> None:
-        """Run one turn of the loop, in which time may jump, at most to `limit_s`."""
+        """Run one iteration of the loop, in which time may jump, at most to `limit_s`."""
         self._limit_s = limit_s
         try:
             self.run_forever()
@@ -98,30 +98,30 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 raise StateError("deadlock: nothing is ready and no timer is set")
             self._now_s += timeout_s
             return
-        self.stop()  # after this turn
+        self.stop()  # after this iteration
         next_s = math.inf if timeout_s is None else self._now_s + timeout_s
         self._was_idle = timeout_s != 0 and next_s > self._limit_s
         self._now_s = min(next_s, max(self._limit_s, self._now_s))
 
     def _process_events(self, event_list: tuple[()]) -> None:
-        """Nothing: there are no system events."""
+        """Do nothing: there are no I/O events."""
 
     def _write_to_self(self) -> None:
-        """Nothing: the loop never sleeps, so nobody has to wake it."""
+        """Do nothing: the loop never sleeps."""
 
 
 class VirtualRunner:
-    """A `LoopRunner` over a `VirtualLoop`: the owner and the loop are one thread.
+    """A `LoopRunner` over a `VirtualLoop`; the owner and the loop share one thread.
 
-    The loop turns only inside `run`, `wait_until` and `run_ready` and `advance`; between them the
-    test decides what happens.
+    The loop runs only inside `run`, `wait_until`, `run_ready` and `advance`; between these calls
+    the test is in control.
     """
 
     def __init__(self) -> None:
-        """Start with a new loop at time 0."""
+        """Create a loop at virtual time 0."""
         self.loop = VirtualLoop()
         self.callbacks = 0
-        """How often `call_soon` was called: the wake-ups that a loop thread would have had."""
+        """Number of `call_soon` calls, each of which would wake a loop thread."""
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +142,7 @@ class VirtualRunner:
         self.loop.call_soon(callback, *args)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """See `LoopRunner.run`; the deadline is virtual."""
+        """See `LoopRunner.run`; the deadline is in virtual time."""
         if self.loop.is_closed() or self.loop.is_running():
             coroutine.close()
             if self.loop.is_closed():
@@ -156,13 +156,13 @@ class VirtualRunner:
         return task.result()
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """See `LoopRunner.wait_until`; the deadline is virtual."""
+        """See `LoopRunner.wait_until`; the deadline is in virtual time."""
         if self.loop.is_closed():
             return is_done()
         return self.loop.run_until(is_done, timeout_s)
 
     def notify(self) -> None:
-        """Nothing: `wait_until` asks after every turn."""
+        """Do nothing: `wait_until` checks after every iteration."""
 
     def has_ended(self) -> bool:
         """See `LoopRunner.has_ended`."""
@@ -173,18 +173,18 @@ class VirtualRunner:
         return self.loop.time()
 
     def run_ready(self) -> None:
-        """Run whatever can run without time passing."""
+        """Run until nothing is ready, without advancing time."""
         self.loop.run_ready()
 
     def advance(self, seconds: float) -> None:
-        """Let virtual time pass, and run whatever can run by then."""
+        """Advance virtual time, running everything that becomes ready."""
         self.loop.advance(seconds)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the loop; idempotent.
 
         Raises:
-            LeftoverTasksError: Tasks were left; they were cancelled, and are named.
+            LeftoverTasksError: Tasks were pending; they were cancelled, and the message names them.
         """
         if self.loop.is_closed():
             return

@@ -24,7 +24,7 @@ def test_one_request_is_explained_for_each_pass(command, engine):
     text = result.output[result.output.index("pass 1, request request-1: ended") :]
     assert "pass 2, request request-1: ended" in text
     assert "primary: 2 found" in text
-    assert "ends: no copy works for it any more" in text
+    assert "ends: no copies in flight" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -64,7 +64,7 @@ def test_a_count_that_cannot_be_told_costs_no_block(place, caplog):
         # tried with a new descriptor, too.
         ops.fail(errno.EIO, on="lock", when=lambda _call: next(number) in {1, 2})
         assert harness.store(K[:2]) == {}
-        assert "was not told" in caplog.text
+        assert "was not updated" in caplog.text
         assert not errors_with_frames(caplog.records)
         assert harness.store(K[2:4]) == {}
         check(place, harness, ROOM_FOR_8)

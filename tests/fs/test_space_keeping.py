@@ -80,8 +80,8 @@ def test_a_capacity_that_became_smaller_says_how_many_blocks_and_bytes_it_costs(
     assert removed > 20
     (line,) = [line for line in caplog.messages if "capacity_bytes" in line]
     assert f"capacity_bytes is {ROOM_FOR_8}: {removed} blocks were removed, the least" in line
-    assert f" {after_bytes} bytes are there now" in line
-    (there_bytes,) = re.findall(r": (\d+) bytes were there", line)
+    assert f" {after_bytes} bytes are stored now" in line
+    (there_bytes,) = re.findall(r": (\d+) bytes were stored", line)
     assert before_bytes <= int(there_bytes) <= before_bytes + 4 * KIB  # this writer's entry
 
 

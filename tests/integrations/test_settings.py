@@ -165,5 +165,5 @@ def test_a_configuration_has_the_identity_that_it_has_always_had():
 
 
 def test_a_value_that_cannot_be_written_is_named():
-    with pytest.raises(ConfigError, match=r"Unheard.value\['a'\]: a object cannot be written down"):
+    with pytest.raises(ConfigError, match=r"Unheard.value\['a'\]: a object cannot be serialised"):
         written({"a": object()})

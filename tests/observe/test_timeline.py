@@ -48,7 +48,7 @@ def test_a_request_that_has_ended_says_so():
     text = str(RequestTimeline("r1", 1.0, 2.0, 3.0, (LookupEvent(1.0, 1.0, 1, {}, 0),)))
     assert text.splitlines()[-2:] == [
         "1000.000  finished by its owner",
-        "2000.000  ends: no copy works for it any more",
+        "2000.000  ends: no copies in flight",
     ]
 
 
@@ -68,7 +68,7 @@ def test_no_line_is_wider_than_a_terminal():
         ),
         (
             JobEnded(11.0, STORE, 0, 0, error="too slow", is_overdue=True),
-            "valkey: store of job 8 is given up while its copy goes on: too slow",
+            "valkey: store of job 8 is overdue, its copy still runs: too slow",
         ),
         (
             JobEnded(11.0, STORE, 1, 512, 1.0),

@@ -123,7 +123,7 @@ def test_a_loop_that_spins_is_found_out(runner):
         runner.loop.call_soon(spin)
 
     runner.call_soon(spin)
-    with pytest.raises(StateError, match="spins"):
+    with pytest.raises(StateError, match="busy loop"):
         runner.run_ready()
 
 

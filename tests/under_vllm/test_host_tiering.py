@@ -176,7 +176,7 @@ def test_tensors_of_a_device_are_refused_before_anything_is_mapped(tmp_path):
     _, rank = make_specs(tmp_path)
     caches = make_slots()
     caches.tensors[0].tensor = caches.tensors[0].tensor.to("meta")
-    with pytest.raises(ConfigError, match="lies on meta; name TieringOffloadingSpec"):
+    with pytest.raises(ConfigError, match="is on meta; use TieringOffloadingSpec"):
         rank.get_worker(caches)
     assert files_of(rank) == []
 

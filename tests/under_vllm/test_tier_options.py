@@ -55,7 +55,7 @@ def test_our_own_options_go_beside_vllms(serving, fs):
         ({"namespace": 5}, "namespace: 5"),
         ({"fingerprint": "x" * 201}, "fingerprint: 'x*' is longer than 200 characters"),
         ({"trust_vllm_directory": "yes"}, "trust_vllm_directory: 'yes'"),
-        ({"trust_vllm_directory": True}, "fingerprint: 'made up' does not go with trust_vllm"),
+        ({"trust_vllm_directory": True}, "fingerprint: 'made up' conflicts with trust_vllm"),
     ],
 )
 def test_a_bad_option_is_refused_by_name_before_anything_starts(serving, fs, options, message):

@@ -1,4 +1,4 @@
-"""Which prefix of a request can be loaded, and which keys and blocks a load or a store copies."""
+"""Plans of a request's loads and stores: the loadable prefix, and the keys and blocks to copy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Lookup = Callable[[OffloadKey], LookupResult]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The usable prefix.
+    """The loadable prefix.
 
     Attributes:
-        tokens: Its length from the start of the prompt. If it is longer than what is computed,
-            a whole number of chunks of each group; else nothing is to be loaded.
-        is_deferred: Whether it is to be asked again in a later step.
-        keys: What it consists of, without what lies before the computed tokens.
+        tokens: Its length from the start of the prompt. If it exceeds the computed tokens, it is
+            a whole number of chunks in each group; otherwise there is nothing to load.
+        is_deferred: Whether the lookup must be repeated in a later step.
+        keys: Its keys, without those of computed tokens.
     """
 
     tokens: int
@@ -35,13 +35,13 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one group can load.
+    """The loadable chunks of one group.
 
     Attributes:
-        tokens: Where it ends.
+        tokens: End token.
         keys: The keys of its blocks.
-        is_pending: Whether the bytes of a part of it are still on the way.
-        may_grow: Whether an answer that is not there yet may make it end further right.
+        is_pending: Whether some of its blocks are still being written.
+        may_grow: Whether an outstanding lookup answer may extend it.
     """
 
     tokens: int
@@ -59,8 +59,8 @@ def match_prefix(
 ) -> Match:
     """Return the longest prefix that every group can load, at most `limit_tokens`.
 
-    Each key is asked for at most once, although groups shorten each other: the search goes round
-    until the common length does not shrink any more.
+    Each key is looked up at most once, although one group's result limits the others: the search
+    repeats until the common length no longer shrinks.
     """
     answers: dict[OffloadKey, LookupResult] = {}
 
@@ -81,7 +81,7 @@ def match_prefix(
             )
             runs.append(run)
             shortest = min(shortest, run.tokens)
-            # For good: in the next round the missing answer may lie beyond the limit that it set.
+            # Kept across rounds: the next one may not reach the undecided key that set the limit.
             may_grow = may_grow or run.may_grow
         if shortest == limit:
             break
@@ -116,9 +116,9 @@ def _longest_run(
 def _scan_rightwards(
     keys: Sequence[OffloadKey], first: int, last: int, ask: Lookup
 ) -> tuple[int, int, bool, bool]:
-    """Full attention: every chunk is needed, so a miss ends the run.
+    """Full attention: find the chunks from `first` up to the first miss.
 
-    Nothing else does, so that all probes of a prefix start in one step.
+    Only a miss ends the scan, so that all probes of a prefix start in one step.
     """
     is_pending = False
     end = first
@@ -134,9 +134,9 @@ def _scan_rightwards(
 def _scan_leftwards(
     keys: Sequence[OffloadKey], first: int, last: int, needed: int, ask: Lookup
 ) -> tuple[int, int, bool, bool]:
-    """Sliding window: as many chunks in a row as it covers, the rightmost such run.
+    """Sliding window: find the rightmost run of as many chunks as the window covers.
 
-    One that reaches back to the computed tokens may be shorter.
+    A run that begins at the computed tokens may be shorter.
     """
     length = 0
     is_pending = may_grow = False
@@ -155,11 +155,11 @@ def _scan_leftwards(
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """One copy, before it has slots.
+    """One copy without slots.
 
     Attributes:
-        keys: One a chunk, group after group.
-        device: Their device blocks, group after group.
+        keys: One per chunk, grouped by KV-cache group.
+        device: Their device blocks, in the same order.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -168,11 +168,11 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class StoreOffer:
-    """The chunks that a request could store.
+    """Chunks that a request can store.
 
     Attributes:
         keys: The keys to store, grouped by KV-cache group.
-        ends: For each group, the first chunk that it does not reach.
+        ends: For each group, the index after its last chunk.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -182,10 +182,10 @@ class StoreOffer:
 def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens: int) -> CopyPlan:
     """Return the copy that fills the device blocks from the local tokens up to `total_tokens`.
 
-    Of a sliding window only the blocks that it reaches are filled, and nulls among them skipped.
+    For a sliding window, only blocks inside the window are filled, and null blocks are skipped.
 
     Raises:
-        StateError: There are not blocks enough.
+        StateError: The block table of a group is too short.
     """
     per_chunk = geometry.blocks_per_chunk
     keys: list[OffloadKey] = []
@@ -215,9 +215,9 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
 
 
 def offer_store(state: ConnectorRequest, geometry: ConnectorGeometry, tokens: int) -> StoreOffer:
-    """Return the chunks that are full with `tokens` tokens and were not offered before.
+    """Return the chunks that are full at `tokens` tokens and were not offered before.
 
-    A chunk is full if it has a key and its device blocks; one with a null among them is let go.
+    A chunk is full if it has a key and all its device blocks. Chunks with null blocks are skipped.
     """
     tokens = min(tokens, _token_limit(state.request, geometry))
     per_chunk = geometry.blocks_per_chunk
@@ -241,7 +241,7 @@ def ends_before(
     ends: Sequence[int],
     left_out: Collection[OffloadKey],
 ) -> tuple[int, ...]:
-    """Return, for each group, the first chunk that is not before what there was no room for."""
+    """Return, for each group, the first chunk at or after the first key that was left out."""
     if not left_out:
         return tuple(ends)
     tokens = min(state.ctx.key_positions[key] for key in left_out) - 1
@@ -256,7 +256,7 @@ def plan_store(
     ends: Sequence[int],
     accepted: Collection[OffloadKey],
 ) -> CopyPlan:
-    """Return the copy of exactly the accepted ones of the offered chunks."""
+    """Return the copy of the accepted chunks among those offered."""
     per_chunk = geometry.blocks_per_chunk
     accepted = frozenset(accepted)
     keys: list[OffloadKey] = []
@@ -274,7 +274,7 @@ def plan_store(
 
 
 def final_tokens(request: SchedulerRequest) -> int:
-    """Return how many tokens of an ended request have KV: the last sampled one's has none."""
+    """Return the tokens of a finished request that have KV; the last sampled token has none."""
     return min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
 
 

@@ -1,6 +1,6 @@
-"""What the adapter needs to know of a scheduler: a request, a step, the KV cache's geometry.
+"""The connector's view of a scheduler: a request, a step, the geometry of the KV cache.
 
-Any scheduler can satisfy it with its own objects. Tokens count from the start of the prompt.
+Any scheduler can implement it with its own objects. Token positions start at the prompt's start.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, JobId
 
 NULL_BLOCK = 0
-"""The device block that stands for "none": a sliding window's blocks that were let go."""
+"""Device block id for "no block", such as a block freed by a sliding window."""
 
 
 class SchedulerRequest(Protocol):
-    """A request as its scheduler knows it; read on the scheduler's thread only.
+    """A request as its scheduler sees it; read only on the scheduler's thread.
 
     Attributes:
         request_id: Unique among the requests in flight.
-        block_hashes: The chained hash of every full run of `tokens_per_hash` tokens, in order,
-            length `num_tokens // tokens_per_hash`; grows with the request.
+        block_hashes: The chained hash of every `tokens_per_hash` full tokens, in order, length
+            `num_tokens // tokens_per_hash`; grows with the request.
         num_tokens: Prompt and generated tokens so far.
         num_prompt_tokens: Prompt tokens.
-        num_computed_tokens: Tokens, from the start, whose KV lies in the request's device blocks
-            once the steps before this one have run; the tokens scheduled in this step come on
-            top. 0 after a preemption; set back when loaded blocks turn out to be invalid.
+        num_computed_tokens: Tokens from the start whose KV is in the request's device blocks
+            before this step; tokens scheduled in this step are not included. 0 after a
+            preemption; decreased when loaded blocks turn out to be invalid.
         kv_transfer_params: The serving stack's per-request parameters.
     """
 
@@ -45,26 +45,26 @@ class SchedulerRequest(Protocol):
     def kv_transfer_params(self) -> dict[str, Any] | None: ...
 
     def is_finished(self) -> bool:
-        """Tell whether the request has ended, in whatever way."""
+        """Return whether the request has ended, for any reason."""
         ...
 
 
 BlockTables = Sequence[Sequence[int]]
-"""Device block ids of a request, shape `[num_groups][num_blocks]`; `NULL_BLOCK` for none.
+"""Device block ids of a request, shape `[num_groups][num_blocks]`; `NULL_BLOCK` for no block.
 
-The block at index `i` of a group holds tokens `i * tokens_per_block` up to the next one's.
+The block at index `i` of a group holds the tokens from `i * tokens_per_block`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the scheduler decided in one step.
+    """The scheduler's decisions in one step.
 
     Attributes:
         num_scheduled_tokens: Tokens to compute in this step, by request.
-        new_blocks: Device blocks that were appended in this step to tables that are known
-            already, by request, shape `[num_groups][num_new_blocks]`.
-        block_tables: Whole tables of the requests that start or resume in this step.
+        new_blocks: Device blocks appended in this step to known tables, by request, shape
+            `[num_groups][num_new_blocks]`.
+        block_tables: Complete tables of the requests that start or resume in this step.
         preempted_req_ids: Requests that lost their device blocks in this step.
     """
 
@@ -79,8 +79,8 @@ class KVGroup:
     """A KV-cache group: layers that share a block table.
 
     Attributes:
-        tokens_per_block: Tokens of one device block.
-        sliding_window_tokens: How many tokens back its attention reaches; None for all the way.
+        tokens_per_block: Tokens per device block.
+        sliding_window_tokens: Size of the attention window; None for full attention.
     """
 
     tokens_per_block: int
@@ -89,16 +89,16 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorGeometry:
-    """The shapes that the adapter computes with.
+    """The geometry of the KV cache and the limits of offloading.
 
     Attributes:
         groups: The KV-cache groups, by index.
-        tokens_per_hash: Tokens behind one of a request's `block_hashes`.
-        blocks_per_chunk: Device blocks of one chunk, which is what is offloaded under one key.
+        tokens_per_hash: Tokens per element of a request's `block_hashes`.
+        blocks_per_chunk: Device blocks per chunk, the unit offloaded under one key.
         num_workers: Workers that each report every job.
-        max_offload_tokens: Tokens of a request that are offloaded at most; None: all.
-        max_load_tokens: Tokens that one request loads at most; None: all.
-        offload_prompt_only: Whether generated tokens stay out.
+        max_offload_tokens: Maximum tokens offloaded per request; None: all.
+        max_load_tokens: Maximum tokens loaded per request; None: all.
+        offload_prompt_only: Whether generated tokens are excluded.
     """
 
     groups: Sequence[KVGroup]
@@ -110,10 +110,10 @@ class ConnectorGeometry:
     offload_prompt_only: bool = True
 
     def __post_init__(self) -> None:
-        """Check that every chunk ends where a hash ends.
+        """Check that every chunk ends at a hash boundary.
 
         Raises:
-            ConfigError: One does not; the message names the group.
+            ConfigError: A group's chunks do not; the message names the group.
         """
         if not self.groups:
             raise ConfigError("groups: there must be at least one")
@@ -127,11 +127,11 @@ class ConnectorGeometry:
                 )
 
     def tokens_per_chunk(self, group: int) -> int:
-        """Return the tokens of one chunk of a group."""
+        """Return the number of tokens per chunk of a group."""
         return self.groups[group].tokens_per_block * self.blocks_per_chunk
 
     def chunks_per_window(self, group: int) -> int | None:
-        """Return how many chunks a group's window reaches back at most; None for all of them."""
+        """Return the number of chunks in a group's window, rounded up; None for full attention."""
         window = self.groups[group].sliding_window_tokens
         return None if window is None else -(-window // self.tokens_per_chunk(group))
 
@@ -141,11 +141,11 @@ class TransferJobSpec:
     """One copy between device and primary, for a worker.
 
     Attributes:
-        device: The device blocks, shape `[num_device_blocks]`, group after group; nulls are not
-            among them. A load's first chunk may be partial: its first device block lies
-            `block_indices[group] % blocks_per_chunk` blocks inside of it.
-        host: The primary slots, shape `[num_chunks]`, one a chunk, group after group.
-        req_id: The request that it is for.
+        device: The device blocks, shape `[num_device_blocks]`, by group, without null blocks. A
+            load's first chunk may be partial: its first device block is
+            `block_indices[group] % blocks_per_chunk` blocks inside it.
+        host: The primary slots, shape `[num_chunks]`, one per chunk, by group.
+        req_id: The request of the copy.
     """
 
     device: GPULoadStoreSpec
@@ -155,14 +155,14 @@ class TransferJobSpec:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConnectorMetadata:
-    """What the workers are told in one step.
+    """Work for the workers in one step.
 
     Attributes:
-        load_jobs: Host to device, to start in this step.
-        store_jobs: Device to host, to start with the next step; those that are to be flushed,
-            at once: what they read was computed in an earlier step.
-        jobs_to_flush: Jobs that must have ended before the step overwrites device blocks. A
-            worker ignores those that it does not know.
+        load_jobs: Host-to-device copies to start in this step.
+        store_jobs: Device-to-host copies to start in the next step. Those in `jobs_to_flush` start
+            at once, because their blocks were computed in an earlier step.
+        jobs_to_flush: Jobs that must end before the step overwrites device blocks. Workers
+            ignore unknown ids.
     """
 
     load_jobs: Mapping[JobId, TransferJobSpec] = field(default_factory=dict)
@@ -172,11 +172,11 @@ class OffloadingConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOutput:
-    """What the workers report in one step, summed over them.
+    """Reports of all workers in one step, summed.
 
     Attributes:
-        completed: How many workers ended each job, well or not, since the last report.
-        failed: Those of them that failed on at least one worker.
+        completed: Number of workers on which each job ended, failed or not, since the last report.
+        failed: The jobs of these that failed on at least one worker.
     """
 
     completed: Mapping[JobId, int] = field(default_factory=dict)

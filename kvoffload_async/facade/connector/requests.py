@@ -1,4 +1,4 @@
-"""What the adapter remembers of one request, and what it gathers between two ends of a step."""
+"""State of one request in the connector, and state of the current step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvoffload_async.types import (
 
 @dataclass(slots=True)
 class Step:
-    """What has gathered in the step under way.
+    """State collected during the current step.
 
     Attributes:
-        load_jobs: Loads that were prepared in it.
+        load_jobs: Loads prepared in this step.
         flush: Jobs to flush.
-        allocated: Device blocks that somebody is about to write.
-        placed_req_ids: Requests that were given their block tables in it.
-        computed_req_ids: Requests that were given blocks to be computed, without a load.
+        allocated: Device blocks about to be written.
+        placed_req_ids: Requests that got their block tables in this step.
+        computed_req_ids: Requests that got blocks to compute, without a load.
     """
 
     load_jobs: dict[JobId, TransferJobSpec] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Step:
     computed_req_ids: set[str] = field(default_factory=set)
 
     def note_allocated(self, blocks: Iterable[int]) -> None:
-        """Note that somebody is about to write device blocks."""
+        """Record device blocks that are about to be written."""
         self.allocated.update(blocks)
         self.allocated.discard(NULL_BLOCK)
 
@@ -49,9 +49,9 @@ class GroupState:
     """One KV-cache group of a request.
 
     Attributes:
-        keys: One a full chunk, from the start.
-        block_ids: The device block table; `NULL_BLOCK` for what is gone.
-        next_chunk: The first chunk that was not offered to the manager yet.
+        keys: One per full chunk, from the start of the prompt.
+        block_ids: The device block table; `NULL_BLOCK` for freed blocks.
+        next_chunk: The first chunk not yet offered to the manager.
     """
 
     __slots__ = ("block_ids", "keys", "next_chunk")
@@ -63,20 +63,20 @@ class GroupState:
 
 
 class ConnectorRequest:
-    """One request, from its first lookup until its last transfer has ended.
+    """One request, from its first lookup to the end of its last transfer.
 
-    In flight are either one load, or any number of stores.
+    It has either one load in flight or any number of stores.
 
     Attributes:
-        local_tokens: Tokens that the device had when the request was last looked up.
-        offered_tokens: Tokens past them that it was offered to load.
-        waits_below: It waits for loads of its blocks by others, with job ids below this one:
-            those that were under way when it first asked. None: it has not waited yet.
+        local_tokens: Tokens present on the device at the request's last lookup.
+        offered_tokens: Tokens after these that the last lookup offered to load.
+        waits_below: The request waits for other requests' loads of its blocks that were in flight
+            at its first lookup: those with job ids below this one. None: it has not waited yet.
         transfer_jobs: Its jobs in flight.
-        may_load: Whether no load of it has failed; one that failed is computed instead.
+        may_load: False after a failed load; the blocks are then computed.
         has_ended: Whether the scheduler has ended it.
-        finish_signalled: Whether the manager knows that, too.
-        generation: That in which it began: the keys of all its blocks, also of later ones.
+        finish_signalled: Whether the manager was informed of the end.
+        generation: The generation in which it began; used for the keys of all its blocks.
     """
 
     __slots__ = (
@@ -116,7 +116,7 @@ class ConnectorRequest:
         self.finish_signalled = False
 
     def restart(self, local_tokens: int) -> None:
-        """Forget the block tables: the request has no device blocks but a prefix, if any."""
+        """Clear the block tables; on the device the request has at most a prefix."""
         self.local_tokens = local_tokens
         self.offered_tokens = 0
         for group in self.groups:
@@ -124,7 +124,7 @@ class ConnectorRequest:
             group.next_chunk = 0
 
     def extend_keys(self, geometry: ConnectorGeometry) -> None:
-        """Give keys to the chunks that have become full; only full ones get any."""
+        """Create the keys of newly full chunks."""
         hashes = self.request.block_hashes
         for index, group in enumerate(self.groups):
             tokens = geometry.tokens_per_chunk(index)
@@ -145,9 +145,9 @@ class ConnectorRequest:
             group.block_ids.extend(table)
 
     def drop_stale_blocks(self, allocated: Collection[int], geometry: ConnectorGeometry) -> None:
-        """Null out blocks that a sliding window let go and that were allocated anew.
+        """Replace blocks that a sliding window freed and that were reallocated by null blocks.
 
-        Only from `next_chunk` on: nobody stores what lies before, and tables can be long.
+        Blocks before `next_chunk` are skipped: they are never stored, and tables can be long.
         """
         for index, group in enumerate(self.groups):
             if geometry.groups[index].sliding_window_tokens is None:
@@ -157,10 +157,9 @@ class ConnectorRequest:
                     group.block_ids[at] = NULL_BLOCK
 
     def store_anew(self, geometry: ConnectorGeometry) -> None:
-        """Offer everything again.
+        """Offer all chunks again, except those that a sliding window has passed.
 
-        But of a sliding window nothing that it does not reach any more: where that was stored,
-        nobody noticed whether it was allocated anew.
+        For these it is unknown whether their blocks were reallocated since they were stored.
         """
         for index, group in enumerate(self.groups):
             shape = geometry.groups[index]
@@ -172,7 +171,7 @@ class ConnectorRequest:
             group.next_chunk = 0
 
     def invalidate(self, blocks: Collection[int]) -> set[int]:
-        """Invalidate those of `blocks` that are in the tables; return them."""
+        """Replace those of `blocks` in the tables by `NULL_BLOCK`; return the ones found."""
         taken = set()
         for group in self.groups:
             for at, block in enumerate(group.block_ids):

@@ -1,4 +1,4 @@
-"""The worker's side of offloading: starts copies, and says when they have ended."""
+"""Worker side of the connector: starts copies and reports their ends."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from kvoffload_async.types import JobId, TransferResult
 logger = logging.getLogger(__name__)
 
 _FOLLOW_S = 0.5
-"""Seconds that the loop is given to notice what has ended."""
+"""Seconds for the loop to notice ended transfers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """A job's result, and the request whose load it was, if it was one."""
+    """A job's result, and the request id if it was a load."""
 
     result: TransferResult
     loaded_req_id: str | None
 
 
 class OffloadingConnectorWorker:
-    """Performs the jobs of one worker.
+    """Runs the transfer jobs of one worker.
 
-    A step: `handle_preemptions(meta)` before any device block may be overwritten;
-    `start_kv_transfers(meta)`; the forward pass; `prepare_store_kv(meta)`, which keeps this
-    step's stores for the next one, so that they do not compete with sampling; `build_output()`.
+    Calls per step: `handle_preemptions(meta)`, before device blocks are overwritten;
+    `start_kv_transfers(meta)`; the forward pass; `prepare_store_kv(meta)`, which defers this step's
+    stores to the next step, so that they do not compete with sampling; `build_output()`.
 
-    A copy that fails is a result, never an exception.
+    A failed copy is reported as a result and raises no exception.
 
-    Thread: the worker's, for all of it.
+    Not thread-safe; call only from the worker's thread.
     """
 
     def __init__(self, transport: Transport, *, flush_timeout_s: float = 30.0) -> None:
-        """Own `transport` from now on.
+        """Create the worker, which owns `transport`.
 
         Args:
-            transport: Where copies are made.
-            flush_timeout_s: Seconds that `handle_preemptions` waits at most.
+            transport: Performs the copies.
+            flush_timeout_s: Timeout of `handle_preemptions` in seconds.
         """
         self.transport = transport
         self._flush_timeout_s = flush_timeout_s
@@ -62,7 +62,7 @@ class OffloadingConnectorWorker:
         self._running: dict[JobId, str | None] = {}
         self._deferred: dict[JobId, TransferJobSpec] = {}
         self._overrun: set[JobId] = set()
-        """Stores whose device blocks may have been overwritten before they were read."""
+        """Stores whose device blocks may have been overwritten before they were copied."""
         self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
         self._tasks: dict[asyncio.Task[TransferOutcome], None] = {}
@@ -71,39 +71,40 @@ class OffloadingConnectorWorker:
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_id: JobId, spec: TransferJobSpec) -> None:
-        """Copy device blocks to slots, behind what has been computed so far. Never waits.
+        """Copy device blocks to slots, ordered after the work submitted so far. Non-blocking.
 
         Raises:
-            StateError: A job with this id runs.
+            StateError: A job with this id is running.
         """
         self._submit(job_id, spec, Direction.STORE)
 
     def submit_load(self, job_id: JobId, spec: TransferJobSpec, *, expedited: bool = False) -> None:
-        """Copy slots to device blocks, behind what has been computed so far.
+        """Copy slots to device blocks, ordered after the work submitted so far.
 
         Args:
             job_id: The job.
-            spec: What to copy.
-            expedited: Wait for the end, at most `flush_timeout_s`: the next kernel needs it.
+            spec: Slots and device blocks.
+            expedited: Wait for the end, at most `flush_timeout_s`, because the next kernel needs
+                the blocks.
 
         Raises:
-            StateError: A job with this id runs.
+            StateError: A job with this id is running.
         """
         self._submit(job_id, spec, Direction.LOAD)
         if expedited:
             self.wait({job_id}, self._flush_timeout_s)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, each once. Never waits."""
+        """Return the jobs that ended since the last call, once each. Non-blocking."""
         return [report.result for report in self._take_reports()]
 
     def wait(self, job_ids: Collection[JobId], timeout: float) -> bool:
         """Wait until jobs have ended, at most `timeout` seconds; unknown ids are ignored.
 
-        Stores that were kept for the next step begin now if one of them is waited for.
+        If one of the jobs is a deferred store, all deferred stores start now.
 
         Returns:
-            Whether all of them have. Their results are left for `get_finished`.
+            Whether all of them have ended. `get_finished` still returns their results.
         """
         if not self._deferred.keys().isdisjoint(job_ids):
             self._submit_deferred()
@@ -112,14 +113,14 @@ class OffloadingConnectorWorker:
     # -- a step ---------------------------------------------------------------------------------
 
     def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> bool:
-        """Expedite and drain what must end before device blocks are overwritten.
+        """Start and await the jobs that must end before device blocks are overwritten.
 
-        Stores that do not end within `flush_timeout_s` go on, and count as failed whatever they
-        still bring: the step may overwrite what they read.
+        Stores still running after `flush_timeout_s` continue, but count as failed whatever their
+        outcome, because the step may overwrite their source blocks.
 
         Returns:
-            False if a load did not end within `flush_timeout_s`: it may still write to its device
-            blocks, so that they must not be used before `wait` has seen its end.
+            False if a load did not end within `flush_timeout_s`. It may still write to its device
+            blocks; they must not be used until `wait` has returned true for it.
         """
         self._submit_deferred()
         for job_id, spec in meta.store_jobs.items():
@@ -139,19 +140,19 @@ class OffloadingConnectorWorker:
         return len(stores) == len(late)
 
     def start_kv_transfers(self, meta: OffloadingConnectorMetadata) -> None:
-        """Start the stores of the step before, then this step's loads. Never waits."""
+        """Start the previous step's stores, then this step's loads. Non-blocking."""
         self._submit_deferred()
         for job_id, spec in meta.load_jobs.items():
             self.submit_load(job_id, spec)
 
     def prepare_store_kv(self, meta: OffloadingConnectorMetadata) -> None:
-        """Keep this step's stores for the next step; the flushed ones have begun already."""
+        """Defer this step's stores to the next step; flushed ones have already started."""
         for job_id, spec in meta.store_jobs.items():
             if job_id not in meta.jobs_to_flush:
                 self._deferred[job_id] = spec
 
     def build_output(self) -> tuple[ConnectorOutput, set[str]]:
-        """Return what ended since the last call, and the requests whose load has ended."""
+        """Return the jobs that ended since the last call, and the requests whose loads ended."""
         reports = self._take_reports()
         results = [report.result for report in reports]
         output = ConnectorOutput(
@@ -161,12 +162,12 @@ class OffloadingConnectorWorker:
         return output, {r.loaded_req_id for r in reports if r.loaded_req_id is not None}
 
     def shutdown(self, timeout: float = 30.0) -> bool:
-        """End both directions; idempotent. Results are still there for `get_finished`.
+        """Stop both directions; idempotent. `get_finished` still returns results.
 
-        Every job has one then: one whose copy still runs has failed.
+        All jobs have a result afterwards; those whose copies still run have failed.
 
         Returns:
-            False if a copy still runs: then host and device memory must stay.
+            False if a copy still runs; host and device memory must then stay allocated.
         """
         if self._closed:
             return self.transport.close(timeout)
@@ -201,7 +202,7 @@ class OffloadingConnectorWorker:
                 BlockCopies(direction, spec.device, spec.host), self.transport.record_compute()
             )
         except BaseException as error:  # any transport's, and any error
-            # As text: a log record that kept the error would keep its frames, and the slots.
+            # As text: a log record with the error would keep its frames, and thus the slots, alive.
             logger.error(  # noqa: TRY400
                 "%s could not be submitted; the blocks are computed, or stored another time:\n%s",
                 _described(job_id, spec, direction),
@@ -216,19 +217,19 @@ class OffloadingConnectorWorker:
             self._loop.call_soon(self._follow, job_id, transfer, name)
 
     def _follow(self, job_id: JobId, transfer: Transfer, name: str) -> None:
-        """Await a transfer's end in a task of its own. Thread: loop."""
+        """Await a transfer's end in its own task. Call from the loop's thread."""
         task = asyncio.get_running_loop().create_task(outcome_of(transfer), name=name)
         self._tasks[task] = None
         task.add_done_callback(partial(self._note_end, job_id))
 
     def _note_end(self, job_id: JobId, task: asyncio.Task[TransferOutcome]) -> None:
-        """Thread: loop."""
+        """Queue the task for the worker's thread. Runs on the loop's thread."""
         del self._tasks[task]
         self._ended.append((job_id, task))
         self._loop.notify()
 
     def _give_up(self) -> None:
-        """Thread: loop."""
+        """Cancel all tasks. Runs on the loop's thread."""
         for task in self._tasks:
             task.cancel()
 
@@ -259,7 +260,7 @@ def _described(job_id: JobId, spec: TransferJobSpec, direction: Direction) -> st
 
 
 def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResult:
-    if task.cancelled():  # given up
+    if task.cancelled():  # by `_give_up`
         return TransferResult(job_id, success=False)
     error = task.exception() or task.result().error
     if error is not None:
@@ -275,7 +276,7 @@ def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResul
 
 
 def summed(outputs: Collection[ConnectorOutput]) -> ConnectorOutput:
-    """Return the outputs of several workers as one."""
+    """Return the sum of several workers' outputs."""
     completed: dict[JobId, int] = {}
     failed: set[JobId] = set()
     for output in outputs:

@@ -1,1 +1,1 @@
-"""LMCache's own tiers, to measure beside this package's; nothing here is imported before that."""
+"""LMCache's own file tier, for benchmarks against this package's tiers; imported on demand."""

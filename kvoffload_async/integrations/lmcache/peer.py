@@ -1,7 +1,7 @@
-"""LMCache's native file tier, made to stand beside this package's tiers in a measurement.
+"""LMCache's native file tier, adapted to the benchmark of this package's tiers.
 
-It is LMCache's L2 adapter `fs_native` as it is, given the primary's rows in place of objects of its
-own memory. It looks blocks up in batches that are awaited; here nothing is looked up.
+It is LMCache's unmodified L2 adapter `fs_native`, operating on the primary's rows instead of
+LMCache's memory objects. Its lookups are batched and asynchronous, so lookups are not benchmarked.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _DEFAULT_WORKERS = 4
 
 
 class Row(NamedTuple):
-    """A row of the primary, as far as the adapter looks at an object of LMCache's memory."""
+    """A row of the primary, with the one attribute of LMCache's memory objects that is used."""
 
     byte_array: memoryview
 
 
 class Job(NamedTuple):
-    """What is submitted; keys and rows are parallel."""
+    """A submitted job; `keys` and `rows` are parallel."""
 
     job_id: int
     keys: list[Any]
@@ -32,32 +32,32 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What became of a job."""
+    """Result of a job."""
 
     job_id: int
     success: bool
 
 
 class LmcacheManager:
-    """The calls of a scheduler, as the adapter has them."""
+    """A scheduler's calls, mapped to the adapter's."""
 
     def __init__(self, adapter: Any) -> None:  # noqa: ANN401 - LMCache's
-        """Drive an open adapter."""
+        """Use an open adapter."""
         self._adapter = adapter
         self._stores: dict[int, int] = {}
-        """Task -> job."""
+        """Adapter's task id -> job id."""
         self._loads: dict[int, Job] = {}
 
     def submit_store(self, job: Job, /) -> None:
-        """Begin to store."""
+        """Submit a store."""
         self._stores[self._adapter.submit_store_task(job.keys, job.rows)] = job.job_id
 
     def submit_load(self, job: Job, /) -> None:
-        """Begin to load."""
+        """Submit a load."""
         self._loads[self._adapter.submit_load_task(job.keys, job.rows)] = job
 
     def get_finished_jobs(self) -> list[Ended]:
-        """Return the results of jobs that have ended."""
+        """Return the results of jobs that ended since the last call."""
         results = []
         if self._stores:
             for task, result in self._adapter.pop_completed_store_tasks().items():
@@ -71,10 +71,10 @@ class LmcacheManager:
         return results
 
     def on_schedule_end(self, context: object, /) -> None:
-        """Do nothing: what is submitted has begun."""
+        """Do nothing: submitted jobs have already started."""
 
     def lookup(self, key: object, request: object, /) -> LookupResult:
-        """Return MISS: nothing is looked up here."""
+        """Return MISS: lookups are not benchmarked."""
         return LookupResult.MISS
 
 
@@ -82,7 +82,7 @@ class OpenLmcacheFs:
     """The adapter, open on a directory.
 
     Attributes:
-        manager: The adapter, as a scheduler drives it.
+        manager: The manager for the benchmark to drive.
         request: None.
         step: None.
     """
@@ -100,7 +100,7 @@ class OpenLmcacheFs:
     def make_job(
         self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
     ) -> Job:
-        """Return a job; the same for both directions."""
+        """Return a job; the same type for both directions."""
         size = self._row_bytes
         return Job(
             job_id,
@@ -109,26 +109,26 @@ class OpenLmcacheFs:
         )
 
     def close(self) -> None:
-        """Close it; waits for its threads."""
+        """Close the adapter; waits for its threads."""
         self._adapter.close()
         self._flat.release()
 
 
 class LmcacheFsPeer:
-    """LMCache's native file tier as it is configured by default.
+    """LMCache's native file tier in its default configuration.
 
     Attributes:
-        name: What it is called in the figures.
-        options: Its options, and which LMCache it is.
+        name: Name in the results.
+        options: Its options, and LMCache's version.
         place: Where it writes.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], place: Any) -> None:  # noqa: ANN401
-        """Find LMCache, and check the options: `num_workers`, `use_odirect`.
+        """Import LMCache and check the options `num_workers` and `use_odirect`.
 
         Raises:
-            ImportError: There is no LMCache with its native file client.
-            ConfigError: An option is unusable.
+            ImportError: LMCache or its native file client is not installed.
+            ConfigError: An option is invalid.
         """
         importlib.import_module("lmcache.lmcache_fs")
         config = importlib.import_module(f"{_L2}.fs_native_l2_adapter")
@@ -145,10 +145,10 @@ class LmcacheFsPeer:
         self.options: Mapping[str, Any] = {**self._settings, "lmcache": version}
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return None: it keeps everything."""
+        """Return None: there is no capacity limit."""
         return None
 
     def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenLmcacheFs:
-        """Open it on an empty directory; it has no capacity."""
+        """Open the tier on an empty directory, without a capacity limit."""
         adapter = self._create(self._config_class(base_path=directory, **self._settings))
         return OpenLmcacheFs(adapter, self._key_class, view)

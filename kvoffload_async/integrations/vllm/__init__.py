@@ -1,7 +1,7 @@
-"""vLLM runs this package: our tiers under its own spec, or our engine as a spec of its own.
+"""Integration with vLLM: this package's tiers under vLLM's spec, or the whole engine as a spec.
 
-Nothing here needs vLLM to be imported, and everything needs it to be used: the names below are
-resolved, and the installed vLLM is checked, when somebody asks for them.
+Importing this package does not need vLLM. The names below are resolved on first access, which
+checks the installed vLLM's version.
 
     {"type": "FsTier", "module_path": "kvoffload_async.integrations.vllm", "root_dir": "/kv"}
 """
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a module that is not loaded yet
-    """Import a name's module; raises ImportError without a vLLM that is supported."""
+    """Import the module that defines a name; raises ImportError without a supported vLLM."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_vllm(f"{__name__}.{name}")

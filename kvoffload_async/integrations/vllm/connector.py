@@ -1,4 +1,4 @@
-"""vLLM's offloading connector, which besides says of a load that it has failed."""
+"""vLLM's offloading connector, extended to report failed loads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvoffload_async.types import JobId
 
 
 class KVOffloadConnector(OffloadingConnector):
-    """Tells vLLM which requests' loads have failed, so that it follows `kv_load_failure_policy`.
+    """Reports requests with failed loads, so that vLLM applies `kv_load_failure_policy`.
 
-    vLLM's own connector cannot tell, and ends the engine instead. For `KVOffloadSpec` alone.
+    vLLM's own connector cannot report them and aborts the engine instead. Only for `KVOffloadSpec`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own, unchanged
@@ -24,30 +24,30 @@ class KVOffloadConnector(OffloadingConnector):
         self._failing: KVOffloadWorker | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Make the worker, and be the one who asks it for failed loads.
+        """Create the worker and enable its reporting of failed loads.
 
         Raises:
-            ConfigError: The spec is another one.
+            ConfigError: The spec is not `KVOffloadSpec`.
         """
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker.worker
         if not isinstance(worker, KVOffloadWorker):
             raise ConfigError(
-                'spec_name: KVOffloadConnector goes with "KVOffloadSpec" alone; '
-                'use "kv_connector": "OffloadingConnector" with this one'
+                'spec_name: KVOffloadConnector needs "KVOffloadSpec"; '
+                'use "kv_connector": "OffloadingConnector" with other specs'
             )
         worker.reports_failed_loads = True
         self._failing = worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as above
-        """Start this step's loads, and remember whose they are."""
+        """Start this step's loads, and remember their requests."""
         for job_id, job in self._connector_metadata.load_jobs.items():
-            if not getattr(job, "sync", False):  # 0.33: waited for in this very step
+            if not getattr(job, "sync", False):  # 0.33: the others are waited for in this step
                 self._loading[job_id] = job.req_id
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return whose transfers have ended, and whose have failed."""
+        """Return the requests whose transfers have ended, and those whose loads failed."""
         results = super().get_transfer_results(finished_req_ids)
         failed = self._failing.take_failed_loads() if self._failing is not None else set()
         results.failed_recving |= {self._loading[job_id] for job_id in failed}

@@ -1,6 +1,6 @@
-"""Where vLLM's vocabulary and this package's meet, and nowhere else.
+"""Conversions between vLLM's types and this package's; no other module converts.
 
-Names in annotations are this package's; vLLM's are written with their module.
+Unqualified names in annotations are this package's; vLLM's are qualified with their module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MEDIUM: Final = {
 
 
 def rows_of(primary_kv_view: memoryview) -> memoryview:
-    """Return the primary's buffer as bytes, shape `[num_slots, slot_bytes]`; release it after use.
+    """Return the primary's buffer as bytes, shape `[num_slots, slot_bytes]`; to be released.
 
     Raises:
         StateError: The view is not two-dimensional and contiguous.
@@ -74,7 +74,7 @@ def rows_of(primary_kv_view: memoryview) -> memoryview:
 
 
 def request_of(context: base.ReqContext) -> ReqContext:
-    """Return this package's context of a request; made once, and kept in vLLM's scratch for it."""
+    """Return this package's context of a request, cached in the state of vLLM's context."""
     known = context.get_state(ReqContext)
     if isinstance(known, ReqContext):
         return known
@@ -89,7 +89,7 @@ def request_of(context: base.ReqContext) -> ReqContext:
 
 
 def job_of(job: tiering.TransferJob) -> JobMetadata:
-    """Return a job; slots are copied."""
+    """Return a job, with a copy of its slots."""
     return JobMetadata(
         job.job_id,
         tuple(job.keys),
@@ -101,10 +101,10 @@ def job_of(job: tiering.TransferJob) -> JobMetadata:
 
 
 def locality_of(value: object) -> base.Locality | None:
-    """Return a tier's locality as configured, None for "not said".
+    """Return a tier's configured locality, None if not configured.
 
     Raises:
-        ConfigError: There is no such locality.
+        ConfigError: The value is not a locality.
     """
     if value is None:
         return None
@@ -116,10 +116,10 @@ def locality_of(value: object) -> base.Locality | None:
 
 
 def file_mapper_of(offloading_spec: base.OffloadingSpec, root_dir: str) -> FileMapper:
-    """Return what vLLM's own `fs` tier names its files by, from the same call that it makes.
+    """Return the file mapper of vLLM's own `fs` tier, created with the arguments that vLLM uses.
 
-    Its `get_run_config()` is everything that the layout of a block's bytes depends on, and its
-    `rank` whose blocks they are.
+    Its `get_run_config()` has all fields that the layout of a block's bytes depends on; its `rank`
+    is the blocks' rank.
     """
     return FileMapper.from_offloading_spec(
         root_dir=root_dir,
@@ -133,17 +133,17 @@ def file_mapper_of(offloading_spec: base.OffloadingSpec, root_dir: str) -> FileM
 
 
 def lookup_result(result: LookupResult) -> base.LookupResult:
-    """Return what a lookup found."""
+    """Convert the result of a lookup."""
     return _LOOKUP[result]
 
 
 def offloading_context(context: RequestOffloadingContext) -> base.RequestOffloadingContext:
-    """Return which of a request's blocks a tier wants."""
+    """Convert a tier's choice of a request's blocks."""
     return base.RequestOffloadingContext(_POLICY[context.policy])
 
 
 def job_result(result: JobResult, keys: Sequence[OffloadKey]) -> tiering.JobResult:
-    """Return a job's result; of its `keys`, those that landed come in the job's order."""
+    """Convert a job's result; successful keys are in the order of `keys`."""
     landed = result.successful_keys
     return tiering.JobResult(
         job_id=result.job_id,
@@ -155,7 +155,7 @@ def job_result(result: JobResult, keys: Sequence[OffloadKey]) -> tiering.JobResu
 
 
 def event(event: OffloadingEvent, locality: base.Locality | None) -> base.OffloadingEvent:
-    """Return an event of a tier of this locality."""
+    """Convert an event of a tier of this locality."""
     return base.OffloadingEvent(
         keys=list(event.keys),
         medium=_MEDIUM[event.medium],
@@ -169,7 +169,7 @@ def event(event: OffloadingEvent, locality: base.Locality | None) -> base.Offloa
 def counter_definitions(
     documentation: Mapping[str, str], labels: tuple[str, ...]
 ) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return the definitions of counters that share their labels, given what each one counts."""
+    """Return definitions of counters with common labels, from their help texts."""
     return {
         name: base.OffloadingCounterMetadata(documentation=text, labelnames=labels)
         for name, text in documentation.items()
@@ -179,7 +179,7 @@ def counter_definitions(
 def counter_stats(
     counted: Iterable[tuple[str, tuple[str, ...], int]],
 ) -> OffloadingConnectorStats | None:
-    """Return increments, as (counter, label values, amount); None if there are none."""
+    """Return vLLM's stats from (counter, label values, increment); None if there are none."""
     stats: Any = OffloadingConnectorStats()
     for name, labels, amount in counted:
         stats.increase_counter(name, amount, labels)
@@ -189,11 +189,11 @@ def counter_stats(
 # -- the whole engine ---------------------------------------------------------------------------
 
 _HAS_METADATA_ONLY: Final = "metadata_only" in base.OffloadingEvent.__dataclass_fields__
-"""Whether vLLM's events can say that blocks were never readable: 0.33's can."""
+"""Whether vLLM's events have `metadata_only`: since 0.33."""
 
 
 def tier_filter(given: base.TierFilter) -> LoadTierFilter:
-    """Return which tiers a request may load from."""
+    """Convert the filter of tiers that a request may load from."""
     return frozenset(
         TierMatcher(
             None if matcher.medium is None else Medium(matcher.medium.value),
@@ -204,7 +204,7 @@ def tier_filter(given: base.TierFilter) -> LoadTierFilter:
 
 
 def schedule_end(context: base.ScheduleEndContext) -> ScheduleEndContext:
-    """Return what happened in a step."""
+    """Convert the events of a scheduler step."""
     return ScheduleEndContext(context.new_req_ids, context.preempted_req_ids)
 
 
@@ -222,13 +222,13 @@ def transfer(device: base.GPULoadStoreSpec, host: base.LoadStoreSpec) -> Transfe
 
 
 def kv_layout(kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
-    """Describe a worker's tensors; nothing is copied.
+    """Return the layout of a worker's tensors, without copying them.
 
-    As in vLLM's own region, a cell holds its tensors back to back in the order of their list, each
-    in whole pages, whichever of them a group refers to.
+    As in vLLM's own region, a cell contains the tensors consecutively in list order, each in whole
+    pages, independent of the groups.
 
     Raises:
-        ConfigError: The tensors are not what vLLM promises: pages by block, on one device.
+        ConfigError: The tensors are not pages by block, or not on one device.
     """
     tables: list[PageTable] = []
     offset_bytes = 0
@@ -251,12 +251,12 @@ def kv_layout(kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int) -> KVLay
 
 
 def load_store_spec(spec: CPULoadStoreSpec) -> cpu.CPULoadStoreSpec:
-    """Return slots, as they travel to the workers."""
+    """Convert slots for the transfer to the workers."""
     return cpu.CPULoadStoreSpec(spec.block_ids.tolist())
 
 
 def prepare_store_output(output: PrepareStoreOutput) -> base.PrepareStoreOutput:
-    """Return what a store was granted."""
+    """Convert the result of `prepare_store`."""
     return base.PrepareStoreOutput(
         keys_to_store=list(output.keys_to_store),
         store_spec=load_store_spec(output.store_spec),
@@ -265,7 +265,7 @@ def prepare_store_output(output: PrepareStoreOutput) -> base.PrepareStoreOutput:
 
 
 def transfer_result(result: TransferResult) -> base.TransferResult:
-    """Return that a job has ended, for that is all that vLLM can be told of it."""
+    """Convert the end of a job, always as a success: vLLM accepts nothing else."""
     return base.TransferResult(
         job_id=result.job_id,
         success=True,
@@ -275,10 +275,10 @@ def transfer_result(result: TransferResult) -> base.TransferResult:
 
 
 def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
-    """Return events of the primary and its tiers; those that vLLM has no form for are left out."""
+    """Convert events of the primary and its tiers; events unknown to vLLM are skipped."""
     for one in given:
         if one.metadata_only and not _HAS_METADATA_ONLY:
-            continue  # nobody was told that these blocks are there
+            continue  # these blocks were never announced as stored
         locality = None if one.locality is None else base.Locality(one.locality.value)
         made = event(one, locality)
         if _HAS_METADATA_ONLY:
@@ -289,7 +289,7 @@ def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
 def gauge_definitions(
     documentation: Mapping[str, str], labels: tuple[str, ...]
 ) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return the definitions of gauges that share their labels, given what each one shows."""
+    """Return definitions of gauges with common labels, from their help texts."""
     return {
         name: base.OffloadingGaugeMetadata(documentation=text, labelnames=labels)
         for name, text in documentation.items()
@@ -299,7 +299,7 @@ def gauge_definitions(
 def block_histogram_definition(
     name: str, documentation: str
 ) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return the definition of a histogram of numbers of blocks."""
+    """Return the definition of a histogram of block counts."""
     buckets = tuple(float(4**power) for power in range(10))
     return {name: base.OffloadingHistogramMetadata(documentation=documentation, buckets=buckets)}
 
@@ -309,7 +309,7 @@ def engine_stats(
     gauges: Iterable[tuple[str, tuple[str, ...], float]],
     observed: Mapping[str, Sequence[float]],
 ) -> OffloadingConnectorStats:
-    """Return increments, states and observations."""
+    """Return vLLM's stats from increments, gauges and observations."""
     stats: Any = counter_stats(counted) or OffloadingConnectorStats()
     for name, labels, value in gauges:
         stats.set_gauge(name, value, labels)

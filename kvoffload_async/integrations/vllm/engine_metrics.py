@@ -1,4 +1,4 @@
-"""What the whole engine counts, in vLLM's own names where vLLM has one."""
+"""The engine's metrics under vLLM, with vLLM's metric names where there are any."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _FINAL: Final = {LookupResult.HIT, LookupResult.MISS}
 
 _COUNTERS: Final = {
     TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES: (
-        "Promotions that were not made, as the primary had no room for them."
+        "Promotions refused because the primary had no room."
     ),
     "vllm:kvoffload_async_failed_stores": (
-        "Blocks that a worker could not copy to the primary; they were forgotten."
+        "Blocks dropped because a worker failed to copy them to the primary."
     ),
     "vllm:kvoffload_async_lost_tails": (
-        "Blocks of prompts that the primary had room for the head of only; they are not stored."
+        "Blocks of prompts that did not fit in the primary after a stored prefix; not stored."
     ),
     "vllm:kvoffload_async_expired_deferrals": (
-        "Requests that had waited for blocks too long, and were computed instead."
+        "Requests computed because they had waited too long for blocks."
     ),
 }
 _LOOKUP_COUNTERS: Final = {
-    TieringOffloadingMetrics.CHUNK_QUERIES: "Blocks that a tier was asked for, once a request.",
-    TieringOffloadingMetrics.CHUNK_HITS: "Blocks of these that it had.",
+    TieringOffloadingMetrics.CHUNK_QUERIES: "Blocks looked up in a tier, once per request.",
+    TieringOffloadingMetrics.CHUNK_HITS: "Looked-up blocks found in a tier.",
 }
 _TIER_COUNTERS: Final = {
     TieringOffloadingMetrics.READ_BYTES: "Bytes read from a secondary tier.",
@@ -50,31 +50,31 @@ _TIER_COUNTERS: Final = {
     "vllm:kvoffload_async_dropped_blocks": "Blocks evicted before a tier had room for them.",
 }
 _GAUGES: Final = {
-    CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary that is in use by copies.",
-    CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: "Share of the primary that is being written.",
-    CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: "Share of the primary that is being read.",
+    CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary in use by transfers.",
+    CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: "Share of the primary being written.",
+    CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC: "Share of the primary being read.",
 }
 _TIER_GAUGES: Final = {
-    TieringOffloadingMetrics.ACTIVE_PROMOTION_JOBS: "Promotions under way.",
-    TieringOffloadingMetrics.ACTIVE_CASCADE_JOBS: "Cascades under way.",
-    TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC: "Share of the primary that they write.",
-    TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC: "Share of the primary that they read.",
+    TieringOffloadingMetrics.ACTIVE_PROMOTION_JOBS: "Promotions in flight.",
+    TieringOffloadingMetrics.ACTIVE_CASCADE_JOBS: "Cascades in flight.",
+    TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC: "Share of the primary in promotion.",
+    TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC: "Share of the primary in cascade.",
 }
 _OBSERVED_COUNTERS: Final = {
-    "corrupt_blocks": "Blocks of a secondary tier that did not verify.",
-    "missing_blocks": "Blocks of a secondary tier that were gone before they were loaded.",
-    "evicted_blocks": "Blocks that a secondary tier has announced as gone.",
-    "failed_store_blocks": "Blocks that were given up after their stores had failed.",
+    "corrupt_blocks": "Blocks of a secondary tier whose checksum did not match.",
+    "missing_blocks": "Blocks to load that a secondary tier did not have.",
+    "evicted_blocks": "Blocks whose removal a secondary tier announced.",
+    "failed_store_blocks": "Blocks given up after failed stores.",
 }
-"""Counters of `TierStatistics` that are told under their own names."""
+"""Counters of `TierStatistics` that are exported under their own names."""
 _OBSERVED_GAUGES: Final = {
-    "used_bytes": "Bytes that a secondary tier occupies, where it says so.",
-    "capacity_bytes": "Bytes that it may occupy, where it says so.",
-    "queued_jobs": "Jobs that a secondary tier has not begun.",
-    "overdue_jobs": "Jobs that were given up, and whose copies still run.",
+    "used_bytes": "Bytes used by a secondary tier, if it reports them.",
+    "capacity_bytes": "Capacity of a secondary tier in bytes, if it reports it.",
+    "queued_jobs": "Jobs that a secondary tier has not started.",
+    "overdue_jobs": "Jobs reported at their deadline whose copies still run.",
     "pending_blocks": "Blocks that wait for room in a secondary tier.",
 }
-"""Gauges of `TierStatistics` that are told under their own names."""
+"""Gauges of `TierStatistics` that are exported under their own names."""
 _SUSPENDED: Final = "vllm:kvoffload_async_suspended_directions"
 _ALLOCATIONS: Final = CPUOffloadingMetrics.CPU_ALLOCATION_SIZE
 CONFIG_INFO_KEYS: Final = (
@@ -85,7 +85,7 @@ CONFIG_INFO_KEYS: Final = (
 
 
 def definitions() -> dict[str, Any]:
-    """Return vLLM's definitions of everything that `EngineCounts` tells."""
+    """Return vLLM's definitions of all metrics of `EngineCounts`."""
     return (
         convert.counter_definitions(_COUNTERS, ())
         | convert.counter_definitions(_LOOKUP_COUNTERS | _TIER_COUNTERS, ("tier",))
@@ -97,26 +97,26 @@ def definitions() -> dict[str, Any]:
             ("tier",),
         )
         | convert.block_histogram_definition(
-            _ALLOCATIONS, "Blocks that one call of prepare_store was granted."
+            _ALLOCATIONS, "Blocks granted by one call of prepare_store."
         )
     )
 
 
 class LookupCounts:
-    """How often each tier was asked for a block and had it; a block counts once a request.
+    """Lookups and hits of blocks per tier; a block counts once per request.
 
-    As vLLM counts: the first answer that is a hit or a miss, until the request is scheduled.
+    As in vLLM, the first answer that is a hit or a miss counts, until the request is scheduled.
 
     Attributes:
-        totals: By counter and label.
+        totals: Counts by counter and labels.
     """
 
     def __init__(self, planner: Planner) -> None:
-        """Hear every answer of the tiers from now on."""
+        """Observe all lookup answers of the planner's tiers from now on."""
         self._primary = planner.primary
         self._labels = [("0:primary",), *map(_label, range(len(planner.tiers)), planner.tiers)]
         self._open: dict[str, list[set[OffloadKey]]] = {}
-        """Request that was not scheduled yet -> what is counted already, by tier, primary first."""
+        """Unscheduled request -> keys already counted, per tier, primary first."""
         self._has_asked = False
         self.totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
         planner.sources[:] = [
@@ -125,19 +125,19 @@ class LookupCounts:
         ]
 
     def began(self, req_id: str) -> None:
-        """Note a new request."""
+        """Record a new request."""
         self._open[req_id] = [set() for _ in self._labels]
 
     def scheduled(self, req_ids: Iterable[str]) -> None:
-        """Note that requests are computed, or have finished: what they look up counts no more."""
+        """Record that requests were scheduled or finished; their later lookups are not counted."""
         for req_id in req_ids:
             self._open.pop(req_id, None)
 
     def looked_up(self, key: OffloadKey, req_id: str, answer: LookupResult) -> None:
-        """Note the engine's answer, from which that of the primary follows."""
+        """Record the engine's answer and derive the primary's from it."""
         has_asked, self._has_asked = self._has_asked, False
         if has_asked:
-            answer = LookupResult.MISS  # else no tier would have been asked
+            answer = LookupResult.MISS  # a tier was asked, so the primary missed
         elif answer is not LookupResult.HIT:
             answer = self._primary.lookup(key)
         self._count(0, key, req_id, answer)
@@ -158,7 +158,7 @@ class LookupCounts:
 
 
 class _Observed:
-    """A tier's answers to lookups, and who hears of them."""
+    """Forwards lookups to a tier and reports the answers to a callback."""
 
     __slots__ = ("_answered", "_source")
 
@@ -175,13 +175,13 @@ class _Observed:
 
 
 class EngineCounts:
-    """What an engine has counted since it was last asked.
+    """Counts since the last `take_stats`.
 
     Attributes:
-        lookups: See `LookupCounts`; the caller tells it.
-        allocations: Blocks that each `prepare_store` was granted; the caller adds to it.
-        failed_stores: Blocks that did not arrive; the caller adds to it.
-        lost_tails: Blocks that there was no room for, behind a head; the caller adds to it.
+        lookups: See `LookupCounts`; updated by the caller.
+        allocations: Blocks granted per `prepare_store`; appended by the caller.
+        failed_stores: Blocks that could not be stored; incremented by the caller.
+        lost_tails: Blocks that did not fit after a stored prefix; incremented by the caller.
     """
 
     def __init__(self, manager: TieringOffloadingManager) -> None:
@@ -194,7 +194,7 @@ class EngineCounts:
         self.lost_tails = 0
 
     def take_stats(self) -> Any:  # noqa: ANN401 - vLLM's stats have no type of ours
-        """Return the increments since the last call, and the present state, in vLLM's form."""
+        """Return the increments since the last call, and the current gauges, as vLLM's stats."""
         tiers = self._manager.stats().tiers
         now = self._totals(tiers)
         increments = now - self._reported
@@ -214,7 +214,7 @@ class EngineCounts:
         )
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
-        """Return the labels of this engine, by `CONFIG_INFO_KEYS`."""
+        """Return the engine's labels, keyed by `CONFIG_INFO_KEYS`."""
         tiers = ",".join(tier.name for tier in self._planner.tiers)
         blocks = self._planner.primary.num_slots
         values = (version("kvoffload-async"), blocks, tiers)
@@ -252,7 +252,7 @@ class EngineCounts:
     def _observed(
         self, tiers: Sequence[TierStatistics]
     ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yield the gauges of each tier that are those of its statistics."""
+        """Yield each tier's gauges that come from its statistics."""
         for index, (tier, state) in enumerate(zip(tiers, self._planner.tiers, strict=True)):
             label = _label(index, state)
             for field in _OBSERVED_GAUGES:
@@ -262,7 +262,7 @@ class EngineCounts:
             yield _SUSPENDED, label, sum(word != "closed" for word in tier.breakers.values())
 
     def _transfers(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """Yield the gauges of each tier."""
+        """Yield each tier's gauges of transfers in flight."""
         jobs = [[0, 0] for _ in self._planner.tiers]
         blocks = [[0, 0] for _ in self._planner.tiers]
         for index, job in self._planner.jobs.values():
@@ -283,5 +283,5 @@ def _named(documentation: Mapping[str, str]) -> dict[str, str]:
 
 
 def _label(index: int, tier: TierState) -> tuple[str]:
-    """Return what vLLM's own tiering calls a tier; the primary has number 0."""
+    """Return vLLM's label for a tier; the primary has number 0."""
     return (f"{index + 1}:{tier.name}",)

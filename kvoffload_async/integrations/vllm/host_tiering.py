@@ -1,9 +1,9 @@
-"""vLLM's own `TieringOffloadingSpec` where there is no accelerator.
+"""vLLM's own `TieringOffloadingSpec` without an accelerator.
 
-vLLM's manager, shared region and tiers run on its CPU platform as they are; only its worker copies
-with a device's streams, so vLLM refuses to make one. The worker here does the same copies between
-tensors that both lie in host memory. It is for trying tiers out and for tests: with a device, name
-vLLM's own spec, or `KVOffloadSpec`, which has the platform's worker and this package's manager.
+vLLM's manager, shared region and tiers run unmodified on its CPU platform. Only its worker needs a
+device's streams, so vLLM refuses to create one. The worker here does the same copies between
+tensors in host memory. Use it to try out and test tiers. With a device, use vLLM's own spec;
+`KVOffloadSpec` supports both platforms.
 
     {"spec_name": "HostTieringOffloadingSpec",
      "spec_module_path": "kvoffload_async.integrations.vllm"}
@@ -26,19 +26,19 @@ from kvoffload_async.errors import ConfigError
 
 
 class HostTieringOffloadingSpec(TieringOffloadingSpec):
-    """Takes the options of vLLM's spec, but for `canonical_layout`."""
+    """Accepts the options of vLLM's spec, except `canonical_layout`."""
 
     _worker: base.OffloadingWorker | None
 
     def get_manager(self) -> base.OffloadingManager:
-        """Return vLLM's manager; no file of the shared region is left from then on.
+        """Return vLLM's manager; the shared region's file is removed by then.
 
-        vLLM makes its scheduler after its workers, so when the manager has mapped the region,
-        everybody has. A region that is made here is one that no worker has joined yet.
+        vLLM creates its scheduler after its workers, so all of them have mapped the region when the
+        manager has. If the manager itself created the region, no worker has joined it yet.
         """
         manager = super().get_manager()
         region = self._scheduler_mmap
-        if region is not None and not region._creator:  # noqa: SLF001 - the region does not tell
+        if region is not None and not region._creator:  # noqa: SLF001 - no public attribute
             with contextlib.suppress(FileNotFoundError):
                 Path(region.mmap_path).unlink()
         return manager
@@ -47,16 +47,16 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):
         """Return the worker of this process.
 
         Raises:
-            ConfigError: The tensors are a device's, or `canonical_layout` is asked for.
+            ConfigError: The tensors are on a device, or `canonical_layout` is set.
         """
         if self._worker is None:
             if self.config.canonical_layout:
-                raise ConfigError("canonical_layout: not possible here; leave it out")
+                raise ConfigError("canonical_layout: not supported here; leave it out")
             devices = {cache.tensor.device.type for cache in kv_caches.tensors}
             if devices != {"cpu"}:
                 raise ConfigError(
-                    f"spec_name: {type(self).__name__} is for a KV cache in host memory, and this "
-                    f"one lies on {', '.join(sorted(devices))}; name TieringOffloadingSpec"
+                    f"spec_name: {type(self).__name__} needs a KV cache in host memory, but this "
+                    f"one is on {', '.join(sorted(devices))}; use TieringOffloadingSpec"
                 )
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
@@ -74,12 +74,12 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):
 
 
 class HostWorker(base.OffloadingWorker):
-    """Copies between a KV cache in host memory and the shared region, at once.
+    """Copies synchronously between a KV cache in host memory and the shared region.
 
-    The cores that would copy in the background are those that compute: nothing would be gained,
-    and when a job is submitted nothing writes the blocks it is about.
+    Background copies would compete with the computation for the same cores. When a job is
+    submitted, no computation accesses its blocks.
 
-    Thread: the rank's.
+    Not thread-safe; call only from the rank's thread.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class HostWorker(base.OffloadingWorker):
         blocks_per_chunk: int,
         region: SharedOffloadRegion,
     ) -> None:
-        """Own `region` from now on, unless this fails.
+        """Create the worker; it owns `region`, unless the constructor raises.
 
         Args:
             kv_caches: Tensors of shape `[num_blocks, page_bytes]`; each becomes a column of the
                 region's rows, shape `[num_chunks, blocks_per_chunk, page_bytes]`.
-            blocks_per_chunk: vLLM's blocks in one unit of offload.
-            region: The primary.
+            blocks_per_chunk: vLLM blocks per offload unit.
+            region: The shared region with the primary's rows.
         """
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
@@ -130,14 +130,14 @@ class HostWorker(base.OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return: what was submitted has ended."""
+        """Do nothing: jobs end before `submit_*` returns."""
 
     def shutdown(self) -> None:
         """Unmap the region."""
         self._pages.clear()
         self._chunks.clear()
         if not Path(self._region.mmap_path).exists():
-            self._region._creator = False  # noqa: SLF001 - or it warns that the file is gone
+            self._region._creator = False  # noqa: SLF001 - avoids a warning
         self._region.cleanup()
 
     # -- inside ---------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class HostWorker(base.OffloadingWorker):
         ):
             if size == 0:
                 continue
-            # A group's first block may lie in the middle of its first chunk.
+            # A group's first block may start inside its first chunk.
             number, part = np.divmod(first % per_chunk + np.arange(size), per_chunk)
             chunk = chunks.block_ids[chunk_at + number]
             block = blocks.block_ids[block_at : block_at + size]

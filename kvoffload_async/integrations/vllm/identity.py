@@ -1,16 +1,16 @@
-"""The identity of a stored block beyond its key: everything that must be equal for it to be served.
+"""Identity of a stored block beyond its key: everything that must match for the block to be served.
 
-It is what vLLM's own `fs` tier names its directories by, with the real parallel sizes, the layout
-of a row, and the content of the model. A tier's JSON may have three keys about it:
+It consists of the fields by which vLLM's own `fs` tier names its directories, the real parallel
+sizes, the layout of a row, and the content of the model. Three keys of a tier's JSON affect it:
 
-* `namespace`: any text; blocks of different namespaces are kept apart;
-* `fingerprint`: stands for the content of the model where it cannot be known, or need not be looked
-  at: a text that the user changes whenever weights or adapters do;
-* `trust_vllm_directory`: the user's word that what lies where vLLM's own tier keeps its blocks is
-  of this very model; then the two share a directory, and only vLLM's name keeps models apart.
+* `namespace`: any text; blocks of different namespaces are separate;
+* `fingerprint`: replaces the content of the model if that is unknown or should not be read; the
+  user must change it with every change of weights or adapters;
+* `trust_vllm_directory`: the user guarantees that the blocks in the directory of vLLM's own tier
+  belong to this model; both tiers then share it, and only vLLM's name separates models.
 
-Tiers without a directory of their own find the identity in their environment, as everywhere: what
-vLLM knows of model and layout is their `run_config`, unless their configuration gives one.
+Tiers without a directory get the identity through their environment. The properties of model and
+layout known to vLLM are their `run_config`, unless their configuration has one.
 """
 
 from __future__ import annotations
@@ -57,35 +57,35 @@ _FROM_FILES: Final = frozenset(
         "sharded_state",
     }
 )
-"""The values of `load_format` whose weights are files of the model's folder."""
+"""Values of `load_format` that load the weights from files of the model's folder."""
 
 _ALL_FORMATS: Final = frozenset({"gguf", "npcache", "pt"})
-"""Those that may read other files than safetensors although there are some."""
+"""Values of `load_format` that may read other weight files even if there are safetensors."""
 
 _PROCESSORS: Final = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
 )
-"""What images, audio and video become tokens and embeddings by."""
+"""Preprocessing of images, audio and video to tokens and embeddings."""
 
 _LENGTHS: Final = (8192, 32768)
-"""Where models of vLLM's switch by `max_model_len`, beside the lengths of their configuration."""
+"""Values of `max_model_len` above which some of vLLM's models compute differently."""
 
 _NUMERIC: Final = re.compile(
     "ACCUM|ATTN|AWQ|BATCH_INVARIANT|DTYPE|EMULATION|FP4|FP8|HUMMING|INT4|LAYOUT|MARLIN|MLA|MOE_|"
     "PARTITION|PLUGINS|PRECISION|QUANT|REDIRECT|ROCM_USE|RUNNER"
 )
-"""What is in the names of vLLM's environment variables that choose how numbers are computed."""
+"""Matches the names of vLLM's environment variables that affect numerics."""
 
 _TIMEOUT_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Either a digest of the content, or why it cannot be known.
+    """A digest of the model's content, or the reason why it is unknown.
 
     Attributes:
-        digest: 64 hexadecimal digits; empty if the content cannot be known.
-        unknown: Why; empty if it is known.
+        digest: 64 hexadecimal digits; empty if unknown.
+        unknown: The reason; empty if the digest is known.
     """
 
     digest: str = ""
@@ -93,13 +93,13 @@ class Fingerprint:
 
 
 def fingerprint_model(vllm_config: Any, timeout_s: float = _TIMEOUT_S) -> Fingerprint:  # noqa: ANN401 - vLLM's VllmConfig
-    """Return what configuration and weights come to; two that are equal compute the same.
+    """Return the fingerprint of configuration and weights; equal ones compute equal KV values.
 
     Args:
-        vllm_config: As vLLM has resolved it, after every override.
-        timeout_s: Seconds that the files may take; a disk that hangs makes the content unknown.
+        vllm_config: vLLM's resolved configuration, with all overrides applied.
+        timeout_s: Timeout in seconds for reading the files; on timeout the content is unknown.
 
-    Thread: any; waits for a disk.
+    May be called from any thread. Blocks on file I/O.
     """
     found: list[Fingerprint] = []
 
@@ -122,7 +122,7 @@ def fingerprint_model(vllm_config: Any, timeout_s: float = _TIMEOUT_S) -> Finger
 
 
 def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Raises ConfigError if something cannot be known."""
+    """Return the digest of the content; raises ConfigError if some of it is unknown."""
     for reason in settings.unknowable(vllm_config):
         raise ConfigError(reason)
     models = list(_models_of(vllm_config))
@@ -139,7 +139,7 @@ def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _environment() -> dict[str, str]:
-    """Return vLLM's variables that are set and change numbers; raises ConfigError."""
+    """Return vLLM's environment variables that affect numerics; raises ConfigError."""
     found = {
         name: value
         for name, value in os.environ.items()
@@ -147,12 +147,12 @@ def _environment() -> dict[str, str]:
     }
     for name, value in found.items():
         if os.path.exists(value):  # noqa: PTH110 - as text
-            raise ConfigError(f"{name} names a file, which is not looked at")
+            raise ConfigError(f"{name} names a file, whose content is not fingerprinted")
     return found
 
 
 def _models_of(vllm_config: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - vLLM's
-    """Yield vLLM's ModelConfig and LoadConfig: of the model, and of one that drafts for it."""
+    """Yield (ModelConfig, LoadConfig) of the model and of its draft model, if any."""
     target = vllm_config.model_config
     yield target, vllm_config.load_config
     speculative = vllm_config.speculative_config
@@ -162,22 +162,23 @@ def _models_of(vllm_config: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 -
 
 
 def _check_sources(model: Any) -> None:  # noqa: ANN401 - vLLM's ModelConfig
-    """Check that all of a model lies in its folder; raises ConfigError."""
+    """Check that a model is complete in its folder; raises ConfigError."""
     overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
     if "quantization_config_file" in overrides:
-        raise ConfigError("hf_overrides has a quantization_config_file, which is not looked at")
+        raise ConfigError("hf_overrides has a quantization_config_file, which is not fingerprinted")
     code = getattr(model.hf_config, "auto_map", None) or {}
     if model.trust_remote_code and any("--" in str(one) for one in code.values()):
         raise ConfigError("trust_remote_code runs code of another repository, which may change")
     if envs.VLLM_USE_MODELSCOPE and not os.path.exists(model.model):  # noqa: PTH110 - as text
-        raise ConfigError("VLLM_USE_MODELSCOPE: where it keeps its files is not known")
+        raise ConfigError("VLLM_USE_MODELSCOPE: the location of its files is unknown")
 
 
 def _lengths_passed(model: Any) -> list[bool]:  # noqa: ANN401 - vLLM's ModelConfig
-    """Return which lengths `max_model_len` exceeds: some models compute otherwise beyond one.
+    """Return for each known length limit whether `max_model_len` exceeds it.
 
-    Longrope takes other factors beyond its original length, Llama 4 scales attention beyond 32 Ki.
-    The length itself does not count: by default vLLM fits it to the memory that is free.
+    Some models compute differently above a limit: Longrope changes its factors above the original
+    length, Llama 4 scales attention above 32 Ki. The length itself is not included, because by
+    default vLLM fits it to the free memory.
     """
     names = ("max_position_embeddings", "original_max_position_embeddings")
     text = model.hf_text_config
@@ -200,9 +201,9 @@ def _load_format(load: Any) -> str:  # noqa: ANN401 - vLLM's LoadConfig
 
 
 def _local_path(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig and LoadConfig
-    """Return the folder or file that a model's weights are loaded from; raises ConfigError."""
+    """Return the folder or file with a model's weights; raises ConfigError."""
     if _load_format(load) not in _FROM_FILES:
-        raise ConfigError(f"load_format={_load_format(load)!r} does not say what the weights are")
+        raise ConfigError(f"load_format={_load_format(load)!r} does not load weights from files")
     if getattr(model, "model_weights", ""):
         raise ConfigError(f"the weights of {model.model!r} are not local files")
     path = os.fspath(model.model)
@@ -210,7 +211,7 @@ def _local_path(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's ModelCon
 
 
 def _snapshot(repo_id: str, revision: str | None, download_dir: str | None) -> str:
-    """Return the hub's snapshot that vLLM has downloaded; asks no server."""
+    """Return the path of the hub snapshot that vLLM has downloaded, without network access."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM brings it, if it is needed
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415 - likewise
 
@@ -227,16 +228,16 @@ def _snapshot(repo_id: str, revision: str | None, download_dir: str | None) -> s
 logger = logging.getLogger(__name__)
 
 IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_directory"})
-"""The keys of a tier's JSON that this module takes."""
+"""Keys of a tier's JSON that this module consumes."""
 
 _MAX_TEXT: Final = 200
 _VLLM_LAYOUT: Final = "LBHNC"
-"""The order that vLLM's offloading connector asks for: layer, block, head, token, content."""
+"""Order of dimensions requested by vLLM's connector: layer, block, head, token, content."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdentityOptions:
-    """What a tier's JSON says of identity; see the module for the keys."""
+    """Identity options in a tier's JSON; see the module's docstring."""
 
     namespace: str | None = None
     fingerprint: str | None = None
@@ -244,7 +245,7 @@ class IdentityOptions:
 
     @classmethod
     def take_from(cls, options: dict[str, Any]) -> IdentityOptions:
-        """Take the keys out of a tier's options, checked; raises ConfigError."""
+        """Remove the keys from a tier's options and validate them; raises ConfigError."""
         namespace = options.pop("namespace", None)
         fingerprint = options.pop("fingerprint", None)
         trust = parse_bool(options.pop("trust_vllm_directory", False), "trust_vllm_directory")
@@ -256,21 +257,22 @@ class IdentityOptions:
                 raise ConfigError(f"{key}: {value!r} is longer than {_MAX_TEXT} characters")
             if trust:
                 raise ConfigError(
-                    f"{key}: {value!r} does not go with trust_vllm_directory, as vLLM's own tier "
-                    "has no such name for its directories; leave one of them out"
+                    f"{key}: {value!r} conflicts with trust_vllm_directory, because vLLM's tier "
+                    "has no such name for its directories; remove one of them"
                 )
         return cls(namespace, fingerprint, trust)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The name of everything that must be equal for a block to be served.
+    """Identity of blocks: everything that must match for a block to be served.
 
     Attributes:
-        run_config: The fields of that name, JSON; a tier's directory is called by their digest.
-        rank: Whose rows they are: one scheduler has all its ranks' cells in one row.
-        unknown: Why the model's content is not known, so that blocks are for this process alone;
-            empty if it is.
+        run_config: The fields of the identity, as JSON; a tier's directory is named by their
+            digest.
+        rank: Rank in the directory's name; a row contains the cells of all ranks of a scheduler.
+        unknown: Why the model's content is unknown, so that only this process may use the blocks;
+            empty if it is known.
     """
 
     run_config: dict[str, Any]
@@ -279,7 +281,7 @@ class Identity:
 
 
 class ModelContent:
-    """The fingerprint of the model that a connector serves, computed once, if it is needed."""
+    """The fingerprint of a connector's model, computed once on demand."""
 
     def __init__(self, surroundings: Surroundings | None) -> None:
         self._surroundings = surroundings
@@ -288,29 +290,29 @@ class ModelContent:
 
     @classmethod
     def of(cls, offloading_spec: base.OffloadingSpec, surroundings: Surroundings | None) -> Self:
-        """Return the one that all tiers of a spec share."""
+        """Return the instance shared by all tiers of a spec."""
         known = vars(offloading_spec).setdefault("_kvoffload_model_content", cls(surroundings))
         return cast("Self", known)
 
     def reason_to_change(self) -> str:
-        """Return why the content may change while the server runs; empty if it stays."""
+        """Return why the content may change at run time; empty if it cannot."""
         config = None if self._surroundings is None else self._surroundings.vllm_config
         return next(settings.refused(config), "") if config is not None else ""
 
     def check_stays(self) -> None:
-        """Check that the content stays what it is; raises ConfigError."""
+        """Check that the content cannot change at run time; raises ConfigError."""
         if reason := self.reason_to_change():
             raise ConfigError(
-                f"type: a tier that is not emptied with them would serve KV of other weights, as "
-                f"{reason}; leave the tier out, or give it a fingerprint if they never change"
+                f"type: the tier might serve KV of other weights, because "
+                f"{reason}; remove the tier, or set its fingerprint if the weights never change"
             )
 
     def warn_of_unknown(self, tier_type: str, folder: str) -> None:
-        """Say that blocks do not outlive the process, once, and what would change that."""
+        """Warn once that blocks do not outlive the process, and how to change that."""
         if not self._is_warned_of:
             self._is_warned_of = True
             logger.warning(
-                "the content of the model cannot be known (%s), so blocks in tiers are for this "
+                "the content of the model cannot be known (%s), so tiers' blocks are used by this "
                 'process alone; give each tier a "fingerprint" that you change whenever weights or '
                 "adapters do, and they are kept and shared",
                 self.fingerprint().unknown,
@@ -318,10 +320,10 @@ class ModelContent:
         logger.info("%s: blocks of this process alone are kept in %s", tier_type, folder)
 
     def fingerprint(self) -> Fingerprint:
-        """Return it; the first call may wait for a disk."""
+        """Return the fingerprint; the first call may block on file I/O."""
         if self._found is None:
             if self._surroundings is None:
-                self._found = Fingerprint(unknown="vLLM's configuration is not in reach")
+                self._found = Fingerprint(unknown="vLLM's configuration is not accessible")
             else:
                 self._found = fingerprint_model(self._surroundings.vllm_config)
         return self._found
@@ -335,19 +337,19 @@ def identify(
     *,
     must_stay: bool = True,
 ) -> Identity:
-    """Return what a tier's blocks are called by.
+    """Return the identity of a tier's blocks.
 
     Args:
         offloading_spec: vLLM's spec.
-        options: What the tier's JSON says.
-        layout: The digest of a row's layout; see `row_layout`.
-        content: The model's.
-        must_stay: Whether weights that may change while the server runs are an error, and not only
-            unknown.
+        options: Identity options of the tier's JSON.
+        layout: Digest of a row's layout; see `row_layout`.
+        content: The model's content.
+        must_stay: Raise if weights may change at run time, instead of returning an unknown
+            content.
 
     Raises:
-        ConfigError: `trust_vllm_directory`, where vLLM's name does not tell layouts apart, or the
-            weights change while the server runs.
+        ConfigError: `trust_vllm_directory` is set although vLLM's name does not distinguish
+            layouts, or the weights may change at run time.
     """
     mapper = _mapper(offloading_spec, parallel_agnostic=True)
     if options.trust_vllm_directory:
@@ -383,13 +385,13 @@ def _mapper(offloading_spec: base.OffloadingSpec, *, parallel_agnostic: bool) ->
 
 
 def _check_trust(offloading_spec: base.OffloadingSpec, mapper: FileMapper) -> None:
-    """Check that vLLM's name says in which order a row holds its numbers."""
+    """Check that vLLM's name determines the layout of a row; raises ConfigError."""
     parallel = offloading_spec.config.parallel
     kv_layout = offloading_spec.config.kv_cache_layout
     if kv_layout not in {None, _VLLM_LAYOUT}:
         raise ConfigError(
-            f"trust_vllm_directory: the KV cache has the layout {kv_layout} here, and the name of "
-            f"a directory of vLLM's own tier does not tell that from {_VLLM_LAYOUT}; leave it out"
+            f"trust_vllm_directory: the KV cache has the layout {kv_layout} here, but the name of "
+            f"vLLM's own directory does not distinguish it from {_VLLM_LAYOUT}; leave it out"
         )
     named: Mapping[str, Any] = mapper.get_run_config()
     for size in ("tp_size", "pp_size", "pcp_size", "dcp_size"):
@@ -403,11 +405,11 @@ def _check_trust(offloading_spec: base.OffloadingSpec, mapper: FileMapper) -> No
 
 _OWN: Final = __name__.partition(".")[0]
 _PROCESS: Final = uuid.uuid4().hex
-"""Tells this process's blocks from all others', where nobody knows what they are of."""
+"""Separates this process's blocks from others' if the model's content is unknown."""
 
 
 def takes_identity(tier: Mapping[str, Any]) -> bool:
-    """Tell whether a tier, checked before, is somebody else's and wants to know."""
+    """Return whether a validated tier is external and accepts an identity."""
     path, name = tier.get("module_path"), tier["type"]
     cls = SecondaryTierFactory.get_tier_class(name) if path is None else load_class(path, name)
     is_own = cls.__module__.partition(".")[0] == _OWN
@@ -420,13 +422,13 @@ def takes_identity(tier: Mapping[str, Any]) -> bool:
 def identified(
     tier: Mapping[str, Any], spec: base.OffloadingSpec, layout: str, content: ModelContent
 ) -> Mapping[str, Any]:
-    """Return such a tier's configuration with what vLLM knows of its blocks.
+    """Return an external tier's configuration, completed with the identity of its blocks.
 
     Args:
-        tier: Its configuration; what is in it counts first.
+        tier: The tier's configuration; its values take precedence.
         spec: vLLM's spec.
-        layout: The digest of a row's layout.
-        content: The model's.
+        layout: Digest of a row's layout.
+        content: The model's content.
     """
     options = IdentityOptions(tier.get("namespace"), tier.get("fingerprint"))
     identity = identify(spec, options, layout, content, must_stay=False)
@@ -434,8 +436,8 @@ def identified(
 
 
 def of_this_process(identity: Identity) -> dict[str, Any]:
-    """Return the `run_config` of blocks that others share, unless nobody knows what they are of.
+    """Return an identity's `run_config`, made unique to this process if the content is unknown.
 
-    For a tier that has no folder of its own for those.
+    For tiers that have no private directory for such blocks.
     """
     return identity.run_config | ({"process": _PROCESS} if identity.unknown else {})

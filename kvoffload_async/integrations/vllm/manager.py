@@ -1,4 +1,4 @@
-"""The scheduler's side of the whole engine: vLLM's manager contract over this package's manager."""
+"""Scheduler side of the engine under vLLM: vLLM's manager interface over this package's."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from kvoffload_async.types import Medium, OffloadingEvent, OffloadKey, ReqContex
 def hold_removals(
     events: Sequence[OffloadingEvent], is_rewritten: Callable[[OffloadKey], bool]
 ) -> tuple[list[OffloadingEvent], list[OffloadingEvent]]:
-    """Separate the primary's removals that must wait.
+    """Split off removals from the primary that must be announced later.
 
-    vLLM records a block's metadata when the block is to be written. Told only then of an eviction
-    before that, its tracker drops the new metadata, and the block would be announced without any.
-    So the removal is announced together with the end of the write.
+    vLLM records a block's metadata when it schedules the block's write. If the removal of the
+    block's previous copy is announced after that, vLLM's tracker drops the new metadata, and the
+    block would be announced without it. So the removal is announced at the end of the write.
 
     Args:
-        events: Events of the primary and the tiers, oldest first; those that waited come first.
-        is_rewritten: Whether the primary is writing a block just now.
+        events: Events of the primary and the tiers, oldest first, preceded by those held back.
+        is_rewritten: Returns whether the primary is currently writing a block.
 
     Returns:
-        The events to announce, and those to be given again with the next ones.
+        The events to announce now, and those to pass in again with the next events.
     """
     ready: list[OffloadingEvent] = []
     held: dict[OffloadKey, None] = {}
@@ -53,16 +53,16 @@ def hold_removals(
 logger = logging.getLogger(__name__)
 
 _VLLM_TELLS_OF_FLUSH = hasattr(base.OffloadingManager, "on_reset_flushed")
-"""Whether vLLM says when what was in flight at a reset has ended: 0.33 does, 0.32 does not."""
+"""Whether vLLM reports when transfers from before a reset have ended: 0.33 does, 0.32 not."""
 
 
 class KVOffloadManager(base.OffloadingManager):
-    """Translates between vLLM's scheduler and this package's manager.
+    """Adapts vLLM's manager interface to this package's manager.
 
-    Thread: the scheduler's.
+    Not thread-safe; call only from the scheduler's thread.
 
     Attributes:
-        manager: What does the work. For tests and inspection.
+        manager: The adapted manager, for tests and inspection.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class KVOffloadManager(base.OffloadingManager):
         slot_flags: memoryview,
         close: Callable[[], None],
     ) -> None:
-        """Start empty.
+        """Create the adapter.
 
         Args:
-            manager: What does the work; owned from now on.
-            slot_flags: See `SharedBuffer`; the workers flag slots that a store has failed to fill.
-            close: Closes the manager and what it stands on.
+            manager: The manager; owned by this object.
+            slot_flags: See `SharedBuffer`; the workers flag the slots of failed stores.
+            close: Closes the manager and the resources below it.
         """
         self.manager = manager
         self._slot_flags = slot_flags
@@ -106,7 +106,7 @@ class KVOffloadManager(base.OffloadingManager):
     # -- loads ----------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
-        """Return what is known of a block; a hit in a secondary tier queues its promotion."""
+        """Look a block up; a hit in a secondary tier queues its promotion."""
         answer = self.manager.lookup(key, convert.request_of(req_context))
         self._counts.lookups.looked_up(key, req_context.req_id, answer)
         return convert.lookup_result(answer)
@@ -114,7 +114,7 @@ class KVOffloadManager(base.OffloadingManager):
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
     ) -> base.LoadStoreSpec:
-        """Pin blocks that were hits in this step; return their slots, in key order."""
+        """Pin blocks that were hits in this step; return their slots, in the order of `keys`."""
         request = convert.request_of(req_context)
         keys = self._positioned(keys, req_context, request)
         state = self.manager.planner.requests.get(request)
@@ -131,13 +131,13 @@ class KVOffloadManager(base.OffloadingManager):
         self.manager.complete_load(list(keys), convert.request_of(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
-        """Return where a block that was loaded lay when its request first asked for it."""
+        """Return where a loaded block was found by its request's first lookup."""
         if key in self._promoted.get(req_context.req_id, ()):
             return self._promotion_source
         return CacheHitSource.HOST
 
     def touch(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
-        """Note a use of blocks, head to tail."""
+        """Record a use of blocks, first block first."""
         self.manager.touch(list(keys), convert.request_of(req_context))
 
     # -- stores ---------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class KVOffloadManager(base.OffloadingManager):
     ) -> base.PrepareStoreOutput | None:
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
-        What a head was granted beside is lost: vLLM's scheduler moves on past all of it.
+        If only a prefix fits, the rest is never stored: vLLM's scheduler does not offer it again.
         """
         request = convert.request_of(req_context)
         output = self.manager.prepare_store(self._positioned(keys, req_context, request), request)
@@ -164,7 +164,7 @@ class KVOffloadManager(base.OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext, success: bool = True
     ) -> None:
-        """Make stored blocks readable, but for those whose copy has failed in some worker."""
+        """Make stored blocks readable, except those whose copy failed in a worker."""
         if self._is_closed:
             return
         self._job_ended()
@@ -186,32 +186,32 @@ class KVOffloadManager(base.OffloadingManager):
     # -- steps ----------------------------------------------------------------------------------
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
-        """End a step."""
+        """End a scheduler step."""
         self.manager.on_schedule_end(convert.schedule_end(context))
         self._counts.lookups.scheduled(context.new_req_ids)
 
     def has_pending_work(self) -> bool:
-        """Tell whether steps are needed although no request is scheduled."""
+        """Return whether steps are needed although no request is scheduled."""
         return self.manager.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
-        """Detach and return the events of the primary and of every tier."""
+        """Remove and return the pending events of the primary and all tiers."""
         events = [*self._retained_removals, *self.manager.take_events()]
         ready, self._retained_removals = hold_removals(events, self._is_being_written)
         return convert.events(ready)
 
-    # -- the calls that wait --------------------------------------------------------------------
+    # -- blocking calls --------------------------------------------------------------------
 
     def reset_cache(self) -> None:
         """Empty the primary; the tiers keep their blocks.
 
-        Promotions are held back until no worker can still touch a slot from before. vLLM 0.32 does
-        not say when that is. Its workers end what was in flight before they begin anything new, so
-        the end of any later job tells as much.
+        Promotions are paused until no worker can still access a slot from before the reset. vLLM
+        0.32 does not report that. But its workers finish earlier jobs before they start new ones,
+        so the end of any later job implies it.
         """
         self.manager.reset_cache()
         for tier in self.manager.secondary_tiers:
-            tier.announce_anew()  # vLLM tells consumers of events that everything is gone
+            tier.announce_anew()  # vLLM announces to event consumers that all blocks are gone
         self._promoted.clear()
         if _VLLM_TELLS_OF_FLUSH:
             return
@@ -221,11 +221,11 @@ class KVOffloadManager(base.OffloadingManager):
             self.manager.on_reset_flushed()
 
     def on_reset_flushed(self) -> None:
-        """Learn that no copy from before the reset touches the primary any more."""
+        """Resume promotions: no copy from before the reset accesses the primary any more."""
         self.manager.on_reset_flushed()
 
     def shutdown(self) -> None:
-        """Close the tiers and let go of the memory; idempotent. A failure is logged."""
+        """Close the tiers and release the memory; idempotent. Errors are logged."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -235,14 +235,14 @@ class KVOffloadManager(base.OffloadingManager):
         except OffloadError:
             logger.exception("the offload engine did not shut down cleanly")
 
-    # -- what people see ------------------------------------------------------------------------
+    # -- monitoring ------------------------------------------------------------------------
 
     def get_stats(self) -> metrics.Stats | None:
-        """Return what was counted since the last call."""
+        """Return the increments since the last call."""
         return self._counts.take_stats()
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
-        """Return what stays as it is while the process runs, one mapping a tier."""
+        """Return constant labels, one mapping per engine."""
         return self._counts.config_info()
 
     # -- inside ---------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class KVOffloadManager(base.OffloadingManager):
     def _positioned(
         keys: Collection[OffloadKey], context: base.ReqContext, request: ReqContext
     ) -> list[OffloadKey]:
-        """Take over where in the prompt the keys lie, for the order of eviction."""
+        """Return the keys as a list, and copy their prompt positions, which order eviction."""
         ordered = list(keys)
         take_positions(ordered, context, request)
         return ordered
@@ -275,7 +275,7 @@ class KVOffloadManager(base.OffloadingManager):
 
 
 def _source_of(media: Iterable[Medium]) -> CacheHitSource:
-    """Return what promoted blocks are counted as; tiers of different kinds cannot be told apart."""
+    """Return the hit source of promoted blocks; mixed kinds of tiers are not distinguished."""
     kinds = set(media)
     if kinds == {Medium.STORAGE}:
         return CacheHitSource.DISK

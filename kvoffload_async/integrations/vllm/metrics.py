@@ -1,7 +1,7 @@
-"""What a tier counts beyond vLLM's own figures a tier, and what it tells of itself.
+"""Per-tier counters in addition to vLLM's own, and the labels that describe a tier.
 
-vLLM counts bytes, times, hits and failures of every tier already. The names begin with `vllm:`,
-as vLLM's registry clears away only those.
+vLLM already counts bytes, times, hits and failures per tier. The names begin with `vllm:` because
+vLLM unregisters only such metrics.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def definitions() -> dict[str, Any]:
 
 
 def stats(counted: Mapping[tuple[str, tuple[str, ...]], int]) -> Stats | None:
-    """Return counts by (counter, label values) in vLLM's form; None if there are none."""
+    """Return increments by (counter, label values) as vLLM's stats; None if there are none."""
     return convert.counter_stats(
         (name, labels, amount) for (name, labels), amount in counted.items()
     )
 
 
 def config_info(kind: str, place: str) -> Mapping[str, str]:
-    """Return the labels of one tier, by `CONFIG_INFO_KEYS`."""
+    """Return a tier's labels, keyed by `CONFIG_INFO_KEYS`."""
     return dict(zip(CONFIG_INFO_KEYS, (version("kvoffload-async"), kind, place), strict=True))

@@ -1,6 +1,6 @@
-"""vLLM's own `fs` tier, made to stand beside this package's tiers in a measurement.
+"""vLLM's own `fs` tier, adapted to the benchmark of this package's tiers.
 
-It is vLLM's class as it is, on a spec with no more than that class reads.
+It is vLLM's unmodified class, created with a minimal spec.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class OpenVllmFs:
 
     Attributes:
         manager: vLLM's tier.
-        request: What its `lookup` gets beside the key.
-        step: What its `on_schedule_end` gets.
+        request: Request context passed to `lookup`.
+        step: Step context passed to `on_schedule_end`.
     """
 
     def __init__(self, manager: Any, base: Any, tiering: Any) -> None:  # noqa: ANN401 - vLLM's
-        """Wrap an open tier; `base` and `tiering` are vLLM's modules of those names."""
+        """Wrap an open tier; `base` and `tiering` are vLLM's modules with these names."""
         self.manager = manager
         self.request = base.ReqContext(req_id="bench")
         self.step = base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
@@ -36,7 +36,7 @@ class OpenVllmFs:
     def make_job(
         self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
     ) -> object:
-        """Return a job of vLLM's."""
+        """Return a job of vLLM's type."""
         return self._job_class(
             job_id=job_id,
             keys=tuple(keys),
@@ -46,25 +46,25 @@ class OpenVllmFs:
         )
 
     def close(self) -> None:
-        """Close it; waits for its threads."""
+        """Close the tier; waits for its threads."""
         self.manager.shutdown()
 
 
 class VllmFsPeer:
-    """vLLM's `fs` tier as it is configured by default, but with buffered I/O.
+    """vLLM's `fs` tier in its default configuration, except for buffered I/O.
 
     Attributes:
-        name: What it is called in the figures.
-        options: Its options, and which vLLM it is and whether its C helper is in use.
+        name: Name in the results.
+        options: Its options, vLLM's version, and whether vLLM's C helper is used.
         place: Where it writes.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], place: Any) -> None:  # noqa: ANN401
-        """Find vLLM, and check the options: `n_read_threads`, `n_write_threads`, `direct_io`.
+        """Import vLLM and check the options `n_read_threads`, `n_write_threads` and `direct_io`.
 
         Raises:
-            ImportError: There is no vLLM of a supported version.
-            ConfigError: An option is unusable.
+            ImportError: No supported vLLM is installed.
+            ConfigError: An option is invalid.
         """
         require_vllm(f"the peer {name}")
         self._base = importlib.import_module("vllm.v1.kv_offload.base")
@@ -85,16 +85,16 @@ class VllmFsPeer:
         }
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return None: it keeps everything."""
+        """Return None: there is no capacity limit."""
         return None
 
     def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenVllmFs:
-        """Open it on an empty directory; it has no capacity."""
+        """Open the tier on an empty directory, without a capacity limit."""
         manager = self._fs.FileSystemTierManager(
             _spec(), view, "fs", root_dir=directory, **self._threads
         )
         if not self._direct:
-            # It decides by itself, by what the filesystem can do, and takes no option.
+            # vLLM detects support in the filesystem and has no option for it.
             manager._use_o_direct = False  # noqa: SLF001 - see above
         return OpenVllmFs(manager, self._base, self._tiering)
 
@@ -108,7 +108,7 @@ def _has_c_helper() -> bool:
 
 
 def _spec() -> Any:  # noqa: ANN401 - stands for vLLM's OffloadingSpec
-    """Return what the tier reads of a spec: the names and sizes that its paths are made of."""
+    """Return the attributes of a spec that the tier reads: names and sizes for its paths."""
     return SimpleNamespace(
         blocks_per_chunk=1,
         replicated_layout=False,

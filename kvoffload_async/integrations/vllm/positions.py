@@ -1,7 +1,7 @@
-"""Where the keys of a request lie in its prompt, as vLLM's scheduler notes it.
+"""Positions of a request's keys in its prompt, as recorded by vLLM's scheduler.
 
-It notes that of every key before it looks the first one up. Its public method returns one position
-at a time, and only of a key that one knows.
+vLLM records all keys' positions before the first lookup. Its public method returns the position of
+one given key at a time.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from kvoffload_async.types import OffloadKey, ReqContext
 
 
 class VLLMContext(Protocol):
-    """What is used here of vLLM's context of a request."""
+    """The part of vLLM's request context used here."""
 
     def get_offload_key_position(self, key: OffloadKey) -> int | None:
-        """Return the end token of a key's block, where it is known."""
+        """Return the end token of a key's block, or None if unknown."""
         ...
 
 
 def share_positions(context: VLLMContext, request: ReqContext) -> None:
-    """Let a request that has just begun read vLLM's own positions, also those noted from now on.
+    """Let a new request share vLLM's own dictionary of positions, including later additions.
 
-    Without effect for a vLLM that keeps them in another way. Nothing here writes to them.
+    Has no effect if vLLM stores positions differently. The dictionary is never modified here.
 
-    Thread: the scheduler's.
+    Not thread-safe; call only from the scheduler's thread.
     """
     positions = _positions_of(context)
     if positions is not None:
@@ -33,7 +33,7 @@ def share_positions(context: VLLMContext, request: ReqContext) -> None:
 
 
 def take_positions(keys: Iterable[OffloadKey], context: VLLMContext, request: ReqContext) -> None:
-    """Copy what vLLM knows of the keys' positions, unless the request shares all of them."""
+    """Copy the keys' positions from vLLM, unless the request shares vLLM's dictionary."""
     if request.key_positions is _positions_of(context):
         return
     for key in keys:

@@ -1,4 +1,4 @@
-"""A folder for blocks that nobody but this process may ever be served."""
+"""A temporary folder for blocks that only this process may use."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _TRIES: Final = 10
 
 
 class ProcessFolder:
-    """`<root>/process-<random>`, removed when it is closed, or later if the process was killed.
+    """`<root>/process-<random>`, removed by `close`, or later if the process is killed.
 
-    Whoever makes one removes those of dead processes first. A living process holds a lock on the
-    file `in-use` in its folder, which the system releases when the process dies, so a lock that can
-    be taken belongs to nobody any more.
+    Creating a folder first removes those of dead processes. A living process holds a lock on the
+    file `in-use` in its folder. The system releases the lock when the process dies, so a folder
+    whose lock is free can be removed.
 
     Attributes:
-        path: The folder.
+        path: Path of the folder.
     """
 
     def __init__(self, root_dir: str) -> None:
-        """Make the folder.
+        """Create the folder.
 
         Raises:
-            ConfigError: The directory cannot be used.
+            ConfigError: The directory is unusable.
         """
         root = Path(root_dir)
         try:
@@ -47,12 +47,12 @@ class ProcessFolder:
             self.path, self._lock_fd = _make(root)
         except OSError as error:
             raise ConfigError(
-                f"root_dir: {root_dir!r} cannot be used: {error}; blocks for one process need a "
-                'directory with file locks, and a tier with a "fingerprint" does not need any'
+                f"root_dir: {root_dir!r} cannot be used: {error}; an unknown model needs a "
+                'directory with file locks, unless the tier has a "fingerprint"'
             ) from error
 
     def close(self) -> None:
-        """Remove the folder; idempotent. What cannot be removed is warned of."""
+        """Remove the folder; idempotent. Errors are logged."""
         fd, self._lock_fd = self._lock_fd, None
         if fd is None:
             return
@@ -65,7 +65,7 @@ class ProcessFolder:
 
 
 def _make(root: Path) -> tuple[str, int | None]:
-    """Return a new folder, and the descriptor that holds its lock."""
+    """Return a new folder and the descriptor that holds its lock."""
     for _ in range(_TRIES):
         path = root / f"{_PREFIX}{secrets.token_hex(16)}"
         path.mkdir(mode=0o700)
@@ -73,7 +73,7 @@ def _make(root: Path) -> tuple[str, int | None]:
         try:
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
             fd = os.open(path / _LOCK, flags, 0o600)
-            # Somebody may have come in between, and taken the folder for a dead process's.
+            # Another process may have removed the folder before it was locked.
             if _try_lock(fd) and os.fstat(fd).st_nlink:
                 return str(path), fd
         except OSError:
@@ -82,7 +82,7 @@ def _make(root: Path) -> tuple[str, int | None]:
             shutil.rmtree(path, ignore_errors=True)
             raise
         os.close(fd)
-    raise OSError(errno.EAGAIN, "others remove each folder before it is locked")
+    raise OSError(errno.EAGAIN, "other processes removed each folder before it was locked")
 
 
 def _try_lock(fd: int) -> bool:
@@ -103,9 +103,9 @@ def _remove_if_dead(folder: Path) -> None:
     try:
         fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return  # being made at this moment, or not one of ours
+        return  # being created, or not a folder of this package
     try:
-        # A lock that is held belongs to a living process; what is no file, to nobody of ours.
+        # A held lock belongs to a living process. This package locks only regular files.
         if stat.S_ISREG(os.fstat(fd).st_mode) and _try_lock(fd):
             shutil.rmtree(folder)
     except OSError as error:

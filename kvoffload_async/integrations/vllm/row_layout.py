@@ -1,8 +1,8 @@
-"""In which order a row of the primary holds which numbers, as a digest.
+"""Digest of the layout of a row of the primary.
 
-Equal sizes and an equal checksum do not make two rows interchangeable: ranks, tensors, heads,
-tokens and the halves of a page may stand in another order. The digest is computed from the tensors
-that were registered; only where no process of ours has seen them, from what vLLM's scheduler knows.
+Equal sizes and checksums do not make rows interchangeable: the order of ranks, tensors, heads,
+tokens and K/V halves of a page may differ. The digest is computed from the registered tensors or,
+if they are in another process, from the information of vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Seq
     """Return the digest of one worker's registered tensors.
 
     Args:
-        layers: The worker's layers by name; a group may name others, which other ranks have.
-        groups: The layers of each KV-cache group that is offloaded, in vLLM's order.
+        layers: The worker's layers by name; a group may name further layers, of other ranks.
+        groups: Layer names of each offloaded KV-cache group, in vLLM's order.
     """
     first_at: dict[tuple[int, ...], str] = {}
 
@@ -36,7 +36,7 @@ def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Seq
         layer = layers.get(name)
         row: list[Any] = [name] if layer is None else [name, layer.kind]
         for tensor in () if layer is None else layer.tensors:
-            # Layers of several groups may share one tensor, and then one part of the row.
+            # Layers of several groups may share a tensor, and thus a part of the row.
             place = (tensor.data_ptr(), *tensor.stride())
             shared_with = first_at.setdefault(place, name)
             within = [list(tensor.shape[1:]), list(tensor.stride())]
@@ -49,7 +49,7 @@ def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Seq
 
 
 def layout_of_pages(kv_caches: base.CanonicalKVCaches) -> str:
-    """Return the digest of one worker's tensors where only their pages are known."""
+    """Return the digest of one worker's tensors when only their pages are known."""
     return _digest(
         {
             "devices": sorted({_device_of(cache.tensor) for cache in kv_caches.tensors}),
@@ -63,12 +63,12 @@ def layout_of_pages(kv_caches: base.CanonicalKVCaches) -> str:
 
 
 def layout_of_ranks(digests: Sequence[str]) -> str:
-    """Return the digest of a row that has a cell a rank, given each rank's."""
+    """Return the digest of a row with one cell per rank, from each rank's digest."""
     return digests[0] if len(digests) == 1 else _digest(list(digests))
 
 
 def announced_layout(surroundings: Surroundings | None) -> str:
-    """Return the digest of what the scheduler knows of tensors in other processes."""
+    """Return a digest from the scheduler's configuration, for tensors in other processes."""
     if surroundings is None:
         return _digest("unknown")
     cache = surroundings.kv_cache_config
@@ -93,7 +93,7 @@ def _group(group: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheGroupSpec
 
 
 def _placed(tensor: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheTensor
-    """Where its layers lie within a block, whatever the number of blocks."""
+    """Return the position of a tensor's layers within a block, for any number of blocks."""
     is_packed = tensor.layer_stride < tensor.block_stride
     within = [tensor.offset % tensor.block_stride, tensor.layer_stride] if is_packed else []
     return [list(tensor.layers), tensor.block_stride, within]
@@ -104,14 +104,14 @@ def _device_of(tensor: torch.Tensor) -> str:
 
 
 def _device(kind: str) -> str:
-    """Return the kind of device, as far as it decides what a byte means.
+    """Return the kind of device, as far as it affects the meaning of the bytes.
 
-    On a CPU, kernels pack keys by its instruction set. CUDA and ROCm are one kind to torch, but
-    have different 8-bit floats, and some AMD devices have others again.
+    On a CPU, kernels pack keys depending on the instruction set. torch reports CUDA and ROCm as one
+    kind, but their 8-bit floats differ, also among AMD devices.
     """
     if kind != "cpu":
         return f"{kind} {type(current_platform).__name__} {current_platform.fp8_dtype()}"
-    has_amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - what vLLM itself asks
+    has_amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - as vLLM itself does
     return f"cpu {torch.backends.cpu.get_cpu_capability()}{' amx' if has_amx else ''}"
 
 

@@ -1,6 +1,6 @@
-"""vLLM's configuration, as far as a block's bytes depend on it, in a form that can be compared.
+"""vLLM's settings that affect a block's bytes, in a comparable form.
 
-Which field is held where stands in `settings.toml`, and in docs/kv-identity.md for people.
+`settings.toml` classifies each field; docs/kv-identity.md documents the classification.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FOLDED: Final = "fingerprint"
 _PROCESS: Final = "process"
 _REFUSED: Final = "refused"
 _NOT_CONTENT: Final = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
-"""Where a model's configuration was found, and what read it."""
+"""Fields with the location of a model's configuration and the version of its reader."""
 
 
 @cache
 def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
-    """Return class -> field -> (what holds it, why); see settings.toml."""
+    """Return class -> field -> (classification, reason); see settings.toml."""
     text = files(__package__).joinpath("settings.toml").read_text()
     classified: dict[str, dict[str, tuple[str, str]]] = {}
     for name, rows in tomllib.loads(text).items():
@@ -40,10 +40,10 @@ def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
 
 
 def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's classes
-    """Return the fields of a configuration that the fingerprint covers, as JSON, nested ones too.
+    """Return the fields of a configuration that the fingerprint covers, as nested JSON.
 
     Raises:
-        ConfigError: A value cannot be written down.
+        ConfigError: A value cannot be serialised.
     """
     classified = classified_settings().get(type(config).__name__, {})
     return {
@@ -54,7 +54,7 @@ def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's class
 
 
 def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's classes
-    """Yield why the content cannot be known, for each field that says so, of nested ones too."""
+    """Yield the reasons why the content is unknown, from all such fields, nested ones included."""
     name = type(config).__name__
     classified = classified_settings().get(name, {})
     for field in dataclasses.fields(config):
@@ -67,7 +67,7 @@ def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's cl
 
 
 def refused(config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's VllmConfig
-    """Yield why blocks must not outlive what the configuration lets happen while it runs."""
+    """Yield the reasons why weights may change at run time, from all fields that allow it."""
     name = type(config).__name__
     for field, (where, why) in classified_settings().get(name, {}).items():
         if where == _REFUSED and getattr(config, field, None):
@@ -76,7 +76,7 @@ def refused(config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's VllmConfig
 
 def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - one line a kind of value
     """Return a value as JSON; equal values give equal text in every process."""
-    if isinstance(value, enum.Enum):  # first, as some are texts or numbers as well
+    if isinstance(value, enum.Enum):  # first, because some enums are also str or int
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -101,14 +101,14 @@ def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - on
         return _written(to_dict(), where)
     if callable(compute_hash := getattr(value, "compute_hash", None)):  # vLLM's SupportsHash
         return compute_hash()
-    raise ConfigError(f"{where}: a {type(value).__qualname__} cannot be written down")
+    raise ConfigError(f"{where}: a {type(value).__qualname__} cannot be serialised")
 
 
 def _module_of(value: type | FunctionType) -> str:
-    """Return the module that a class or function belongs to, the same on every version of Python.
+    """Return the module of a class or function, equal in all versions of Python.
 
-    Those of the standard library move between a package and its private modules: 3.13 has
-    `pathlib.Path` in `pathlib._local`. They are written as they are imported, from the package.
+    Classes of the standard library move between a package and its private modules: in 3.13
+    `pathlib.Path` is in `pathlib._local`. The public package is returned if it exports the object.
     """
     module, outermost = value.__module__, value.__qualname__.partition(".")[0]
     package, _, private = module.partition("._")

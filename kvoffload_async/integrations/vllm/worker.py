@@ -1,4 +1,4 @@
-"""A worker's side of the whole engine: copies between vLLM's KV cache and the shared primary."""
+"""Worker side of the engine under vLLM: copies between vLLM's KV cache and the shared primary."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kvoffload_async.types import BlockIds, JobId, TransferResult
 logger = logging.getLogger(__name__)
 
 FAILED = 1
-"""In `SharedBuffer.slot_flags`: what lies in the slot is not what was to be stored there."""
+"""Value in `SharedBuffer.slot_flags`: the store into the slot failed."""
 
 
 class KVOffloadWorker(base.OffloadingWorker):
-    """Performs vLLM's transfer jobs of one rank, on CUDA streams or on threads of its own.
+    """Runs vLLM's transfer jobs of one rank, on CUDA streams or its own threads.
 
-    vLLM 0.32 and 0.33 take a failed job for a defect of theirs and end. So here a failed store is
-    reported as ended, and flagged in the shared memory: the manager then forgets its blocks. A
-    failed load cannot be hidden, as its request would read bytes that never came: it is left to
-    `take_failed_loads` where somebody has said that they ask for it, and is an error otherwise.
+    vLLM 0.32 and 0.33 abort on a failed job. Therefore a failed store is reported as ended and
+    flagged in the shared memory, and the manager then drops its blocks. A failed load cannot be
+    hidden, because its request would read bytes that were never loaded: it is returned by
+    `take_failed_loads` if the connector calls that, and raises an error otherwise.
 
-    Thread: the rank's.
+    Not thread-safe; call only from the rank's thread.
 
     Attributes:
-        reports_failed_loads: Whether somebody asks for `take_failed_loads` after every
+        reports_failed_loads: Whether the connector calls `take_failed_loads` after every
             `get_finished`.
     """
 
@@ -44,16 +44,16 @@ class KVOffloadWorker(base.OffloadingWorker):
         cell_offset_bytes: int,
         timeout_s: float,
     ) -> None:
-        """Own `buffer` from now on, also if this fails.
+        """Create the worker. It owns `buffer`, which is released if the constructor fails.
 
         Args:
             layout: vLLM's tensors.
             buffer: The primary.
-            cell_offset_bytes: Where this rank's cell begins in a slot.
-            timeout_s: Seconds that `wait` and `shutdown` wait at most.
+            cell_offset_bytes: Offset of this rank's cell in a slot.
+            timeout_s: Timeout of `wait` and `shutdown` in seconds.
 
         Raises:
-            ConfigError: The device cannot be used, or a slot is too small.
+            ConfigError: The device is unusable, or a slot is too small.
         """
         self._buffer = buffer
         self._timeout_s = timeout_s
@@ -73,7 +73,7 @@ class KVOffloadWorker(base.OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: base.LoadStoreSpec
     ) -> bool:
-        """Copy device blocks to slots. Never waits."""
+        """Copy device blocks to slots. Non-blocking."""
         job = convert.transfer(src_spec, dst_spec)
         self._slots[job_id] = job.host.block_ids
         self._copies.submit_store(job_id, job)
@@ -86,14 +86,14 @@ class KVOffloadWorker(base.OffloadingWorker):
         dst_spec: base.GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        """Copy slots to device blocks. Never waits.
+        """Copy slots to device blocks. Non-blocking.
 
         Args:
             job_id: The job.
             src_spec: The slots.
             dst_spec: The device blocks.
-            expedited: This very step's forward pass reads the blocks: vLLM waits for the job next,
-                and a failure must not be left to the step's end.
+            expedited: The current step's forward pass reads the blocks. vLLM calls `wait` next, so
+                a failure must be raised there and not reported at the step's end.
         """
         if expedited:
             self._expedited.add(job_id)
@@ -101,17 +101,17 @@ class KVOffloadWorker(base.OffloadingWorker):
         return True
 
     def get_finished(self) -> list[base.TransferResult]:
-        """Return the jobs that ended since the last call, each once. Never waits.
+        """Return the jobs that ended since the last call. Non-blocking.
 
         Raises:
-            TransportError: A load has failed, and nobody asks for `take_failed_loads`.
+            TransportError: A load failed, and the connector does not call `take_failed_loads`.
         """
         self._collect()
         ended, self._ended = self._ended, []
         return [convert.transfer_result(result) for result in ended]
 
     def take_failed_loads(self) -> set[JobId]:
-        """Return the loads that `get_finished` has named and that have failed, each once."""
+        """Return the ids of failed loads among the jobs that `get_finished` returned, once each."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
@@ -119,8 +119,8 @@ class KVOffloadWorker(base.OffloadingWorker):
         """Wait until jobs have ended; unknown ids are ignored.
 
         Raises:
-            TransportError: Some have not at the deadline. vLLM overwrites their device blocks
-                next, so there is no going on. Or one was expedited and has failed.
+            TransportError: Some copies are still running at the deadline; vLLM would overwrite
+                their device blocks next. Or an expedited load failed.
         """
         if not self._copies.wait(job_ids, self._timeout_s):
             raise TransportError(
@@ -130,7 +130,7 @@ class KVOffloadWorker(base.OffloadingWorker):
         self._collect()
 
     def shutdown(self) -> None:
-        """Let running copies end, then unmap the memory; idempotent."""
+        """Wait for running copies, then unmap the memory; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -142,7 +142,7 @@ class KVOffloadWorker(base.OffloadingWorker):
     # -- inside ---------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take in what has ended, and see to what has failed."""
+        """Collect finished copies and handle failed ones."""
         for result in self._copies.get_finished():
             slots = self._slots.pop(result.job_id, None)
             was_expedited = result.job_id in self._expedited

@@ -1,4 +1,4 @@
-"""What drives an engine through requests: a scheduler step by step, or tasks on an event loop.
+"""Drivers of an engine: a scheduler step by step, or tasks on an event loop.
 
-No figures: what a driver has seen is counted by the tally that it is given.
+They compute no results, but count events in the tally that they are given.
 """

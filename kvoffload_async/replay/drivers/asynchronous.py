@@ -1,11 +1,11 @@
-"""Drives `OffloadEngine` as an asynchronous server does: a task a request.
+"""Drives `OffloadEngine` as an asynchronous server does: one task per request.
 
-A request waits, in its turn, until the device has room for all of it, so that nobody is ever
-preempted. What the device holds of its head is used, what the tiers hold behind that is loaded, the
-rest is computed, and the whole prompt is offered for storing.
+Requests wait in order until the device has room for the whole request, so none is ever preempted.
+Blocks cached on the device are used, further ones found in the tiers are loaded, the rest is
+computed, and the whole prompt is offered for storing.
 
-A request is in flight until every job that works for it has ended; see `stepwise`. A hit counts for
-a tier if the block was not in the primary when the request came.
+A request is in flight until all its jobs have ended; see `stepwise`. A hit counts for a tier if the
+block was not in the primary when the request arrived.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:  # torch is loaded with the first memory, not before
 
 _WATCH_S = 0.05
 _ROOM_S = 1.0
-"""How long a store waits for room in the primary."""
+"""Maximum time that a store waits for room in the primary."""
 
 
 class AsyncDriver:
-    """Replays requests, `concurrency` in flight at once, begun in their order.
+    """Replays requests in order, `concurrency` in flight at once.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AsyncDriver:
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start with nothing in flight; the arguments are those of `StepwiseDriver`."""
+        """Create an idle driver; the arguments are those of `StepwiseDriver`."""
         self._engine = engine
         self._manager = engine.manager
         self._memory = memory
@@ -73,7 +73,7 @@ class AsyncDriver:
 
         Raises:
             InputError: A request is larger than the device.
-            StalledError: Nothing has moved for `stall_timeout_s`.
+            StalledError: There was no progress for `stall_timeout_s`.
         """
         tasks = {
             asyncio.create_task(self._serve(requests), name=f"replay:{index}")
@@ -93,7 +93,7 @@ class AsyncDriver:
                 await asyncio.wait(tasks, timeout=self._stall_timeout_s)
 
     async def rest(self, timeout_s: float) -> bool:
-        """Wait until the engine is at rest; False at the deadline."""
+        """Wait until the engine is idle; return False at the deadline."""
         deadline_s = time.monotonic() + timeout_s
         while not await self._engine.quiesce(_WATCH_S) or self._manager.has_pending_work():
             if time.monotonic() > deadline_s:
@@ -125,7 +125,7 @@ class AsyncDriver:
             self._on_step()
 
     async def _enter(self, prompt: Prompt) -> None:
-        """Take frames for the whole request, in turn."""
+        """Wait in order for frames for the whole request."""
         async with self._turn:
             while True:
                 on_device = self._pool.match(prompt.ids)
@@ -137,7 +137,7 @@ class AsyncDriver:
         prompt.ready = len(on_device)
 
     async def _next_release(self) -> None:
-        """Wait until a request has given its frames away."""
+        """Wait until a request releases its frames."""
         self._released.clear()
         try:
             async with asyncio.timeout(self._stall_timeout_s):
@@ -166,14 +166,14 @@ class AsyncDriver:
         while True:
             found = await self._engine.lookup(request, self._stall_timeout_s)
             if self._computing.isdisjoint(prompt.ids[first + found :]):
-                break  # else somebody computes some of them: once they are, they are found
+                break  # otherwise another request computes some: look up again
             await self._next_release()
         self._computing.update(prompt.ids[first + found :])
         frames = prompt.frames[first : first + found]
         try:
             await self._engine.load(request, self._memory.device_blocks(frames))
         except (TimeoutError, TransportError):
-            await request.released()  # the blocks are computed, once nothing writes them
+            await request.released()  # no copy may still write to blocks about to be computed
             found = 0
         prompt.start(first, found)
         prompt.ready += found
@@ -198,7 +198,7 @@ class AsyncDriver:
         except BusyError:
             self._tally.stores_refused += 1
         except (TimeoutError, TransportError):
-            await request.released()  # the frames are given away, once nothing reads them
+            await request.released()  # no copy may still read from frames about to be released
         else:
             self._tally.stored_blocks += stored
 
@@ -211,17 +211,17 @@ class AsyncDriver:
         self._tally.verified_blocks += last - first
         self._tally.corrupt_blocks += wrong
 
-    # -- where hits come from, and what still works ---------------------------------------------
+    # -- sources of hits, and jobs in flight ---------------------------------------------
 
     def _absent(self, request: EngineRequest) -> set[OffloadKey]:
-        """Return the keys that are not in the primary, if there is another place for them."""
+        """Return the keys that are not in the primary; empty without secondary tiers."""
         if not self._tier_names:
             return set()
         state_of = self._manager.planner.primary.state_of
         return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
-        """Return the tier that has the key, the first one in the order of lookup."""
+        """Return the first tier in lookup order that has the key."""
         *others, last = zip(self._tier_names, self._manager.secondary_tiers, strict=True)
         for name, tier in others:
             if tier.lookup(key, request.ctx) is LookupResult.HIT:
@@ -229,7 +229,7 @@ class AsyncDriver:
         return last[0]
 
     async def _follow_jobs(self, req_id: str) -> None:
-        """Wait until no job works for a request."""
+        """Wait until a request has no jobs in flight."""
         progress, progress_at_s = -1, time.monotonic()
         planner = self._manager.planner
         counters = planner.counters

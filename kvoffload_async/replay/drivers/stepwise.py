@@ -1,13 +1,13 @@
-"""Drives adapter and workers as a synchronous scheduler does: step by step.
+"""Drives the connector's scheduler and workers step by step, as a synchronous scheduler does.
 
-`Batch` decides what a step computes. A request whose whole prompt is on the device ends. What it
-found when it first started is what counts, not what it found after a preemption.
+`Batch` decides which blocks a step computes. A request ends when its whole prompt is on the device.
+Only blocks found at its first start count as hits, not those found after a preemption.
 
-A request is in flight until every copy and every job that works for it has ended. With one in
-prompt, each request therefore finds the engine at rest, and the figures are the same in every run.
+A request is in flight until all its copies and jobs have ended. With one request in flight, each
+request finds the engine idle, so the results are the same in every run.
 
-A hit counts for a tier if the tier was read for this very request, and for the primary otherwise:
-also where it shares a promotion that another has asked for, as the block was read only once.
+A hit counts for a tier if the tier was read for this request, and for the primary otherwise. This
+includes shared promotions, where the tier is read only once.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from kvoffload_async.types import (
 
 
 class RequestLevelManager(OffloadingManager):
-    """Another manager, but every request is offered for storing from its head on.
+    """Wraps a manager so that every request is offered for storing from its first block on.
 
-    What a request has found is then neither evicted by what it adds, nor loses its rank.
+    Thus a request's hits are neither evicted by its own new blocks nor lose recency.
 
     Attributes:
-        refused: Requests that there was no room for when they were offered last.
+        refused: Requests whose last offer found no room.
     """
 
     def __init__(self, manager: OffloadingManager) -> None:
@@ -111,16 +111,16 @@ class RequestLevelManager(OffloadingManager):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step.
+    """Work of one step.
 
     Attributes:
-        placed: Requests that were given frames; `ready` blocks of them were there already.
-        blocks: How many blocks to compute, a request.
-        names: Which blocks somebody computes, in this step or a later one.
+        placed: Requests that got frames; their `ready` blocks are present already.
+        blocks: Number of blocks to compute, by request.
+        names: Blocks being computed in this step or a later one.
         tokens: Tokens to compute, by request.
-        new_blocks: Device blocks given to requests that had some, by request.
+        new_blocks: Device blocks appended to requests' tables, by request.
         preempted: Requests that lost their frames.
-        is_full: Whether nobody else is to be placed.
+        is_full: Whether no further request may be placed.
     """
 
     placed: list[Prompt] = field(default_factory=list)
@@ -133,13 +133,13 @@ class StepPlan:
 
 
 class Batch:
-    """Places waiting requests and lets the placed ones grow, those that came first before others.
+    """Places waiting requests and extends the placed ones, in order of arrival.
 
-    If frames run out, the request that came last loses its own and starts again later. Whoever
-    came first is never the loser, so that there is always one that gets on. Nobody computes what
-    somebody else computes already: it waits, and finds it.
+    If frames run out, the latest request is preempted and restarts later. The earliest request is
+    never preempted, so there is always progress. A block is computed by one request at a time:
+    others wait and then find it.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class Batch:
         device_blocks: Callable[[Sequence[int]], list[int]],
         blocks_per_step: int | None,
     ) -> None:
-        """Share frames among requests.
+        """Create a batch that shares frames among requests.
 
         Args:
-            connector: Asked what can be loaded, and told who has which device blocks.
+            connector: Asked for loadable blocks, and informed of allocated device blocks.
             pool: The frames.
             device_blocks: Returns the device blocks of frames.
-            blocks_per_step: Blocks of a request that a step computes at most; None: all.
+            blocks_per_step: Maximum blocks of a request computed per step; None: all.
         """
         self._connector = connector
         self._pool = pool
@@ -164,7 +164,7 @@ class Batch:
         self._blocks_per_step = blocks_per_step
 
     def plan(self, prompts: Sequence[Prompt]) -> StepPlan:
-        """Decide about requests in flight, the one that came first first."""
+        """Plan a step for the requests in flight, in order of arrival."""
         plan = StepPlan()
         for prompt in prompts:
             if prompt.stage is Stage.WAITING and not plan.is_full:
@@ -177,9 +177,9 @@ class Batch:
         return plan
 
     def _place(self, prompt: Prompt, plan: StepPlan) -> None:
-        """Give frames to a request for what is there of it, and begin to load it."""
+        """Allocate frames for a request's cached blocks, and begin to load them."""
         if not plan.names.isdisjoint(prompt.ids):
-            return  # once they are computed, they are found
+            return  # being computed by another request; found later
         on_device = self._pool.match(prompt.ids)
         tokens, _ = self._connector.get_num_new_matched_tokens(
             prompt, len(on_device) * self._per_block
@@ -201,17 +201,17 @@ class Batch:
         plan.placed.append(prompt)
 
     def _grow(self, prompt: Prompt, prompts: Sequence[Prompt], plan: StepPlan) -> None:
-        """Find frames for the blocks that are to be computed in this plan."""
+        """Allocate frames for the blocks to compute in this step."""
         count = len(prompt.ids) - prompt.ready
         if self._blocks_per_step is not None:
             count = min(count, self._blocks_per_step)
-        have = len(prompt.frames) - prompt.ready  # given for a load that has failed
+        have = len(prompt.frames) - prompt.ready  # allocated for a failed load
         if count > have:
             while (frames := self._pool.claim((), count - have)) is None:
                 plan.is_full = True
                 victim = next(f for f in reversed(prompts) if f.stage is Stage.RUNNING)
                 if victim is prompt and any(f.stage is Stage.LOADING for f in prompts):
-                    return  # what they hold can be taken from them as soon as it is there
+                    return  # another request computes it; its frame can be shared then
                 self._preempt(victim, plan)
                 if victim is prompt:
                     return
@@ -233,9 +233,9 @@ _WAIT_S = 0.1
 
 
 class StepwiseDriver:
-    """Replays requests, `concurrency` in flight at once, in their order.
+    """Replays requests in order, `concurrency` in flight at once.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(
@@ -255,21 +255,21 @@ class StepwiseDriver:
         should_stop: Callable[[], bool] = lambda: False,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start with nothing in flight.
+        """Create an idle driver.
 
         Args:
-            manager: Driven by nobody else.
-            workers: Over the manager's slots.
+            manager: The manager, used by this driver only.
+            workers: Workers on the manager's slots.
             pool: The frames of the workers' devices.
-            tally: What is counted.
-            tier_names: What the manager's tiers are called in the tally, in their order.
-            blocks_per_chunk: Device blocks of a frame.
-            num_workers: How many workers there are.
-            blocks_per_step: Blocks of a request that a step computes at most; None: all.
+            tally: Counts of the replay.
+            tier_names: Names of the manager's tiers in the tally, in lookup order.
+            blocks_per_chunk: Device blocks per frame.
+            num_workers: Number of workers.
+            blocks_per_step: Maximum blocks of a request computed per step; None: all.
             concurrency: Requests in flight.
-            verify: Compare what is on the device, byte for byte.
-            stall_timeout_s: Seconds without any progress until the replay gives up.
-            should_stop: Asked before every step: whether to admit no more.
+            verify: Compare blocks on the device byte by byte.
+            stall_timeout_s: Seconds without progress before the replay fails.
+            should_stop: Called before every step: whether to admit no more requests.
             on_step: Called after every step.
         """
         geometry = ConnectorGeometry(
@@ -290,7 +290,7 @@ class StepwiseDriver:
         self._stall_timeout_s = stall_timeout_s
         self._should_stop = should_stop
         self._on_step = on_step
-        self._active: dict[str, Prompt] = {}  # the one that came first, first
+        self._active: dict[str, Prompt] = {}  # in order of arrival
         self._admitted = 0
         self._seen_job_id = -1
         self._has_news = False
@@ -303,7 +303,7 @@ class StepwiseDriver:
 
         Raises:
             InputError: A request is larger than the device.
-            StalledError: Nothing has moved for `stall_timeout_s`.
+            StalledError: There was no progress for `stall_timeout_s`.
         """
         waiting = iter(requests)
         while not self._should_stop():
@@ -316,7 +316,7 @@ class StepwiseDriver:
             self._on_step()
 
     def drain(self, timeout_s: float) -> bool:
-        """End what is in flight and step until the engine is at rest; False at the deadline."""
+        """Finish requests in flight and step until the engine is idle; False at the deadline."""
         for prompt in self._active.values():
             prompt.stage = Stage.ENDED
             self._connector.request_finished(prompt)
@@ -330,10 +330,10 @@ class StepwiseDriver:
             self._step()
         return True
 
-    # -- which requests are in flight -----------------------------------------------------------
+    # -- requests in flight -----------------------------------------------------------
 
     def _admit(self, waiting: Iterable[Sequence[int]]) -> bool:
-        """Begin as many requests as may fly; return whether any was begun."""
+        """Start requests up to the concurrency limit; return whether any was started."""
         room = self._concurrency - self._in_flight()
         if room <= 0:
             return False
@@ -348,7 +348,7 @@ class StepwiseDriver:
         return self._admitted > first
 
     def _in_flight(self) -> int:
-        """Count the requests that have not ended, and those for which something still works."""
+        """Count the requests that have not ended or still have jobs."""
         jobs = self._engine.jobs
         if not jobs and not self._workers.has_copies:
             return len(self._active) or int(self._connector.has_pending_push_work())
@@ -356,7 +356,7 @@ class StepwiseDriver:
         return len(self._active.keys() | self._workers.req_ids | working)
 
     def _wait(self) -> None:
-        """Wait until a copy has ended or a tier has something to report, but not for ever."""
+        """Wait until a copy ends or a tier has results, with a timeout."""
         self._wait_briefly()
         now_s = time.monotonic()
         counters = self._engine.counters
@@ -407,7 +407,7 @@ class StepwiseDriver:
         self._note_promotions()
 
     def _compute(self, prompt: Prompt, count: int) -> None:
-        """Compute the next blocks; with the last one the request ends."""
+        """Compute the next blocks; a request ends with its last block."""
         self._has_news = True
         first, last = prompt.ready, prompt.ready + count
         if count:
@@ -426,10 +426,10 @@ class StepwiseDriver:
         del self._active[prompt.request_id]
         self._tally.end(prompt)
 
-    # -- what has ended -------------------------------------------------------------------------
+    # -- ended copies -------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Take in which copies have ended, and check what they have brought."""
+        """Process ended copies, and verify the loaded blocks."""
         output, loaded = self._workers.take_output()
         if not output.completed:
             return
@@ -440,11 +440,11 @@ class StepwiseDriver:
         self._owner_ns += time.perf_counter_ns() - start_ns
         for req_id in loaded:
             prompt = self._active.get(req_id)
-            if prompt is None:  # stopped while it was loading
+            if prompt is None:  # stopped during its load
                 continue
             prompt.stage = Stage.RUNNING
             if not invalid.isdisjoint(self._workers.device_blocks(prompt.frames)):
-                prompt.found_beyond = 0  # it has to be computed
+                prompt.found_beyond = 0  # the load failed; compute the blocks
                 prompt.num_computed_tokens = prompt.ready * self._per_block
                 continue
             first, prompt.ready = prompt.ready, len(prompt.frames)
@@ -456,10 +456,10 @@ class StepwiseDriver:
             self._workers.verify(prompt.names[first:last], prompt.frames[first:last])
 
     def _note_promotions(self) -> None:
-        """Remember which tier is being read for which request: the jobs of the step that ended."""
+        """Record the tier read for each request, from the jobs submitted in the step that ended."""
         jobs = self._engine.jobs
         newest = self._seen_job_id
-        for job_id in reversed(jobs):  # the latest first
+        for job_id in reversed(jobs):  # newest first
             if job_id <= self._seen_job_id:
                 break
             newest = max(newest, job_id)

@@ -1,4 +1,4 @@
-"""The workers of a replay: each has a device of its own, and makes the copies that it is told."""
+"""Workers of a replay: each has its own device memory and runs the copies of its jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch is loaded with the first memory, not before
 
 @dataclass(slots=True)
 class _Copy:
-    """A job under way: for whom, how many blocks, and on how many workers still."""
+    """A job in flight: its request, number of blocks, and number of workers still copying."""
 
     req_id: str
     num_blocks: int
@@ -29,9 +29,9 @@ class _Copy:
 
 
 class Workers:
-    """All workers of an engine, in step with each other.
+    """All workers of an engine, in lockstep.
 
-    Thread: the scheduler's.
+    Not thread-safe; call only from the scheduler's thread.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Workers:
 
     @property
     def req_ids(self) -> set[str]:
-        """The requests for which a copy is under way."""
+        """Ids of the requests with copies in flight."""
         return {copy.req_id for copy in self._copies.values()}
 
     @property
     def has_copies(self) -> bool:
-        """Whether a copy is under way."""
+        """Whether a copy is in flight."""
         return bool(self._copies)
 
     def device_blocks(self, frames: Sequence[int]) -> list[int]:
-        """Return the device blocks of frames: the same on every device."""
+        """Return the device blocks of frames, equal on every device."""
         return self._memories[0].device_blocks(frames)
 
     # -- a step ---------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Workers:
         """Make device blocks safe to overwrite, and start loads.
 
         Raises:
-            StalledError: A copy that must end first does not.
+            StalledError: A copy that must end first did not end in time.
         """
         for jobs, is_store in ((meta.load_jobs, False), (meta.store_jobs, True)):
             for job_id, job in jobs.items():
@@ -84,12 +84,12 @@ class Workers:
             memory.compute(names, frames)
 
     def end_step(self, meta: OffloadingConnectorMetadata) -> None:
-        """Keep the step's stores for the next one."""
+        """Defer the step's stores to the next step."""
         for worker in self._workers:
             worker.prepare_store_kv(meta)
 
     def verify(self, names: BlockNames, frames: Sequence[int]) -> None:
-        """Compare blocks on every device with what they must be, and count the wrong ones."""
+        """Compare blocks on every device with their expected content; count mismatches."""
         wrong = max(memory.count_wrong(names, frames) for memory in self._memories)
         self._tally.verified_blocks += len(frames)
         self._tally.corrupt_blocks += wrong
@@ -97,9 +97,9 @@ class Workers:
     # -- what has ended -------------------------------------------------------------------------
 
     def take_output(self) -> tuple[ConnectorOutput, list[str]]:
-        """Return what ended since the last call, and the requests that have been loaded.
+        """Return the jobs that ended since the last call, and the requests whose loads ended.
 
-        A request counts as loaded as soon as all workers have ended its load, well or not.
+        A load has ended when all workers have ended it, failed or not.
         """
         output = summed([worker.build_output()[0] for worker in self._workers])
         loaded: list[str] = []
@@ -117,13 +117,13 @@ class Workers:
         return output, loaded
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the oldest copy has ended, but not for ever."""
+        """Wait until the oldest copy has ended, with a timeout."""
         oldest: Collection[JobId] = (next(iter(self._copies)),)
         for worker in self._workers:
             worker.wait(oldest, timeout_s)
 
     def shutdown(self, timeout_s: float) -> None:
-        """End every copy."""
+        """Wait for every copy and shut the workers down."""
         for worker in self._workers:
             worker.shutdown(timeout_s)
 

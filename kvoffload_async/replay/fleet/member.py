@@ -1,8 +1,9 @@
-"""One process of a fleet: replays the requests that its parent sends, one after the other.
+"""A member process of a fleet: replays the requests sent by its parent, one at a time.
 
     python -m kvoffload_async.replay.fleet.member PARENT
 
-It ends with its parent: the kernel kills it, and a closed pipe ends it where that cannot be had.
+It ends with its parent: the kernel kills it or, where that is not supported, the closed pipe ends
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class PipedRequests(RequestSource):
-    """The parent's requests. Asking for the next one says that the last one has come to rest."""
+    """Requests from the parent. Taking the next one reports that the last one is finished."""
 
     def __init__(self, lines: BinaryIO, say: Callable[[bytes], None], most_blocks: int) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class PipedRequests(RequestSource):
 
 
 def serve(lines: BinaryIO, say: Callable[[bytes], None]) -> None:
-    """Replay what comes in `lines` until they end; every error is told, and none is raised."""
+    """Replay the requests in `lines` until the end; errors are reported, never raised."""
     try:
         start = Start(**json.loads(lines.readline()))
         source = PipedRequests(lines, say, start.most_blocks)
@@ -70,19 +71,19 @@ def serve(lines: BinaryIO, say: Callable[[bytes], None]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, where it can."""
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: there is the pipe
+    """Ask the kernel to kill this process when its parent ends, if supported."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: the closed pipe ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit("the parent has ended")  # before the kernel knew that it matters
+        sys.exit("the parent has ended")  # the parent had died before PR_SET_PDEATHSIG was set
 
 
 def main() -> None:
-    """Serve the parent on the standard streams; whatever else is printed goes to the error one."""
+    """Serve the parent on standard input and output; other output goes to standard error."""
     _end_with(int(sys.argv[1]))
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0) as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe
             serve(sys.stdin.buffer, lambda line: _write_all(replies.fileno(), line))
 
 

@@ -1,4 +1,4 @@
-"""Who gets which tiers and which requests, and what an unbounded cache would have found."""
+"""Assignment of tiers and requests to processes, and the hit ratio of an unbounded cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPREADS: Final = (RANDOM, AFFINITY)
 
 _SLAB: Final = "slab"
 _SLAB_PRIMARIES: Final = 4
-"""How many times the primary a slab holds where nobody says what a process has of its own."""
+"""Default size of a process's slab, as a multiple of the primary."""
 _SLAB_SEGMENTS: Final = 8
 _SLAB_OVERHEAD_BYTES: Final = 1 << 20
 _LEAST_SEGMENT_BYTES: Final = 1 << 20
@@ -32,23 +32,23 @@ _MATCH_SHARE: Final = 0.5
 
 
 class Equipment:
-    """The configuration of each process: what it has alone, and what all share.
+    """The configuration of each process: its own tiers, and the shared ones.
 
-    Each process's own are tiers in its memory, and a `slab`, in a folder for each below the
-    `root_dir` that is given; any other tier is shared. A process without one of its own gets a slab
-    of four times the primary.
+    Tiers in memory are a process's own, and so is a `slab`, in a folder per process below its
+    `root_dir`; all other tiers are shared. A process without an own tier gets a slab of four times
+    the primary.
     """
 
     def __init__(self, config: OffloadConfig, scratch: Path) -> None:
-        """Sort the tiers.
+        """Divide the tiers into own and shared ones.
 
         Args:
-            config: As of one process.
-            scratch: A folder for what goes with the replay.
+            config: Configuration of one process.
+            scratch: A temporary folder of the replay.
 
         Raises:
             InputError: No tier is shared.
-            ConfigError: The options of a tier are unusable.
+            ConfigError: The options of a tier are invalid.
         """
         self._config = config
         self._own: list[Mapping[str, Any]] = []
@@ -67,17 +67,17 @@ class Equipment:
 
     @property
     def shared_names(self) -> list[str]:
-        """The types of the tiers that are shared."""
+        """Types of the shared tiers."""
         return [str(tier["type"]) for tier in self._shared]
 
     def of(self, member: int, pass_name: str, *, shares: bool, remembers: bool) -> OffloadConfig:
-        """Return the configuration of one process in one pass, which begins with nothing stored.
+        """Return the configuration of one process in one pass, which starts with empty tiers.
 
         Args:
-            member: Which process.
-            pass_name: Tells the pass's blocks from those of others.
-            shares: Whether it has what is shared.
-            remembers: Whether the shared tiers may remember that a block was absent.
+            member: Number of the process.
+            pass_name: Separates the pass's blocks from others'.
+            shares: Whether to include the shared tiers.
+            remembers: Whether the shared tiers may cache that a block is absent.
         """
         tiers = [self._parted(tier, member, pass_name) for tier in self._own]
         for tier in self._shared if shares else ():
@@ -90,14 +90,14 @@ class Equipment:
         return replace(self._config, secondary_tiers=tuple(tiers))
 
     def remove_folders(self, num_members: int, pass_name: str) -> None:
-        """Remove what the processes of a pass had of their own; to be called once they have ended.
+        """Remove the processes' own folders of a pass; call it after the processes have ended.
 
-        Nobody would ever use it again: it has the name of this pass alone.
+        The folders have the name of this pass and are never reused.
         """
         for tier in self._own:
             for member in range(num_members if "root_dir" in tier else 0):
                 folder = self._folder(tier, member, pass_name)
-                # A process that cannot be killed may write into it while it goes.
+                # A process that could not be killed may still write to it.
                 shutil.rmtree(folder, ignore_errors=True)
                 if folder.exists():
                     logger.warning("%s could not be removed", folder)
@@ -125,10 +125,10 @@ def _slab(config: OffloadConfig, scratch: Path) -> Mapping[str, Any]:
 def spread(
     requests: Iterable[Sequence[int]], num_members: int, how: str, seed: int
 ) -> Iterator[int]:
-    """Yield which process gets each request.
+    """Yield the process for each request.
 
-    By affinity: the one that has seen the longest head of it, if that is half of it at least, else
-    the one that has had the fewest blocks, as routers of serving fleets do it.
+    Affinity picks the process that has seen the longest prefix of the request, if that is at least
+    half of it, else the process with the fewest blocks so far, like routers of serving fleets.
     """
     chance = random.Random(seed)  # noqa: S311 - reproducible, and no secret
     seen: list[set[int]] = [set() for _ in range(num_members)]
@@ -147,20 +147,20 @@ def spread(
 
 
 def length_of_head(block_ids: Sequence[int], known: set[int]) -> int:
-    """Return how many blocks at the head are known."""
+    """Return the number of leading blocks that are known."""
     return next((i for i, one in enumerate(block_ids) if one not in known), len(block_ids))
 
 
 @dataclass(slots=True)
 class UnboundedCache:
-    """What one cache without a bound, shared by all, would have found."""
+    """Hits of one unbounded cache shared by all processes."""
 
     refs: int = 0
     hits: int = 0
 
     @classmethod
     def over(cls, requests: Iterable[Sequence[int]]) -> UnboundedCache:
-        """Return what it finds of requests that come one after the other."""
+        """Return the cache's hits for a sequence of requests."""
         found, seen = cls(), set[int]()
         for block_ids in requests:
             ids = list(dict.fromkeys(block_ids))
@@ -172,5 +172,5 @@ class UnboundedCache:
 
     @property
     def hit_ratio(self) -> float:
-        """Of block references."""
+        """Hit ratio over block references."""
         return self.hits / max(1, self.refs)

@@ -1,9 +1,9 @@
-"""The processes of a fleet as their parent sees them: started, watched, ended for certain.
+"""Member processes of a fleet as seen by their parent: start, monitoring and termination.
 
-Parent and members exchange one JSON object a line. The parent sends a `start`, then requests one by
-one, and closes the pipe after the last one. A member answers each of them when it has come to rest,
-the last time after its shutdown, with all figures so far: so those of a member that is killed are
-known up to then.
+Parent and members exchange one JSON object per line. The parent sends `start`, then the requests
+one by one, and closes the pipe after the last one. A member answers each request when it is
+finished, and once more after its shutdown. Each answer has all results so far, so those of a killed
+member are known up to its last request.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FAILED: Final = "failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a member is told first.
+    """First message to a member.
 
     Attributes:
-        config: The engine's settings, as `OffloadConfig.parse` takes them.
-        most_blocks: Blocks that a request has at most.
-        verify: Whether to compare what is loaded.
+        config: The engine's settings, as for `OffloadConfig.parse`.
+        most_blocks: Maximum blocks per request.
+        verify: Whether to compare loaded blocks.
         layers: Tensors of the device memory.
     """
 
@@ -49,29 +49,29 @@ class Start:
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Return a message's line."""
+    """Return a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
 def encode_start(start: Start) -> bytes:
-    """Return the first line."""
+    """Return the start message as a line."""
     return encode(asdict(start))
 
 
 def settings_of(config: OffloadConfig) -> dict[str, Any]:
-    """Return a configuration as it is parsed."""
+    """Return the settings of a configuration, as for `OffloadConfig.parse`."""
     settings = {option.name: getattr(config, option.name) for option in fields(config)}
     return settings | {"secondary_tiers": [dict(tier) for tier in config.secondary_tiers]}
 
 
 def answer(what: str, report: Report | None = None, **more: object) -> bytes:
-    """Return a member's line."""
+    """Return a member's answer as a line."""
     figures = {} if report is None else {"report": asdict(report)}
     return encode({"what": what, **figures, **more})
 
 
 def report_in(message: Mapping[str, Any]) -> Report | None:
-    """Return the figures in a member's answer, if there are any."""
+    """Return the results in a member's answer, or None."""
     figures = message.get("report")
     return None if figures is None else Report(**figures)
 
@@ -82,51 +82,51 @@ _REAP_S: Final = 10.0
 
 
 class MemberProcess:
-    """One process of a fleet, from its start on.
+    """One member process.
 
     Attributes:
-        report: Its figures when it last was at rest.
+        report: Its results at its last answer.
     """
 
     def __init__(self, name: str, start: Start) -> None:
-        """Start it; waits for nothing."""
+        """Start the process, without waiting for it."""
         self.name = name
         self.report: Report | None = None
         self._answers: deque[str] = deque()
         self._partial = b""
-        self._unsent = encode_start(start)  # first: nothing runs yet if it cannot be written
-        # In a session of its own: a Ctrl-C at the terminal is for the parent, which then ends it.
+        self._unsent = encode_start(start)  # first: it may raise before the process is started
+        # In its own session, so that Ctrl-C reaches only the parent, which ends the member.
         self._process = subprocess.Popen(  # noqa: S603 - this package's own module
             [*_COMMAND, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # They would all listen on one path, of which only the first can have it.
+            # Only one process could listen on the path.
             env={name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE},
         )
         if self._process.stdin is None or self._process.stdout is None:  # pragma: no cover
-            raise OffloadError(f"{name}: no pipes")  # what the type checker cannot know
+            raise OffloadError(f"{name}: no pipes")  # for the type checker
         self._requests = self._process.stdin
         self._replies = self._process.stdout
         os.set_blocking(self._requests.fileno(), False)
         os.set_blocking(self._replies.fileno(), False)
 
     def fileno(self) -> int:
-        """Return what becomes readable when there are answers."""
+        """Return the descriptor that is readable when there are answers."""
         return self._replies.fileno()
 
     def send(self, block_ids: Sequence[int], timeout_s: float) -> None:
-        """Send a request, behind whatever has not been sent yet.
+        """Send a request, after all unsent data.
 
         Raises:
-            StalledError: The process does not take it in time.
+            StalledError: The process does not accept it in time.
             OffloadError: The process has ended.
         """
         self._unsent += json.dumps(list(block_ids)).encode() + b"\n"
         self.flush(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Send what has not been sent yet; raises what `send` does."""
+        """Send unsent data; raises the errors of `send`."""
         deadline_s = time.monotonic() + timeout_s
         fd = self._requests.fileno()
         while self._unsent:
@@ -141,11 +141,11 @@ class MemberProcess:
                 raise self._has_ended() from None
 
     def take_answer(self) -> str | None:
-        """Return what it says next, if it has said something: its figures are in `report` then.
+        """Return the type of the next answer, if there is one, and update `report`.
 
         Raises:
-            InputError: It cannot work with its configuration.
-            OffloadError: It has failed, or ended.
+            InputError: The process rejected its configuration.
+            OffloadError: The process failed or ended.
         """
         while not self._answers:
             try:
@@ -160,7 +160,7 @@ class MemberProcess:
         return self._answers.popleft()
 
     def wait_for(self, what: str, timeout_s: float) -> None:
-        """Wait until it says so; raises what `take_answer` does, and StalledError."""
+        """Wait for an answer of this type; raises the errors of `take_answer`, and StalledError."""
         deadline_s = time.monotonic() + timeout_s
         while (said := self.take_answer()) != what:
             left_s = deadline_s - time.monotonic()
@@ -168,14 +168,14 @@ class MemberProcess:
                 raise StalledError(f"{self.name} was not {what} after {timeout_s:g} s")
 
     def end(self, timeout_s: float) -> None:
-        """Let it end after its last request; raises what `wait_for` does."""
+        """Wait for its end after the last request; raises the errors of `wait_for`."""
         self._requests.close()
         self.wait_for(ENDED, timeout_s)
 
     def kill(self) -> None:
-        """End it as a crash would, unless it has ended; idempotent."""
+        """Kill it like a crash, unless it has ended; idempotent."""
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a call into the kernel hangs
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a system call
             self._process.wait(_REAP_S)
         for pipe in (self._requests, self._replies):
             pipe.close()
@@ -189,6 +189,6 @@ class MemberProcess:
         self._answers.append(what)
 
     def _has_ended(self) -> OffloadError:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in its end
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs while exiting
             self._process.wait(_REAP_S)
         return OffloadError(f"{self.name} has ended with status {self._process.returncode}")

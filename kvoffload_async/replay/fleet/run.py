@@ -1,8 +1,8 @@
-"""The parent of a fleet: three passes over the same requests, each on new processes; their figures.
+"""The parent of a fleet: three passes over the same requests, each with new processes.
 
-Alone, every process has but its own tiers. In lockstep all share a tier, and a request begins
-when everything that those before it have stored has come to rest. Free-running, every process goes
-on as soon as its own last request has come to rest.
+Alone: each process has only its own tiers. Lockstep: all share a tier, and a request begins when
+all stores of earlier requests have ended. Free-running: each process continues as soon as its own
+last request is finished.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _SAME: Final = frozenset(
         *("device_blocks", "layers"),
     }
 )
-"""Figures that are not summed: they are alike in all processes."""
+"""Figures that are equal in all processes and not summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPass:
-    """One pass of all processes.
+    """Results of one pass of all processes.
 
     Attributes:
         name: `"alone"`, `"lockstep"` or `"free"`.
-        members: The figures of each process; of one that was killed and replaced, of both.
-        wall_s: Seconds that the pass took.
-        killed: Processes that were killed on the way.
+        members: Results of each process; if one was killed and replaced, of both.
+        wall_s: Duration of the pass in seconds.
+        killed: Processes killed during the pass.
     """
 
     name: str
@@ -52,12 +52,12 @@ class FleetPass:
 
     @property
     def total(self) -> Report:
-        """The sum over the processes; owner's times are those of the slowest one."""
+        """Sum over the processes; times of the owner are those of the slowest process."""
         return _summed(self.members, self.wall_s)
 
     @property
     def costs(self) -> dict[str, dict[str, float]]:
-        """What would be paid for, by tier: requests, and GiB moved in either direction."""
+        """Billable usage by tier: requests, and GiB moved in either direction."""
         return {
             name: {
                 "requests": tier["requests"],
@@ -70,14 +70,14 @@ class FleetPass:
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """What a fleet has shown.
+    """Results of a fleet.
 
     Attributes:
-        passes: Those that were made, in their order; the last one may have been interrupted.
-        unbounded: The hit ratio of one cache without a bound.
-        interrupted: Whether the fleet was stopped on the way.
+        passes: The passes, in order; the last one may have been interrupted.
+        unbounded: Hit ratio of one unbounded cache.
+        interrupted: Whether the fleet was stopped early.
         fleet: Number of processes.
-        spread: How requests were spread over them.
+        spread: How requests were assigned to processes.
     """
 
     passes: tuple[FleetPass, ...]
@@ -88,22 +88,22 @@ class FleetReport:
 
     @property
     def complaints(self) -> list[str]:
-        """What must never happen, and did."""
+        """Errors found in the passes."""
         return [
             f"{one.name}: {complaint}" for one in self.passes for complaint in one.total.complaints
         ]
 
     def named(self, name: str) -> FleetPass | None:
-        """Return a pass, if it was made."""
+        """Return a pass by name, or None if it was not made."""
         return next((one for one in self.passes if one.name == name), None)
 
     def ratio(self, name: str) -> float | None:
-        """Return a pass's hit ratio, if it was made."""
+        """Return a pass's hit ratio, or None if it was not made."""
         one = self.named(name)
         return None if one is None else one.total.hit_ratio
 
     def to_json(self) -> str:
-        """Return one JSON object: those of a plain replay for the lockstep pass, and a fleet's.
+        """Return a JSON object: the lockstep pass's results like a plain replay's, and the fleet's.
 
         `alone`, `shared`, `shared_free_running` and `unbounded` are hit ratios.
         """
@@ -174,7 +174,7 @@ def _greatest(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 _START_MARGIN_S: Final = 60.0
-"""Interpreter and libraries on a busy machine, beyond what opening takes."""
+"""Start-up time of interpreter and libraries on a loaded machine, besides opening the tiers."""
 _WATCH_S: Final = 0.1
 
 ALONE, LOCKSTEP, FREE = "alone", "lockstep", "free"
@@ -182,20 +182,20 @@ ALONE, LOCKSTEP, FREE = "alone", "lockstep", "free"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """How a fleet replays.
+    """Settings of a fleet.
 
     Attributes:
-        size: Processes.
+        size: Number of processes.
         spread: `"random"` or `"affinity"`; see `plan.spread`.
-        seed: Of the random spread.
-        kill_at: In the passes that share, the process that gets the request of this number, from 1
-            on, is killed while it works on it; another one takes its place, and the request.
-        verify: Compare what is loaded.
+        seed: Seed of the random spread.
+        kill_at: In the passes with shared tiers, kill the process that works on the request with
+            this number, from 1; a new process takes over, including the request.
+        verify: Compare loaded blocks.
         layers: Tensors of the device memory.
-        should_stop: Whether to send no more requests.
-        before_request: Called with pass and number before a request is sent: for tests that kill
-            what is shared.
-        on_step: Called with the part of all passes that is done, from 0 to 1.
+        should_stop: Returns whether to send no more requests.
+        before_request: Called with pass and number before a request is sent, for tests that
+            disrupt the shared tier.
+        on_step: Called with the completed fraction of all passes.
     """
 
     size: int
@@ -218,15 +218,16 @@ def run_fleet(
     """Replay requests on a fleet: alone, in lockstep, and free-running.
 
     Args:
-        config: Of one process; see `Equipment` for what becomes of its tiers.
-        requests: In their order.
-        options: How.
-        scratch: A folder for what goes with the replay.
+        config: Configuration of one process; see `Equipment` for its tiers.
+        requests: The requests, in order.
+        options: Settings of the fleet.
+        scratch: A temporary folder.
 
     Raises:
-        InputError: The configuration cannot be used for a fleet.
-        StalledError: A process makes no progress. All of them have been killed.
-        OffloadError: A process has ended by itself, or its engine did not shut down. Likewise.
+        InputError: The configuration is unusable for a fleet.
+        StalledError: A process makes no progress; all processes were killed.
+        OffloadError: A process ended unexpectedly, or its engine failed to shut down; all
+            processes were killed.
     """
     equipment = Equipment(config, scratch)
     passes: list[FleetPass] = []
@@ -247,7 +248,7 @@ def run_fleet(
 
 
 class _Pass:
-    """One pass: every process has at most one request, which it acknowledges when at rest."""
+    """One pass: each process has at most one request, which it answers when finished."""
 
     def __init__(
         self,
@@ -266,14 +267,14 @@ class _Pass:
         self._kill_at = None if name == ALONE else options.kill_at
         whose = spread(requests, options.size, options.spread, options.seed)
         self._waiting: deque[tuple[int, int]] = deque(enumerate(whose))
-        """Numbers of requests, from 0 on, and whose they are."""
+        """(request index from 0, member) for all requests to send."""
         self._shares: list[deque[int]] = [deque() for _ in range(options.size)]
         if not self._is_lockstep:
             for index, member in self._waiting:
                 self._shares[member].append(index)
         self._members: list[MemberProcess] = []
         self._busy: dict[int, tuple[int, float]] = {}
-        """Members at work: their request, and until when they must have come to rest."""
+        """Busy members: their request, and the deadline for its answer."""
         self._ended: list[Report] = []
         self._killed = 0
         self._done = 0
@@ -292,7 +293,7 @@ class _Pass:
                 if not self._busy:
                     break
                 self._take_answers()
-            for index in list(self._busy):  # what was begun is ended
+            for index in list(self._busy):  # finish requests in flight
                 self._members[index].wait_for(DONE, self._patience_s)
             for member in self._members:
                 member.end(self._shutdown_s)
@@ -362,7 +363,7 @@ class _Pass:
         member.wait_for(READY, self._patience_s + _START_MARGIN_S)
 
     def _replace(self, index: int) -> None:
-        """Kill a process; another one over the same tiers takes its place."""
+        """Kill a process and start another on the same tiers."""
         killed = self._members[index]
         killed.kill()
         self._killed += 1

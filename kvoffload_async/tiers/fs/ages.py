@@ -1,11 +1,11 @@
-"""How old the blocks are that a first cycle of walks finds, so that the oldest can go first.
+"""Ages of the blocks found by the first cycle of walks, so that the oldest are evicted first.
 
-A policy learns a namespace bucket by bucket, and ranks no more blocks than the capacity holds. If
-that holds fewer than there are, as when it became smaller, neither says which are to go: that is
-decided by all blocks' ages, once all have been seen. Eight bytes a block, and a key for each of
-those that cannot be ranked; dropped when it is decided.
+A policy learns a namespace bucket by bucket, and ranks no more blocks than fit the capacity. If
+there are more, as after the capacity was reduced, the order of discovery must not decide which are
+removed. That is decided by age once all blocks have been seen. Uses eight bytes per block, plus a
+key for each block that cannot be ranked, until it is decided.
 
-Thread: loop, where not said.
+Call from the event loop's thread unless documented otherwise.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvoffload_async.types import OffloadKey
 
 
 class Ages:
-    """When blocks were changed last, of those that nobody has used since they were found.
+    """Modification times of blocks that were not used since they were found.
 
     Attributes:
-        held: Blocks that could not be ranked -> time of last change in s.
+        held: Blocks that could not be ranked -> modification time in s.
     """
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start empty."""
         self.held: dict[OffloadKey, float] = {}
         self._changed_s = array("d")
-        """Slot -> time of last change in s; NaN: used since, or none."""
+        """Slot -> modification time in s; NaN: used since, or no block."""
         self._seen_s: npt.NDArray[np.float64] = np.empty(0)
         self._held: list[OffloadKey] = []
         self._order: npt.NDArray[np.intp] = np.empty(0, np.intp)
@@ -40,7 +40,7 @@ class Ages:
     def note(
         self, keys: Iterable[OffloadKey], slots: Iterable[int], ages: Mapping[OffloadKey, float]
     ) -> None:
-        """Note the times of blocks that have these slots now; a key without one was used."""
+        """Record the times of blocks by slot; a key without a time was used."""
         changed_s = self._changed_s
         for key, slot in zip(keys, slots, strict=True):
             if slot >= len(changed_s):
@@ -48,21 +48,21 @@ class Ages:
             changed_s[slot] = ages.get(key, math.nan)
 
     def sorting(self) -> Callable[[], None]:
-        """Return a call that sorts what was noted, for any thread."""
+        """Return a function that sorts the recorded times; it may run on any thread."""
         self._held = list(self.held)
         self._seen_s = np.array(self._changed_s)
         held_s = np.fromiter(self.held.values(), np.float64, len(self._held))
 
         def sort() -> None:
             order = np.argsort(np.concatenate((self._seen_s, held_s)), kind="stable")
-            self._order = order[: len(order) - int(np.isnan(self._seen_s).sum())]  # they are last
+            self._order = order[: len(order) - int(np.isnan(self._seen_s).sum())]  # NaNs sort last
 
         return sort
 
     def take(self, count: int) -> tuple[list[int], list[OffloadKey]]:
-        """Take the next ones, the oldest first: the slots of some, and the keys of others.
+        """Take the next oldest: the slots of ranked blocks, and the keys of others.
 
-        Nothing is taken only if none are left; those that were used since are left out.
+        Blocks used meanwhile are skipped. Both lists are empty only when none are left.
         """
         slots: list[int] = []
         keys: list[OffloadKey] = []
@@ -79,5 +79,5 @@ class Ages:
         return slots, keys
 
     def rest(self) -> Sequence[OffloadKey]:
-        """Return the blocks that could not be ranked and were not taken, the oldest first."""
+        """Return the remaining blocks that could not be ranked, oldest first."""
         return sorted(self.held, key=self.held.__getitem__)

@@ -1,6 +1,6 @@
-"""The block files of one namespace: reading them so that they are right, finding, removing them.
+"""The block files of one namespace: verified reading, existence checks, removal.
 
-Thread: an I/O thread; a call blocks for as long as the filesystem does.
+Blocks on filesystem calls; run on I/O threads.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 _SPARE = memoryview(bytearray(1))
-"""Where what lies behind the end of a block goes: nobody reads it."""
+"""Receives bytes after the end of a block; never read."""
 
 _INCOMPARABLE = {
     Origin.NEWER: "of a newer release",
     Origin.OTHER_KEY: "that is not made with this tier's integrity key, or lack of one",
 }
-"""Whose checksums nobody here can call wrong, and why."""
+"""Origins whose checksums cannot be compared here, with the reason."""
 
 
 class BlockFiles:
     """The block files of one namespace.
 
     Attributes:
-        writer: Writes them.
-        folders: Those in which they are.
-        digester: Computes the values of their attributes.
-        digest_cache: Those that are known.
+        writer: Writes the files.
+        folders: Their folders.
+        digester: Computes the values of their checksum attributes.
+        digest_cache: Cached checksum attributes.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class BlockFiles:
         reuses_inodes: bool = False,
         counts_bytes: bool = True,
     ) -> None:
-        """Describe how files are written and read.
+        """Set how files are written and read.
 
         Args:
             ops: The system calls.
-            namespace: Where the files are.
+            namespace: Location of the files.
             writer_id: Part of every temporary file's name; see `writers`.
             block_bytes: Length of every file.
             verify: See `Verify`.
-            integrity_key: What checksums are made with; then `verify` must be `REQUIRED`.
-            direct_io: Bypass the page cache where that works.
+            integrity_key: Key of the checksums; requires `verify` to be `REQUIRED`.
+            direct_io: Bypass the page cache where supported.
             fsync: Wait for the device before a file is published.
-            reuses_inodes: Whether a victim's inode may be overwritten, as long as nobody reads
-                this namespace without verifying: such a reader could get the new bytes under the
-                old name.
-            counts_bytes: Whether a store says what it did to the disk; asking takes system calls.
+            reuses_inodes: Whether a victim's inode may be overwritten, provided that no process
+                reads this namespace without verifying: such a reader could read the new bytes under
+                the old name.
+            counts_bytes: Whether stores report their disk usage, which costs system calls.
         """
         self._ops = ops
         self._namespace = namespace
@@ -108,7 +108,7 @@ class BlockFiles:
         )
 
     def rename_writer(self, writer_id: str) -> None:
-        """Name new temporary files for another writer; nothing is known of the folders any more."""
+        """Use another writer's id for new temporary files; forget all known folders."""
         self.writer.writer_id = writer_id
         self.folders.forget_all()
 
@@ -117,10 +117,10 @@ class BlockFiles:
     def load(
         self, items: Iterable[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
-        """Load blocks one after the other; each is judged on its own, its failure appended."""
+        """Load blocks one by one; failures are appended, and do not affect other blocks."""
         path_of, recall = self._namespace.get_file_name, self.digest_cache.recall
-        # All that needs no file comes first: the less there is to do between two system calls,
-        # the less the threads wait for the interpreter's lock.
+        # Everything that needs no file comes first: the less work between two system calls,
+        # the less the threads wait for the GIL.
         for index, key, row, path, digest in [
             (index, key, row, path_of(key), recall(key)) for index, key, row in items
         ]:
@@ -140,12 +140,12 @@ class BlockFiles:
     def _load_one(
         self, key: OffloadKey, row: memoryview, path: str, remembered: bytes | None, direct: int
     ) -> tuple[TierError, int | None] | None:
-        """Load a block; return why it must not be served, and what deleting it has freed."""
+        """Load a block; return the error and the bytes freed by deleting the file, or None."""
         try:
             fd = self._ops.open(path, os.O_RDONLY | direct)
         except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
             return BlockMissingError(f"block {key.hex()} is not stored"), 0
-        except PermissionError:  # of another user, who keeps it to himself
+        except PermissionError:  # owned by another user
             return BlockMissingError(f"block {key.hex()} may not be read"), None
         try:
             if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
@@ -162,23 +162,23 @@ class BlockFiles:
     def _reads_as(
         self, fd: int, key: OffloadKey, row: memoryview, digest: bytes, direct: int
     ) -> bool:
-        """Read a block into the row; tell whether its bytes have this digest.
+        """Read a block into the row; return whether its bytes have this digest.
 
-        If so, they are right, whatever the file's attribute says, and whoever wrote it. If not,
-        that proves nothing: another process may have stored other bytes for the same key.
+        If so, they are valid, whatever the file's attribute says. If not, they may still be valid:
+        another process may have stored different bytes for the same key.
         """
         buffers = (row,) if direct else (row, _SPARE)
         count = self._ops.preadv(fd, buffers, 0)
         return count == self._block_bytes and self.digester.attribute_value(key, row) == digest
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
-        """Read a block into the row; return why it must not be served, or None."""
-        # Before the bytes: of a file that is overwritten meanwhile, they must not match.
+        """Read a block into the row; return the reason not to serve it, or None."""
+        # Read before the bytes, so that a file overwritten meanwhile does not match.
         digest = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
             return BlockMissingError(f"block {key.hex()} has a checksum {why}")  # the file stays
         lacks_digest = digest is None and self._verify is Verify.REQUIRED
-        # A file that is not whole is nobody's; and behind its end a direct read is misaligned.
+        # An incomplete file is corrupt, and a direct read past its end would be misaligned.
         if direct or lacks_digest:
             size_bytes = self._ops.fstat(fd).st_size
             if size_bytes != self._block_bytes:
@@ -200,10 +200,10 @@ class BlockFiles:
         return None
 
     def _fill(self, fd: int, row: memoryview, *, beyond: bool) -> int:
-        """Read a file into the row; return how many bytes it has, at most one more than that.
+        """Read a file into the row; return its number of bytes, at most one more than the row.
 
-        With `beyond`, one byte more is asked for, so that a file that is too long is found out:
-        that costs nothing, where a stat is a system call.
+        With `beyond`, one more byte is requested to detect a file that is too long. That is free,
+        while a stat is a system call.
         """
         spare = (_SPARE,) if beyond else ()
         done = self._ops.preadv(fd, (row, *spare), 0)
@@ -219,7 +219,7 @@ class BlockFiles:
         return value is not None and self.digester.origin_of(value) is Origin.NEWER
 
     def _remove_bad(self, fd: int, path: str) -> int | None:
-        """Delete a bad file, unless its path names another by now; see `LoadFailure`."""
+        """Delete a corrupt file, unless its path names another file now; see `LoadFailure`."""
         try:
             status = self._ops.fstat(fd)
             if os.path.samestat(status, self._ops.stat(path)):
@@ -228,14 +228,14 @@ class BlockFiles:
         except FileNotFoundError:
             return 0
         except OSError as error:
-            # As text: who keeps the log must not keep the frames, and the primary's memory.
-            logger.warning("a bad block stays behind: %s", str(error))
+            # As text: a log record with the error would keep its frames, and the primary's memory.
+            logger.warning("a corrupt block was not removed: %s", str(error))
         return None
 
     # -- the rest -------------------------------------------------------------------------------
 
     def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a file; one that cannot be asked for counts as absent."""
+        """Return the keys that have a file; errors count as absent."""
         found = set()
         for key in keys:
             with contextlib.suppress(OSError):
@@ -244,19 +244,19 @@ class BlockFiles:
         return frozenset(found)
 
     def remove(self, keys: Sequence[OffloadKey]) -> DiskChange:
-        """Delete blocks' files, and folders that are empty then; what cannot be, stays."""
+        """Delete blocks' files and then empty folders; errors are logged."""
         change = DiskChange()
         for key in keys:
             path = self._namespace.get_file_name(key)
             try:
                 status = self._ops.stat(path)
                 if not stat_module.S_ISREG(status.st_mode):
-                    continue  # no block of ours
+                    continue  # not a block
                 self._ops.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                logger.warning("an evicted block stays behind: %s", str(error))
+                logger.warning("an evicted block was not removed: %s", str(error))
                 continue
             change.remove(bucket_of(key), disk_bytes(status))
             self.folders.remove_empty(self._namespace.leaf_of(key), change)

@@ -1,4 +1,4 @@
-"""How walks correct the count, bucket by bucket. Thread: an I/O thread, under the count's lock."""
+"""Corrections of the count by walks, per bucket; run on an I/O thread under the count's lock."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvoffload_async.tiers.fs.counts import Usage, changed_since
 
 @dataclass(slots=True)
 class BucketScan:
-    """What a walk has found in a bucket, until the count is corrected by it.
+    """Result of a walk over a bucket, kept until the count is corrected.
 
     Attributes:
-        bucket: Which.
-        disk_bytes: What was there, less what was swept.
-        swept_bytes: Folders that the walk has removed.
-        changed: The bucket's counter of changes before the walk.
-        waits_for: Writers whose operations ran beside the walk, and how many they had begun; None
-            before that was looked at.
-        is_exact: Whether the count was set to it.
+        bucket: The bucket.
+        disk_bytes: Its disk bytes, without swept files.
+        swept_bytes: Disk bytes of folders removed by the walk.
+        changed: The bucket's change counter before the walk.
+        waits_for: Writers with operations concurrent to the walk, and the number of operations
+            that they had begun; None before this was determined.
+        is_exact: Whether the count was set to `disk_bytes`.
     """
 
     bucket: int
@@ -30,7 +30,7 @@ class BucketScan:
 
 
 def is_corrected(usage: Usage, bucket_scan: BucketScan) -> bool:
-    """Correct the count by a walk; tell whether that is done."""
+    """Correct the count by a walk; return False if operations must be awaited first."""
     writers = usage.writers
     if bucket_scan.waits_for is None:
         bucket_scan.waits_for = {
@@ -47,15 +47,15 @@ def is_corrected(usage: Usage, bucket_scan: BucketScan) -> bool:
     found_bytes = bucket_scan.disk_bytes
     bucket_scan.is_exact = not moved_bytes
     if settled_bytes is None or abs(settled_bytes - found_bytes) > moved_bytes:
-        # Which of the changes the walk has seen is not known: rather too much than too little.
+        # It is unknown which changes the walk has seen: count too much rather than too little.
         usage.set(bucket_scan.bucket, found_bytes + moved_bytes)
-    if bucket_scan.swept_bytes:  # other walks may have seen it: they are not exact
+    if bucket_scan.swept_bytes:  # marks concurrent walks as inexact
         usage.change(bucket_scan.bucket, bucket_scan.swept_bytes, bucket_scan.swept_bytes)
     return True
 
 
 def raise_by(usage: Usage, bucket_scan: BucketScan) -> None:
-    """Correct the count upwards by a walk beside which an operation has not ended."""
+    """Raise the count by a walk that has an unfinished concurrent operation."""
     settled_bytes, moved_bytes = _moved(usage, bucket_scan)
     found_bytes = bucket_scan.disk_bytes
     if settled_bytes is None:
@@ -65,6 +65,6 @@ def raise_by(usage: Usage, bucket_scan: BucketScan) -> None:
 
 
 def _moved(usage: Usage, bucket_scan: BucketScan) -> tuple[int | None, int]:
-    """Return a bucket's settled bytes, and what was changed in it since before the walk."""
+    """Return a bucket's settled bytes, and the bytes changed in it since before the walk."""
     settled_bytes, changed = usage.bucket(bucket_scan.bucket)
     return settled_bytes, changed_since(changed, bucket_scan.changed)

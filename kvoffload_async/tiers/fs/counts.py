@@ -1,20 +1,20 @@
-"""The shared count as it lies in `.usage`: its format, and one state of it in memory.
+"""Format of the shared count of bytes, and one state of it in memory.
 
-The file is two slots of 8 KiB, each a whole state with a checksum. A change goes into the slot that
-was not written last, with the next sequence number: a write that is cut off costs that one change,
-and the state before it stands. Little-endian:
+The file has two slots of 8 KiB, each with a complete state and a checksum. A change is written to
+the older slot with the next sequence number. A torn write loses only that change; the previous
+state remains valid. Little-endian:
 
     0     8 bytes magic, u32 version, u32 features that a reader must know (none yet)
-    16    u64 sequence, i64 settled bytes of all buckets that are known
-    32    u64 bytes that dead writers had reserved, ever; u64 of these given up again
-    48    u32 buckets that are not known, u32 writers
-    56    u64 XXH3-64 of the rest, which ends behind the last writer
-    64    257 times i64 settled bytes (-1: not known), u32 changes in sectors, wrapping
+    16    u64 sequence, i64 settled bytes of all known buckets
+    32    u64 bytes ever reserved by dead writers, u64 bytes of these written off
+    48    u32 unknown buckets, u32 writers
+    56    u64 XXH3-64 of the rest, up to the last writer
+    64    257 times i64 settled bytes (-1: unknown), u32 changes in sectors, wrapping
     3200  up to 104 times 24 bytes writer's id, u64 reserved bytes, u32 operations begun, u32 oldest
-          operation that has not ended, u32 changes told, u32 nothing
+          operation that has not ended, u32 changes made, u32 unused
 
-A bucket is what lies below the top folders whose names begin with the same two digits; the last one
-is everything else.
+A bucket is everything below the top folders whose names begin with the same two digits; the last
+bucket is everything else.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ WRAP: Final = 1 << 32
 
 
 class NewerCountError(OSError):
-    """The count is of a newer format, which must be left as it is."""
+    """The count has a newer format and must not be modified."""
 
 
 @dataclass(slots=True)
 class WriterCount:
-    """What a writer has in the count.
+    """A writer's entry in the count.
 
     Attributes:
-        reserved_bytes: What it has set aside for blocks that it is writing.
-        begun: How many operations on the disk it has begun, modulo 2**32.
-        oldest: The number of its oldest one that has not ended; `begun` if there is none.
-        told: How often it has changed the count: it finds by it that a change was made which was
+        reserved_bytes: Bytes reserved for blocks being written.
+        begun: Number of disk operations begun, modulo 2**32.
+        oldest: Number of the oldest operation that has not ended; `begun` if there is none.
+        told: Number of its changes of the count; detects a change that was made although it was
+            reported as failed.
             reported as failed.
     """
 
@@ -71,7 +72,7 @@ class WriterCount:
     told: int
 
     def has_ended(self, begun: int) -> bool:
-        """Tell whether all operations have ended that had begun when `begun` was so."""
+        """Return whether all operations before number `begun` have ended."""
         return (self.oldest - begun) % WRAP < WRAP // 2
 
 
@@ -79,12 +80,12 @@ class Usage:
     """One state of the shared count.
 
     Attributes:
-        sequence: Its number.
-        settled_bytes: Files and folders that are there, as far as buckets are known.
-        presumed_ever: Bytes that writers had reserved when they died, since the beginning.
-        presumed_over: Those of them that walks have shown to be counted or free.
-        num_unknown: Buckets of which nobody knows what is in them.
-        writers: Those that count, by id.
+        sequence: Sequence number.
+        settled_bytes: Bytes of existing files and folders in all known buckets.
+        presumed_ever: Bytes reserved by writers at their deaths, in total since the beginning.
+        presumed_over: Bytes of these that walks have shown to be counted or free.
+        num_unknown: Number of buckets with unknown content.
+        writers: Entries of the writers, by id.
     """
 
     __slots__ = (
@@ -98,7 +99,7 @@ class Usage:
     )
 
     def __init__(self, slot: bytearray | None = None) -> None:
-        """Start with nothing known, or with the buckets of a slot, which is owned from now on."""
+        """Start with all buckets unknown, or from the content of a slot, which is then owned."""
         self.sequence = 0
         self.settled_bytes = 0
         self.presumed_ever = 0
@@ -109,36 +110,36 @@ class Usage:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every bucket is known."""
+        """Whether all buckets are known."""
         return not self.num_unknown
 
     @property
     def presumed_bytes(self) -> int:
-        """What dead writers may have written without counting it."""
+        """Bytes that dead writers may have written without counting them."""
         return self.presumed_ever - self.presumed_over
 
     @property
     def all_reserved_bytes(self) -> int:
-        """What is set aside by all writers together."""
+        """Bytes reserved by all writers."""
         return sum([writer.reserved_bytes for writer in self.writers.values()])
 
     @property
     def reserved_bytes(self) -> dict[str, int]:
-        """What each writer has set aside."""
+        """Reserved bytes by writer."""
         return {name: writer.reserved_bytes for name, writer in self.writers.items()}
 
     @property
     def total_bytes(self) -> int:
-        """What counts against the capacity, as far as buckets are known."""
+        """Bytes counted against the capacity, for the known buckets."""
         return self.settled_bytes + self.all_reserved_bytes + self.presumed_bytes
 
     @property
     def changed_bytes(self) -> int:
-        """What was added and removed since the beginning, both taken positive; wraps."""
+        """Sum of all bytes added and all bytes removed since the beginning; wraps."""
         return sum(self.bucket(number)[1] for number in range(NUM_BUCKETS)) * _SECTOR_BYTES
 
     def bucket(self, number: int) -> tuple[int | None, int]:
-        """Return the settled bytes of a bucket, None if unknown, and a counter of its changes."""
+        """Return a bucket's settled bytes (None if unknown) and its change counter."""
         settled_bytes: int
         changed: int
         at = _BUCKETS_AT + number * _BUCKET.size
@@ -146,7 +147,7 @@ class Usage:
         return None if settled_bytes == _UNKNOWN else settled_bytes, changed
 
     def change(self, number: int, added_bytes: int, removed_bytes: int) -> None:
-        """Count what was added to a bucket and removed from it."""
+        """Count bytes added to and removed from a bucket."""
         at = _BUCKETS_AT + number * _BUCKET.size
         settled_bytes, changed = _BUCKET.unpack_from(self._slot, at)
         sectors = -(-(added_bytes + removed_bytes) // _SECTOR_BYTES)
@@ -157,7 +158,7 @@ class Usage:
         _BUCKET.pack_into(self._slot, at, settled_bytes, (changed + sectors) % WRAP)
 
     def set(self, number: int, disk_bytes: int) -> None:
-        """Set what a bucket has."""
+        """Set the bytes of a bucket."""
         at = _BUCKETS_AT + number * _BUCKET.size
         settled_bytes, changed = _BUCKET.unpack_from(self._slot, at)
         if settled_bytes == _UNKNOWN:
@@ -167,11 +168,11 @@ class Usage:
         _BUCKET.pack_into(self._slot, at, disk_bytes, changed)
 
     def is_state(self, slot: memoryview) -> bool:
-        """Tell whether a slot has this state, as it was packed last."""
+        """Return whether a slot contains this state as packed last."""
         return bool(slot[:_BUCKETS_AT] == memoryview(self._slot)[:_BUCKETS_AT])
 
     def copy(self) -> Usage:
-        """Return a state of its own."""
+        """Return an independent copy."""
         copied = Usage(self._slot.copy())
         copied.sequence, copied.num_unknown = self.sequence, self.num_unknown
         copied.settled_bytes = self.settled_bytes
@@ -180,7 +181,7 @@ class Usage:
         return copied
 
     def packed(self) -> memoryview:
-        """Return this state as the used part of a slot, which changes with it."""
+        """Return this state as the used part of a slot; the memory is shared."""
         slot = self._slot
         _HEADER.pack_into(
             slot,
@@ -215,16 +216,16 @@ _UNKNOWN_SLOT: Final = _unknown_slot()
 
 
 def changed_since(changed: int, before: int) -> int:
-    """Return the bytes between two values of a bucket's counter of changes."""
+    """Return the bytes changed between two values of a bucket's change counter."""
     return (changed - before) % WRAP * _SECTOR_BYTES
 
 
 def parsed(content: memoryview, last: Usage | None = None) -> Usage | None:
-    """Return the newest whole state of a file; None if there is none.
+    """Return the newest valid state of a file; None if there is none.
 
     Args:
-        content: The file's.
-        last: A state that was read or written before: it is returned if it is still the newest.
+        content: The file's content.
+        last: The last state read or written; returned if it is still the newest.
 
     Raises:
         NewerCountError: The format is newer.

@@ -1,6 +1,6 @@
-"""The leaf folders of a namespace: made once and remembered, removed when they are empty.
+"""The leaf folders of a namespace: created once and cached, removed when empty.
 
-Thread: an I/O thread.
+Run on I/O threads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _UNMEASURED = contextlib.nullcontext()
 
 
 class LeafFolders:
-    """The folders in which blocks lie, each with a parent that holds nothing else."""
+    """The folders that contain blocks, each with a parent that contains nothing else."""
 
     def __init__(
         self, ops: FileOps, bucket_of: Callable[[str], int], *, counts_bytes: bool = True
     ) -> None:
-        """Know of none.
+        """Start with an empty cache.
 
         Args:
             ops: The system calls.
-            bucket_of: Returns the part of the namespace that a folder's path belongs to.
-            counts_bytes: Without it nobody asks by how much they grow.
+            bucket_of: Returns the bucket of a folder's path.
+            counts_bytes: Whether the growth of folders is measured.
         """
         self._ops = ops
         self._bucket_of = bucket_of
@@ -36,23 +36,23 @@ class LeafFolders:
         self._synced: set[str] = set()
         self._new_bytes = 0
         self._grown: dict[str, int] = {}
-        """Folders that have grown here -> disk bytes up to which that is counted."""
+        """Folders that grew here -> disk bytes already counted."""
 
     def ensure(self, leaf: str, change: DiskChange) -> None:
-        """Make a leaf folder and its parent, unless remembered.
+        """Create a leaf folder and its parent, unless cached.
 
-        Others may remove it again while it is empty: who puts something there must be ready for
-        that, and call `make_again`.
+        Other processes may remove it while it is empty. A caller whose file creation fails for that
+        reason must call `make_again`.
         """
         if leaf in self._made:
             return
-        with contextlib.suppress(FileNotFoundError):  # the parent is removed at this very moment
+        with contextlib.suppress(FileNotFoundError):  # the parent was removed concurrently
             for folder in (_parent_of(leaf), leaf):
                 if folder not in self._made:
                     self._make(folder, change)
 
     def make_again(self, leaf: str, change: DiskChange) -> None:
-        """Make a remembered folder that somebody removed, because it was empty or for good."""
+        """Create a cached folder again after another process has removed it."""
         parent = _parent_of(leaf)
         self._forget(leaf)
         self._forget(parent)
@@ -60,19 +60,20 @@ class LeafFolders:
         self.ensure(leaf, change)
 
     def forget_all(self) -> None:
-        """Know of none again: somebody has removed them all."""
+        """Clear the cache after all folders were removed."""
         with self._mutex:
             self._made.clear()
             self._grown.clear()
             self._synced.clear()
 
     def sync(self, leaf: str) -> None:
-        """Wait until the names in a leaf folder are on the device, and that of the folder itself.
+        """Wait until a leaf folder and the names in it are on the device.
 
-        The latter once, so not if another process removes the folder and makes it again meanwhile.
+        The folder's own name is synced only once, so not again if another process removes and
+        creates the folder meanwhile.
 
         Raises:
-            OSError: They may not be, now or ever.
+            OSError: The names may not be durable, now or ever.
         """
         sync_folder(self._ops, leaf)
         if leaf not in self._synced:
@@ -82,10 +83,10 @@ class LeafFolders:
             self._synced.add(leaf)
 
     def growing(self, folder: str, change: DiskChange) -> contextlib.AbstractContextManager[None]:
-        """Count by how much a folder grows meanwhile: none of its entries pays for that.
+        """Return a context that counts a folder's growth, which belongs to no file in it.
 
-        What another thread has counted is left out; of another process that cannot be known,
-        and the next walk corrects it.
+        Growth already counted by another thread is excluded. Growth by another process cannot be
+        distinguished; the next walk corrects it.
         """
         return self._measured(folder, change) if self._counts_bytes else _UNMEASURED
 
@@ -98,7 +99,7 @@ class LeafFolders:
             self.count_growth(folder, before_bytes, change)
 
     def count_growth(self, folder: str, before_bytes: int, change: DiskChange) -> None:
-        """Count by how much a folder has grown since it had that size; see `growing`."""
+        """Count a folder's growth beyond `before_bytes`; see `growing`."""
         after_bytes = self.size_of(folder)
         with self._mutex:
             counted_bytes = max(before_bytes, self._grown.get(folder, 0))
@@ -107,7 +108,7 @@ class LeafFolders:
                 self._grown[folder] = after_bytes
 
     def remove_empty(self, leaf: str, change: DiskChange) -> None:
-        """Delete a leaf folder if it is empty, and then its parent if that is."""
+        """Delete a leaf folder if it is empty, and then its parent likewise."""
         for folder in (leaf, _parent_of(leaf)):
             try:
                 freed_bytes = disk_bytes(self._ops.stat(folder))
@@ -120,13 +121,13 @@ class LeafFolders:
     def _make(self, folder: str, change: DiskChange) -> None:
         with self.growing(_parent_of(folder), change), contextlib.suppress(FileExistsError):
             self._ops.mkdir_own(folder)
-            # Also if it was removed and taken off the count at once: then as much as the last.
+            # If it was already removed and uncounted, assume the size of the last new folder.
             self._new_bytes = self.size_of(folder) or self._new_bytes
             change.add(self._bucket_of(folder), self._new_bytes)
         self._made.add(folder)
 
     def size_of(self, folder: str) -> int:
-        """Return a folder's disk bytes; 0 if it is gone, cannot be asked, or nobody counts."""
+        """Return a folder's disk bytes; 0 if it is missing, unreadable, or not counted."""
         with contextlib.suppress(OSError):
             return disk_bytes(self._ops.stat(folder)) if self._counts_bytes else 0
         return 0

@@ -1,4 +1,4 @@
-"""What a block takes on a filesystem, and the least capacity. Thread: any."""
+"""Disk usage of a block on a filesystem, and the minimum capacity. Thread-safe."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvoffload_async.tiers.fs.counts import FILE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a block takes on a filesystem.
+    """Disk usage of a block on a filesystem.
 
     Attributes:
-        block_bytes: A block, in whole grains of the filesystem.
-        folder_bytes: A new folder.
-        least_bytes: The smallest capacity that holds a block.
+        block_bytes: Disk bytes of a block, in whole filesystem blocks.
+        folder_bytes: Disk bytes of a new folder.
+        least_bytes: Minimum capacity for one block.
     """
 
     block_bytes: int
@@ -26,18 +26,18 @@ class Footprint:
 
     @classmethod
     def of(cls, folder: os.stat_result, row_bytes: int) -> Footprint:
-        """Return it for blocks of `row_bytes`, given a folder of that filesystem."""
+        """Return the footprint of blocks of `row_bytes`, given the status of a folder there."""
         grain = max(512, folder.st_blksize)
         block_bytes = -(-row_bytes // grain) * grain
-        folder_bytes = min(grain, disk_bytes(folder))  # it may have grown; a new one has not
+        folder_bytes = min(grain, disk_bytes(folder))  # `folder` may have grown
         count_bytes = -(-FILE_BYTES // grain) * grain
-        # The count, this writer's entry, and the folders: of both, of the block, above them, and
-        # what these may grow.
+        # The count, this writer's entry, and folders: theirs, the block's, their parents, and
+        # their growth.
         files_bytes = block_bytes + count_bytes + grain
         return cls(block_bytes, folder_bytes, files_bytes + 7 * folder_bytes)
 
     def check(self, capacity_bytes: int) -> None:
-        """Check that a block fits; raises ConfigError."""
+        """Check that the capacity fits a block; raises ConfigError."""
         if capacity_bytes < self.least_bytes:
             raise ConfigError(
                 f"capacity_bytes: {capacity_bytes} holds no block of {self.block_bytes} bytes "

@@ -1,10 +1,10 @@
-"""Which format a namespace has.
+"""Format version of a namespace.
 
-This is version 1, without features, and of that there is no file. A release that changes what a
-namespace is writes `.format` into it, before anything else, and so keeps out those that do not know
-the change: this one looks for the file.
+This is version 1 without features, which has no version file. A release that changes the format
+writes `.format` into a namespace before anything else, to lock out releases that do not know the
+change. This release checks for that file.
 
-Thread: an I/O thread.
+Run on I/O threads.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ FILE_NAME: Final = ".format"
 FORMAT: Final = "kvoffload-fs"
 VERSION: Final = 1
 KNOWN: Final = Features()
-"""The features that this release knows; docs/formats.md says what each means."""
+"""Features known to this release; docs/formats.md describes them."""
 
 _MAX_BYTES: Final = 1 << 16
 
 
 def check_namespace(ops: FileOps, folder: str, *, for_writing: bool) -> None:
-    """Check that a namespace, which need not exist, has a format that this release knows.
+    """Check that the format of a namespace, if it exists, is known to this release.
 
     Raises:
-        NewerFormatError: It has not, at least not for this purpose.
-        OSError: That cannot be told.
+        NewerFormatError: The format is not known, or not for this access.
+        OSError: The format cannot be read.
     """
     try:
         fd = ops.open(f"{folder}/{FILE_NAME}", os.O_RDONLY)
@@ -53,15 +53,15 @@ def check_namespace(ops: FileOps, folder: str, *, for_writing: bool) -> None:
             raise MalformedFormatError(f"it is not of {FORMAT!r}")
         check_format(body, VERSION, KNOWN, for_writing=for_writing)
     except (ValueError, RecursionError) as error:
-        raise NewerFormatError(f"its {FILE_NAME} says nothing that this one knows") from error
+        raise NewerFormatError(f"its {FILE_NAME} is not known to this release") from error
 
 
 def require_known_format(ops: FileOps, folder: str) -> None:
     """Check that a tier may use a namespace.
 
     Raises:
-        ConfigError: It is of a newer release.
-        OSError: That cannot be told.
+        ConfigError: It was written by a newer release.
+        OSError: The format cannot be read.
     """
     try:
         check_namespace(ops, folder, for_writing=True)

@@ -1,4 +1,4 @@
-"""Housekeeping of a namespace: its folders, its writers, its count, its size."""
+"""Background maintenance of a namespace: folders, writers, count of bytes, and size."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ T = TypeVar("T")
 _LEAVE_TIMEOUT_S = 1.0
 
 _SHARE = 0.02
-"""Of a processor's time, what walks may take on average."""
+"""Average share of one CPU that walks may use."""
 _SHARE_UNKNOWN = 0.25
-"""The same as long as nothing can be stored: before the count is known, or is small enough."""
+"""Share of one CPU while nothing can be stored, because the count is unknown or too high."""
 _REST = 5.0
-"""How many times as long as a walk took, none is made, however little processor time it took."""
+"""Minimum pause between walks, as a multiple of the last walk's duration."""
 _LEAST_REST_S = 0.1
 _STEP_S = 0.02
-"""Of processor time, what a step may take before it begins another bucket."""
+"""CPU time after which a step begins no further bucket."""
 _OPENING_S = 0.2
-"""How long opening, or a job that finds no room, looks around."""
+"""Maximum time to walk at opening, or for a job that finds no room."""
 _PORTION = 512
-"""Blocks that are learned at a time, so that the loop is kept busy for milliseconds."""
+"""Blocks learned at a time, so that the loop is blocked only for milliseconds."""
 
 
 def _unchecked() -> None:
-    """Check nothing, before it is known what there is to check."""
+    """Check nothing, until the root's check is set."""
 
 
 class Housekeeping:
-    """Everything about a namespace that is not a block's bytes. Thread: loop, where not said."""
+    """Maintains a namespace. Call from the event loop's thread unless documented otherwise."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class Housekeeping:
         self._next_look_s = 0.0
 
     def enter(self, verify: Verify) -> None:
-        """Make the folders, and register.
+        """Create the folders, and register.
 
         Raises:
-            OSError: The directory cannot be made or written.
-            ConfigError: The filesystem lacks what `verify` requires, or a newer release has changed
-                what is in the directory.
+            OSError: The directory cannot be created or written.
+            ConfigError: The filesystem lacks a feature that `verify` requires, or a newer release
+                has changed the directory's format.
 
-        Thread: an I/O thread.
+        Runs on an I/O thread.
         """
         self._verify = verify
         enter_namespace(self._ops, self._namespace, self._writers, self._files.writer, verify)
@@ -103,11 +103,11 @@ class Housekeeping:
         create_policy: Callable[[int], CachePolicy],
         row_bytes: int,
     ) -> Space:
-        """Join the count.
+        """Join the shared count.
 
         Raises:
-            ConfigError: The capacity is below one block, or the count's format is newer.
-            OSError: The count cannot be kept here.
+            ConfigError: The capacity is less than one block, or the count's format is newer.
+            OSError: The count's file cannot be used.
         """
         status = await self._run(partial(self._ops.stat, self._namespace.folder))
         footprint = Footprint.of(status, row_bytes)
@@ -134,7 +134,7 @@ class Housekeeping:
         return self._space
 
     async def look_around(self) -> None:
-        """Walk for a moment, which is a whole cycle where there is little; make room if need be.
+        """Walk for a moment, a whole cycle if the namespace is small; then evict if necessary.
 
         Raises:
             OSError: The namespace or its count cannot be used.
@@ -147,7 +147,7 @@ class Housekeeping:
         """Start housekeeping in the background.
 
         Args:
-            rescan_interval_s: Seconds, at least, between two cycles of walks.
+            rescan_interval_s: Minimum seconds between two cycles of walks.
             check_root: Raises OSError if the root is not the directory that was opened.
         """
         self._check_root = check_root
@@ -156,10 +156,10 @@ class Housekeeping:
         )
 
     async def look_for_blocks(self) -> bool:
-        """Walk for a moment, unless that was just done, for blocks that could be evicted.
+        """Walk for a moment in search of evictable blocks, unless that was just done.
 
         Returns:
-            Whether a walk has been made since the call.
+            Whether a walk was made since the call.
         """
         space = self._space
         if space is None:
@@ -185,11 +185,11 @@ class Housekeeping:
             return True
 
     async def recover(self) -> bool:
-        """Tell, when a store has failed, whether the tier had to register and has done so."""
+        """Register again if necessary, after a failed store; return whether that happened."""
         return await self._recovery.try_beat()
 
     async def leave(self) -> None:
-        """Stop, give back what was reserved, and unregister."""
+        """Stop, release reservations, and unregister."""
         self._is_leaving.set()
         if self._task is not None:
             self._task.cancel()
@@ -202,22 +202,22 @@ class Housekeeping:
         return await self._env.io.run(Direction.METADATA, call)
 
     def _enter_again(self) -> None:
-        """Register, and make what must be there, as at the opening. Thread: an I/O thread."""
+        """Register and create the folders again, as at opening. Runs on an I/O thread."""
         self._check_root()
         self._writers.renew_id()
         self._files.rename_writer(self._writers.writer_id)
         self.enter(self._verify)
-        if self._usage is not None:  # who is in the count must have registered before
+        if self._usage is not None:  # a writer must register before it joins the count
             self._usage.rename_writer(self._writers.writer_id)
 
     async def _begin_anew(self) -> None:
-        """Begin another cycle: the namespace, or its count, was taken away and made again."""
+        """Begin a new cycle, after the namespace or its count was removed and created again."""
         async with self._walking:
             self._walk.begin_anew()
         await self.look_around()
 
     def _close(self) -> None:
-        """Each step has its chance. Thread: an I/O thread."""
+        """Leave the count and unregister, each even if the other fails. On an I/O thread."""
         with contextlib.ExitStack() as steps:
             steps.callback(self._unregister)
             if self._usage is not None:
@@ -227,12 +227,12 @@ class Housekeeping:
         try:
             self._files.writer.sweep_litter()
         except OSError:
-            self._writers.die()  # the next start finds this writer dead, and sweeps
+            self._writers.die()  # the next start finds this writer dead, and sweeps its files
             raise
         self._writers.unregister()
 
     async def _run_periodically(self, rescan_interval_s: float) -> None:
-        """Show that this tier lives, and walk, a little at a time."""
+        """Send heartbeats, and walk in small steps."""
         loop = asyncio.get_running_loop()
         tick_s = min(HEARTBEAT_S, rescan_interval_s)
         tick_at_s = loop.time() + tick_s
@@ -256,7 +256,7 @@ class Housekeeping:
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
 
     async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
-        """Walk until it is enough, or for so long. Under the lock of walks."""
+        """Walk until `is_enough`, or for `seconds`. Call with the lock of walks held."""
         loop = asyncio.get_running_loop()
         begun_s, cpu_s = loop.time(), 0.0
         until_s = time.monotonic() + seconds
@@ -273,7 +273,7 @@ class Housekeeping:
         self._walks += 1
 
     async def _take_step(self, should_stop: Callable[[], bool]) -> Step:
-        """Walk over a few buckets, and learn what is in them. Under the lock of walks."""
+        """Walk over a few buckets, and learn their blocks. Call with the lock of walks held."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         space = self._space
@@ -296,7 +296,7 @@ class Housekeeping:
         return step
 
     async def _learn(self, space: Space, step: Step) -> float:
-        """Take in what a step has found, in portions; return the processor time it took."""
+        """Learn the blocks found by a step, in portions; return the CPU seconds used."""
         cpu_s = 0.0
         found = list(step.found)
         for first in range(0, len(found), _PORTION):
@@ -316,7 +316,7 @@ class Housekeeping:
         return cpu_s
 
     def _rest(self, begun_s: float, cpu_s: float) -> None:
-        """Say when the next step is to be."""
+        """Schedule the next step."""
         now_s = asyncio.get_running_loop().time()
         is_known = self._space is None or self._space.can_store
         rest_s = cpu_s / (_SHARE if is_known else _SHARE_UNKNOWN)

@@ -1,4 +1,4 @@
-"""What is in a part of a namespace: blocks, folders, temporary files. Thread: an I/O thread."""
+"""Contents of a part of a namespace: blocks, folders, temporary files. Run on I/O threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEMP_PARTS = 5
 
 
 class StoppedError(Exception):
-    """Somebody does not want to wait for the end of a walk."""
+    """A walk was stopped by its caller."""
 
 
 def _never() -> bool:
@@ -28,15 +28,15 @@ def _never() -> bool:
 
 @dataclass(slots=True)
 class Inventory:
-    """What a walk has found.
+    """Result of a walk.
 
     Attributes:
-        blocks: Key -> time of last change in s.
+        blocks: Key -> modification time in s.
         total_bytes: Disk bytes of everything, folders and unknown files included.
         temps: Paths of temporary files -> disk bytes.
-        unknown_files: Paths of files that are no blocks.
-        folders: Paths of the folders for blocks -> disk bytes, each before those inside it.
-        num_entries: Path of a folder -> what is in it.
+        unknown_files: Paths of files that are not blocks.
+        folders: Paths of block folders -> disk bytes, parents before children.
+        num_entries: Path of a folder -> number of its entries.
     """
 
     blocks: dict[OffloadKey, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Inventory:
     num_entries: Counter[str] = field(default_factory=Counter)
 
     def settled_bytes(self, living: Collection[str]) -> int:
-        """Return the total without what living writers are writing: they have set that aside."""
+        """Return the total without temporary files of living writers, which are reserved bytes."""
         in_flight = sum(size for path, size in self.temps.items() if writer_of(path) in living)
         return self.total_bytes - in_flight
 
@@ -58,17 +58,17 @@ def take_inventory(
     roots: Iterable[str],
     should_stop: Callable[[], bool] = _never,
 ) -> Inventory:
-    """Walk over folders and files directly in a namespace; what vanishes meanwhile is left out.
+    """Walk over folders and files of a namespace; entries removed meanwhile are skipped.
 
     Args:
         ops: The system calls.
-        namespace: Where.
-        roots: Their paths.
-        should_stop: Asked before each of them.
+        namespace: The namespace.
+        roots: Paths of entries of the namespace's folder.
+        should_stop: Called before each root.
 
     Raises:
-        StoppedError: It said so.
-        OSError: Something cannot be read.
+        StoppedError: `should_stop` returned true.
+        OSError: A folder or file cannot be read.
     """
     found = Inventory()
     for root in roots:
@@ -107,16 +107,16 @@ def _take_in(found: Inventory, namespace: Namespace, path: str, status: os.stat_
 
 
 def writer_of(temp: str) -> str | None:
-    """Return whose temporary file a path names: `<hash>.bin.<writer id>.<serial>.tmp`."""
+    """Return the writer id in a temporary file's path: `<hash>.bin.<writer id>.<serial>.tmp`."""
     parts = temp.rpartition("/")[2].split(".")
     return parts[-3] if len(parts) >= _TEMP_PARTS else None
 
 
 def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bool:
-    """Remove the temporary files of dead writers, from the inventory as well.
+    """Remove the temporary files of dead writers from disk and from the inventory.
 
     Returns:
-        Whether all of them are gone.
+        Whether all of them were removed.
     """
     is_swept = True
     for path in [path for path in inventory.temps if writer_of(path) in dead]:
@@ -126,7 +126,7 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
             pass  # another process has swept it
         except OSError as error:
             is_swept = False
-            logger.warning("a dead writer's file stays behind: %s", str(error))
+            logger.warning("a dead writer's file was not removed: %s", str(error))
             continue
         inventory.total_bytes -= inventory.temps.pop(path)
         inventory.num_entries[path.rpartition("/")[0]] -= 1
@@ -134,10 +134,10 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
 
 
 def sweep_folders(ops: FileOps, inventory: Inventory) -> int:
-    """Remove empty folders, which crashes leave, from the inventory as well.
+    """Remove empty folders, left by crashes, from disk and from the inventory.
 
     Returns:
-        Their disk bytes.
+        Disk bytes of the removed folders.
     """
     swept_bytes = 0
     for folder in reversed(list(inventory.folders)):

@@ -1,10 +1,10 @@
-"""Which blocks of a namespace one tier knows of, and which of them walks have seen.
+"""The blocks of a namespace that a tier knows, marked by the walks that have seen them.
 
-Every known block has the mark of the last cycle of walks that has seen it: who has an older one at
-the end of a cycle has vanished. One byte a block. What is on its way out is not learned again,
-though a walk may have seen it before it was gone.
+Every known block has the mark of the last cycle of walks that has seen it, one byte per block. A
+block with an older mark at the end of a cycle has vanished. A block being evicted is not learned
+again, although a walk may have seen it before its removal.
 
-Thread: loop.
+Call only from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ _NO_AGES: Final[Mapping[OffloadKey, float]] = {}
 
 
 class KnownBlocks:
-    """The blocks that a policy ranks, with what walks say of them.
+    """The blocks ranked by a policy, with the marks of walks.
 
     Attributes:
-        is_first_cycle: Whether there are blocks that no walk has seen yet.
-        ages: Those of the blocks that the first cycle has found; None once they are not needed.
+        is_first_cycle: Whether the first cycle of walks has not ended.
+        ages: Ages of the blocks found by the first cycle; None when no longer needed.
     """
 
     def __init__(self, policy: KeyRanking, busy: Container[OffloadKey]) -> None:
-        """Start with none; `busy` are those that are being read or written."""
+        """Start empty; `busy` are the blocks being read or written."""
         self.is_first_cycle = True
         self.ages: Ages | None = Ages()
         self._policy = policy
         self._busy = busy
         self._marks = small_integers(policy.capacity_blocks)
-        """Slot -> the mark of its block; 0: none."""
+        """Slot -> mark of its block; 0: none."""
         self._end = 0
         self._mark = 1
         self._leaving: set[OffloadKey] = set()
         self._left: set[OffloadKey] | None = None
 
     def begin_cycle(self) -> None:
-        """Begin a cycle: from now on, what is seen has another mark."""
+        """Begin a cycle: use a new mark from now on."""
         self._mark = self._mark % _MARKS + 1
 
     def end_cycle(self) -> None:
-        """End a cycle: all that was there at its beginning was learned."""
+        """End a cycle: all blocks that existed at its beginning are known."""
         self.is_first_cycle = False
 
     def begin_walk(self) -> None:
-        """Begin to note what leaves, as a walk may have seen it before; ended by `end_walk`."""
+        """Begin to record evicted blocks, which a walk may have seen before; see `end_walk`."""
         self._left = set()
 
     def end_walk(self) -> None:
-        """Stop noting what leaves: what a walk has found was learned."""
+        """Stop recording evicted blocks: the walk's results were learned."""
         self._left = None
 
     def learn(
         self, keys: Sequence[OffloadKey], ages: Mapping[OffloadKey, float] = _NO_AGES
     ) -> list[OffloadKey]:
-        """Take blocks in that were seen, and mark those that are known.
+        """Add blocks that were seen, and mark known ones.
 
         Args:
             keys: The blocks.
-            ages: Times of last change in s, where they are not seen because they are used.
+            ages: Modification times in s; empty if the blocks were seen through a use.
 
         Returns:
-            The first of them, if there are more than can be ranked, and `ages` have nothing to do
-            with that any more.
+            The first of the new blocks if there are more than can be ranked; none while `ages`
+            decide that later.
         """
         news: list[OffloadKey] = []
         left = self._left or ()
@@ -93,10 +93,10 @@ class KnownBlocks:
         return news[:surplus]
 
     def take_oldest(self, count: int) -> list[OffloadKey]:
-        """Take the next idle blocks out, of all that the first cycle has found, the oldest first.
+        """Remove the next oldest idle blocks among those found by the first cycle.
 
         Returns:
-            They, at most so many; none if none are left.
+            At most `count` blocks; empty if none are left.
         """
         victims: list[OffloadKey] = []
         while self.ages is not None and not victims:
@@ -117,7 +117,7 @@ class KnownBlocks:
     def admit(
         self, keys: Sequence[OffloadKey], ages: Mapping[OffloadKey, float] = _NO_AGES
     ) -> None:
-        """Take blocks in that are there, or are about to be; as many as can be ranked."""
+        """Add blocks that exist or are about to be written, up to the policy's capacity."""
         found = self._policy.find(keys)
         news = [key for key, slot in zip(keys, found, strict=True) if slot is None]
         del news[max(0, self._policy.capacity_blocks - len(self._policy)) :]
@@ -130,17 +130,17 @@ class KnownBlocks:
         self._end = max(self._end, max(slots, default=-1) + 1)
 
     def leave(self, keys: Iterable[OffloadKey]) -> None:
-        """Note blocks that are on their way out."""
+        """Record blocks whose eviction begins."""
         self._leaving.update(keys)
 
     def left(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that their way out has ended, gone or not."""
+        """Record that the eviction of blocks has ended, removed or not."""
         self._leaving.difference_update(keys)
         if self._left is not None:
             self._left.update(keys)
 
     def vanished(self, first: int, unwalked: Container[int]) -> tuple[list[OffloadKey], int | None]:
-        """Return some of the blocks that the cycle that ends has not seen, and where to go on."""
+        """Return some blocks not seen by the ending cycle, and the slot to continue at or None."""
         end = min(first + _SLOTS_AT_ONCE, self._end)
         marks = np.asarray(self._marks[first:end])
         slots = (np.flatnonzero((marks != 0) & (marks != self._mark)) + first).tolist()

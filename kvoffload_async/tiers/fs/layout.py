@@ -1,4 +1,4 @@
-"""Where a block lies: the folder of its run configuration, and the path below it.
+"""Paths of blocks: the folder of their run configuration, and the path below it.
 
     <root>/<model>_<12 hex digits of the run configuration's digest>/config.json
     <same>_r<rank>/<hash[0:3]>/<hash[3:5]>_g<group>/<hash>.bin
@@ -29,7 +29,7 @@ BLOCK_SUFFIX = ".bin"
 TEMP_SUFFIX = ".tmp"
 
 REST: Final = 256
-"""The bucket of what lies below no folder for blocks; the others are numbered from 0."""
+"""Bucket of everything outside block folders; block folders have the buckets 0 to 255."""
 
 _TOP_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}")
 _BLOCK_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
@@ -39,10 +39,10 @@ class Namespace:
     """The folder of one run configuration and rank.
 
     Attributes:
-        digest: Names the layout of the blocks' bytes.
-        config_path: Where the run configuration is written down, for people.
-        folder: Where the blocks are.
-        rank: Whose blocks they are.
+        digest: Identifies the layout of the blocks' bytes.
+        config_path: Path of the run configuration's file, for information only.
+        folder: Folder of the blocks.
+        rank: Rank of the blocks.
         fields: The run configuration.
     """
 
@@ -62,7 +62,7 @@ class Namespace:
         return f"{leaf}/{digits}{BLOCK_SUFFIX}"
 
     def names_of(self, keys: Iterable[OffloadKey], start: int) -> list[str]:
-        """Return the paths of blocks without their first `start` characters, of the folder's."""
+        """Return the paths of blocks without the first `start` characters of the folder's path."""
         folder = self.folder[start:]
         names = []
         for key in keys:
@@ -71,12 +71,12 @@ class Namespace:
         return names
 
     def leaf_of(self, key: OffloadKey) -> str:
-        """Return the folder of a key's block."""
+        """Return the leaf folder of a key's block."""
         digits = get_offload_block_hash(key).hex()
         return f"{self.folder}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}"
 
     def key_of(self, path: str) -> OffloadKey | None:
-        """Return the key of a block's path, or None if no block lies under such a path."""
+        """Return the key of a block's path, or None if the path is not a block's."""
         leaf, _, name = path.rpartition("/")
         _, _, group = leaf.rpartition("_g")
         try:
@@ -86,24 +86,24 @@ class Namespace:
         return key if self.get_file_name(key) == path else None
 
     def bucket_of_folder(self, path: str) -> int:
-        """Return the bucket of the namespace's folder, or of one for blocks."""
+        """Return the bucket of the namespace's folder or of a block folder."""
         digits = path[len(self.folder) + 1 :][:2]
         return int(digits, 16) if digits else REST
 
     def is_block_folder(self, path: str) -> bool:
-        """Tell whether a folder's path is one for blocks."""
+        """Return whether a path is that of a block folder."""
         return _BLOCK_FOLDER.fullmatch(path, len(self.folder) + 1) is not None
 
     def layout_of(self, block_bytes: int) -> str:
-        """Return the name of everything but its key that decides what a block's bytes mean."""
+        """Return the name of the layout of a block's bytes."""
         return f"{self.digest}:{self.rank}:{block_bytes}"
 
 
 def bucket_of(key: OffloadKey) -> int:
-    """Return a block's bucket: one for each value of the first two digits, and so of a byte."""
+    """Return a block's bucket: the first byte of its hash."""
     return key[0]
 
 
 def top_folder_bucket(name: str) -> int | None:
-    """Return the bucket of a folder in a namespace; None if it is not for blocks."""
+    """Return the bucket of a top folder by its name; None if it is not a block folder."""
     return int(name[:2], 16) if _TOP_FOLDER.fullmatch(name) else None

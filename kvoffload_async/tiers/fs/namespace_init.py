@@ -1,4 +1,4 @@
-"""What a tier makes in its namespace before it uses it. Thread: an I/O thread."""
+"""Initialisation of a namespace before a tier uses it. Run on I/O threads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def enter_namespace(
     writer: BlockWriter,
     verify: Verify,
 ) -> None:
-    """Make the folders, and register.
+    """Create the folders, and register.
 
     Raises:
-        OSError: The directory cannot be made or written.
-        ConfigError: The filesystem lacks what `verify` requires, or a newer release has changed
-            what is in the directory.
+        OSError: The directory cannot be created or written.
+        ConfigError: The filesystem lacks a feature that `verify` requires, or a newer release has
+            changed the directory's format.
     """
     ops.make_folders(namespace.folder)
     require_known_format(ops, namespace.folder)
@@ -46,7 +46,7 @@ def enter_namespace(
 
 
 def _write_config(ops: FileOps, namespace: Namespace, writer: BlockWriter) -> None:
-    """Write the run configuration down, for people; if that fails, nothing depends on it."""
+    """Write the run configuration to a file, for information only; errors are logged."""
     path = namespace.config_path
     temp = f"{namespace.folder}/config.json.{writer.writer_id}.0{TEMP_SUFFIX}"
     text = json.dumps(namespace.fields, indent=2, sort_keys=True)

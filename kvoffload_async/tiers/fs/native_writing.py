@@ -1,8 +1,8 @@
-"""Storing blocks by native code, in the plain good case; `BlockWriter` judges what is not that.
+"""Fast path for storing blocks with native code; errors and special cases use `BlockWriter`.
 
-What a block's file needs is seen to by an I/O thread: the root is looked after, leaf folders are
-made, victims renamed. Then one batch writes the files and gives them their names. Another call
-follows only where something has to be counted, waited for or removed.
+An I/O thread checks the root, creates leaf folders and renames victims. Then one batch writes the
+files and gives them their names. A second call follows only if something has to be counted, synced
+or removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeWriterSettings:
-    """How files are written; see `BlockFiles`."""
+    """Settings of the writer; see `BlockFiles`."""
 
     verifies: bool
     fsync: bool
@@ -47,13 +47,13 @@ class NativeWriterSettings:
 
 @dataclass(slots=True, eq=False)
 class _Draft:
-    """One block on its way.
+    """One block being stored.
 
     Attributes:
-        temp: The path of its temporary file; empty if it has none.
-        is_recycled: Whether that is there, and was a victim's.
+        temp: Path of its temporary file; empty if there is none.
+        is_recycled: Whether that file exists and was a victim's.
         is_ready: Whether native code may write it.
-        is_open: Whether nothing is known of it yet.
+        is_open: Whether its result is not known yet.
     """
 
     outcome: StoreOutcome
@@ -69,8 +69,8 @@ class _Job:
     """The blocks of one job.
 
     Attributes:
-        check: Looks after the root, unless that was done for this job.
-        leaves: Leaf folder -> its size before, and who is told by how much it has grown.
+        check: Checks the root, unless that was already done for this job.
+        leaves: Leaf folder -> (size before the job, outcome to which its growth is added).
     """
 
     drafts: Sequence[_Draft]
@@ -79,7 +79,7 @@ class _Job:
 
 
 class NativeWriter:
-    """Stores the blocks of one namespace. Thread: loop, but for what says otherwise."""
+    """Stores blocks of one namespace. Call on the loop's thread unless documented otherwise."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class NativeWriter:
         settings: NativeWriterSettings,
         run: RunIo,
     ) -> None:
-        """Begin with no job; `run` runs a call on an I/O thread, with those of other jobs."""
+        """Create the writer; `run` runs a call on an I/O thread, batched with other jobs' calls."""
         self._file_io = file_io
         self._ops = ops
         self._namespace = namespace
@@ -104,19 +104,19 @@ class NativeWriter:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the filesystem has all that the plain good case needs, as far as is known."""
+        """Whether the filesystem has all features that the fast path needs, as far as known."""
         return self._ops.can_refuse_to_replace and not self._writer.lacks_attributes
 
     async def store(
         self, outcomes: Sequence[StoreOutcome], check: Callable[[], None]
     ) -> list[StoreOutcome]:
-        """Store blocks; return those that have to be judged.
+        """Store blocks; return the outcomes that `BlockWriter` has to process.
 
-        The outcomes of the others are filled in, also if this is cancelled.
+        The other outcomes are filled in, even if this is cancelled.
 
         Args:
-            outcomes: They.
-            check: Raises TierUnavailableError if the root is another directory now.
+            outcomes: The blocks.
+            check: Raises TierUnavailableError if the root was replaced by another directory.
         """
         paths = self._namespace.names_of([outcome.item.key for outcome in outcomes], 0)
         job = _Job(list(map(_Draft, outcomes, paths)), check)
@@ -132,27 +132,27 @@ class NativeWriter:
     # -- on the loop ----------------------------------------------------------------------------
 
     async def _end_on_thread(self, job: _Job) -> None:
-        """End a job; if no thread can be had, its temporary files go later, and none is durable.
+        """End a job. If no thread is available, temporary files stay and blocks are not durable.
 
-        By how much folders have grown is found by the next walk then.
+        The growth of folders is then counted by the next walk.
         """
         try:
             await self._run(partial(self._end, job))
-        except asyncio.CancelledError:  # once more: it may not have begun
+        except asyncio.CancelledError:  # `_end` may not have run
             self._leave_temps(job)
             raise
         except TierError as error:
-            logger.warning("a job's temporary files stay behind for now: %s", str(error))
+            logger.warning("temporary files of a job not removed yet: %s", str(error))
             self._leave_temps(job)
             for draft in job.drafts if self._settings.fsync else ():
                 draft.outcome.status, draft.outcome.error = StoreStatus.FAILED, error
 
     def _leave_temps(self, job: _Job) -> None:
-        """Have temporary files removed later."""
+        """Queue temporary files for later removal."""
         self._writer.litter += [draft.temp for draft in job.drafts if draft.temp]
 
     async def _look(self, drafts: Sequence[_Draft]) -> None:
-        """Look for blocks that are only looked for."""
+        """Look up the blocks that may not be written."""
         if drafts:
             root, names = self._located([draft.path for draft in drafts])
             found = await self._file_io.has_files(root, names)
@@ -161,12 +161,12 @@ class NativeWriter:
                     _end_with(draft, StoreStatus.PRESENT)
 
     async def _write(self, drafts: Sequence[_Draft]) -> None:
-        """Write what is ready."""
+        """Write the prepared blocks."""
         if not drafts:
             return
         settings = self._settings
         recycled = bytes(draft.is_recycled for draft in drafts)
-        # A victim's checksum must not stay, whoever verifies.
+        # A victim's checksum must be replaced, even without verification.
         attribute = self._attribute if settings.verifies or any(recycled) else None
         root, names = self._located([draft.path for draft in drafts])
         _, temps = self._located([draft.temp for draft in drafts])
@@ -192,7 +192,7 @@ class NativeWriter:
                 self._take(drafts, stored)
 
     def _take(self, drafts: Sequence[_Draft], stored: StoredFiles) -> None:
-        """Note what became of blocks."""
+        """Process the results of a batch."""
         prefix, digests = self._attribute.prefix, stored.digests
         for index, draft in enumerate(drafts):
             outcome, status = draft.outcome, stored.statuses[index]
@@ -214,7 +214,7 @@ class NativeWriter:
                 _end_with(draft, StoreStatus.FAILED)
 
     def _located(self, paths: Sequence[str]) -> tuple[tuple[int, str], list[str]]:
-        """Return the root, and files' names beneath it."""
+        """Return the root, and the files' names relative to it."""
         folder = self._namespace.folder
         root, name = self._ops.locate(folder)
         start = len(folder) - len(name)
@@ -223,11 +223,11 @@ class NativeWriter:
     # -- on an I/O thread -----------------------------------------------------------------------
 
     def _prepare(self, job: _Job) -> None:
-        """See to what the files of a job need. Thread: an I/O thread."""
+        """Prepare the files of a job. Runs on an I/O thread."""
         job.check()
         for draft in job.drafts:
             if draft.outcome.item.may_write:
-                # An error is told when the block is judged, from the start.
+                # After an error, `BlockWriter` stores the block from the start.
                 with contextlib.suppress(OSError), self._ops.batch():
                     self._prepare_one(job, draft)
 
@@ -252,7 +252,7 @@ class NativeWriter:
         draft.is_ready = True
 
     def _end(self, job: _Job) -> None:
-        """Count what has grown, remove what is left, wait for names. Thread: an I/O thread."""
+        """Account for folder growth, delete temporary files, fsync folders. On an I/O thread."""
         for leaf, (before_bytes, outcome) in job.leaves.items():
             self._folders.count_growth(leaf, before_bytes, outcome.change)
         for draft in job.drafts:

@@ -1,4 +1,4 @@
-"""What is asked of the block files, and how it ended; values only."""
+"""Arguments and results of operations on block files."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from kvoffload_async.types import OffloadKey
 
 
 class Verify(enum.StrEnum):
-    """Which blocks a load serves."""
+    """Which blocks a load accepts."""
 
     REQUIRED = "required"
-    """Those whose checksum is right."""
+    """Only those with a valid checksum."""
     WHEN_PRESENT = "when_present"
-    """Those whose checksum is not wrong: a file without one is served."""
+    """Those with a valid checksum or none."""
     OFF = "off"
     """All of the right length."""
 
 
 class StoreStatus(enum.Enum):
-    """How storing one block ended."""
+    """Result of storing one block."""
 
     WRITTEN = enum.auto()
     PRESENT = enum.auto()
     ABSENT = enum.auto()
-    """It was expected to be present and is not; nothing was written."""
+    """Expected to be present, but missing; nothing was written."""
     VICTIM_GONE = enum.auto()
-    """The file whose place was to be taken is not there any more; nothing was written."""
+    """The victim's file, which was to be reused, is missing; nothing was written."""
     FAILED = enum.auto()
 
 
 class DiskChange:
-    """What an operation did to the disk, in allocated bytes, files and folders together.
+    """Change of disk usage by an operation, in allocated bytes of files and folders.
 
     Attributes:
-        buckets: Part of the namespace -> (bytes added, bytes removed); see `counts`.
+        buckets: Bucket of the namespace -> (bytes added, bytes removed); see `counts`.
     """
 
     __slots__ = ("buckets",)
@@ -48,21 +48,21 @@ class DiskChange:
 
     @property
     def added_bytes(self) -> int:
-        """What was added in all. For inspection."""
+        """Total bytes added. For inspection."""
         return sum(added for added, _ in self.buckets.values())
 
     @property
     def removed_bytes(self) -> int:
-        """What was removed in all. For inspection."""
+        """Total bytes removed. For inspection."""
         return sum(removed for _, removed in self.buckets.values())
 
     def add(self, bucket: int, num_bytes: int) -> None:
-        """Note what was added to a part."""
+        """Record bytes added to a bucket."""
         added, removed = self.buckets.get(bucket, (0, 0))
         self.buckets[bucket] = (added + num_bytes, removed)
 
     def remove(self, bucket: int, num_bytes: int) -> None:
-        """Note what was removed from a part."""
+        """Record bytes removed from a bucket."""
         added, removed = self.buckets.get(bucket, (0, 0))
         self.buckets[bucket] = (added, removed + num_bytes)
 
@@ -84,12 +84,12 @@ class StoreItem:
     """One block to store.
 
     Attributes:
-        index: Its place in the job.
+        index: Its index in the job.
         key: Its key.
         row: Its bytes.
-        may_write: False if no room was set aside: then it is only looked for.
-        victim: An evicted key whose file makes room for this one.
-        slot: Which row of the primary that is.
+        may_write: False if no room was reserved; the block is then only looked up.
+        victim: An evicted key whose file makes room for this block.
+        slot: Its slot in the primary.
     """
 
     index: int
@@ -102,14 +102,14 @@ class StoreItem:
 
 @dataclass(slots=True)
 class StoreOutcome:
-    """How storing one block ended, and what it did to the disk.
+    """Result of storing one block, and its change of disk usage.
 
     Attributes:
-        item: What was to be stored.
+        item: The block.
         status: See `StoreStatus`.
-        error: Why it failed.
-        victim_taken: Whether the victim's file is gone by this store.
-        change: What it did to the disk, also where it failed.
+        error: The error, if it failed.
+        victim_taken: Whether this store has removed the victim's file.
+        change: Its change of disk usage, also after a failure.
     """
 
     item: StoreItem
@@ -121,12 +121,12 @@ class StoreOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """Why a block could not be loaded.
+    """Failure of loading a block.
 
     Attributes:
-        index: Its place in the job.
+        index: Its index in the job.
         error: Why it must not be served.
-        freed_bytes: None unless its file is gone: what deleting it as bad has freed.
+        freed_bytes: Bytes freed by deleting the corrupt file; None if it was not deleted.
     """
 
     index: int
@@ -135,15 +135,15 @@ class LoadFailure:
 
 
 LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
-"""Whose block may be stored once there is room."""
+"""Results after which a block may be retried once there is room."""
 
 
 def failures_of(outcomes: Sequence[StoreOutcome]) -> dict[int, TierError]:
-    """Return why blocks failed; one that lost its room to others counts as without room."""
+    """Return the errors by index; blocks whose room was taken by others count as without room."""
     failures: dict[int, TierError] = {}
     for outcome in outcomes:
         if outcome.error is not None:
             failures[outcome.item.index] = outcome.error
         elif outcome.status in LOST_ROOM:
-            failures[outcome.item.index] = TierFullError("others took the block's room")
+            failures[outcome.item.index] = TierFullError("other processes took the block's room")
     return failures

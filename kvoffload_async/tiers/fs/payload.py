@@ -1,7 +1,7 @@
-"""Loading, storing and looking for blocks by native code, in the plain good case.
+"""Fast path for loading, storing and looking up blocks with native code.
 
-What is anything else is told apart by `BlockFiles`, from the start; for storing see
-`native_writing`. Thread: loop.
+Errors and special cases fall back to `BlockFiles`; for storing see `native_writing`. Call only from
+the event loop's thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvoffload_async.types import OffloadKey
 
 
 class NativeFiles:
-    """The block files of one namespace, as native code moves them."""
+    """Native I/O on the block files of one namespace."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class NativeFiles:
         check: Callable[[], None],
         io: IoRunner,
     ) -> None:
-        """Begin; see `create_native_files`."""
+        """See `create_native_files`."""
         self._writer = writer
         self._file_io = file_io
         self._ops = ops
@@ -53,12 +53,12 @@ class NativeFiles:
         )
 
     async def load(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> Sequence[int]:
-        """Load blocks into rows; return the indices of those that have to be judged.
+        """Load blocks into rows; return the indices that must be loaded by `BlockFiles`.
 
         Raises:
             TierUnavailableError: The root is not the directory that was opened.
         """
-        # Beside the loading, which is beneath the directory that was opened.
+        # Concurrent with loading, which stays below the directory that was opened.
         checking = self._checks.begin(None)
         root, names = self._located(keys)
         recall, remember = self._files.digest_cache.recall, self._files.digest_cache.remember
@@ -84,18 +84,18 @@ class NativeFiles:
         return await self._writer.store(outcomes, check) if self._writer.is_usable else outcomes
 
     async def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a file; one that cannot be asked for counts as absent."""
+        """Return the keys that have a file; errors count as absent."""
         root, names = self._located(keys)
         found = await self._file_io.has_files((root.fd, root.path), names)
         return frozenset(key for key, is_there in zip(keys, found, strict=True) if is_there)
 
     async def close(self) -> None:
-        """Wait until nothing is at work."""
+        """Wait until all operations have ended."""
         await self._checks.close()
         await self._file_io.close()
 
     def _located(self, keys: Sequence[OffloadKey]) -> tuple[Root, list[str]]:
-        """Return the root, to be kept meanwhile, and the files' names beneath it."""
+        """Return the root, to be kept open meanwhile, and the files' names relative to it."""
         root, folder = self._ops.locate(self._namespace.folder)
         start = len(self._namespace.folder) - len(folder)
         return root, self._namespace.names_of(keys, start)
@@ -114,23 +114,23 @@ def create_native_files(
     fsync: bool,
     counts_bytes: bool,
 ) -> NativeFiles | None:
-    """Return what moves blocks by native code; None where that is not used.
+    """Return the native fast path; None if native code is not used.
 
     Args:
-        env: Of the tier.
+        env: The tier's environment.
         ops: The system calls.
-        namespace: Where the files are.
-        files: Knows their checksums.
+        namespace: Location of the files.
+        files: Block files, with their checksums.
         verify: See `Verify`.
-        threads: How many move bytes.
-        check: Raises OSError if the root is another directory now; made on an I/O thread, for all
-            loads that wait for it at once.
-        run_store: Runs what a store needs.
+        threads: Number of threads that move bytes.
+        check: Raises OSError if the root was replaced by another directory; runs on an I/O
+            thread, once for all waiting loads.
+        run_store: Runs the I/O calls of stores.
         fsync: See `BlockFiles`.
         counts_bytes: See `BlockFiles`.
 
     Raises:
-        ConfigError: The native code is required and cannot be used.
+        ConfigError: Native code is required but unusable.
     """
     file_io = create_file_io(
         env, ops, files.digester.digester, threads=threads, is_system=type(ops) is FileOps

@@ -1,4 +1,4 @@
-"""Going on after somebody has removed the namespace, or this writer's entry in it."""
+"""Recovery after a namespace, or this writer's entry in it, was removed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RunIo(Protocol):
 
 
 class Recovery:
-    """Registers a tier again that was removed from among the writers. Thread: loop.
+    """Registers a tier again after its writer entry was removed. Loop thread only.
 
-    That happens when the namespace, or its folder of writers, is removed beneath a running tier,
-    and when others have taken the tier for dead, as after ten minutes of suspension.
+    The entry is removed together with the namespace or its folder of writers, or by another writer
+    that assumed this one dead, for instance after ten minutes of suspension.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Recovery:
         enter: Callable[[], None],
         recount: Callable[[], Awaitable[None]],
     ) -> None:
-        """Describe how.
+        """Set the callbacks.
 
         Args:
-            writers: Where the tier is registered.
+            writers: Registry of the tier.
             run: Runs a call on an I/O thread.
-            enter: Registers the tier under a new id, and makes what must be there. Thread: I/O.
-            recount: Finds out anew what is on disk.
+            enter: Registers the tier under a new id and creates its files, on an I/O thread.
+            recount: Counts the disk usage again.
         """
         self._writers = writers
         self._run = run
@@ -51,7 +51,7 @@ class Recovery:
         self._count = 0
 
     async def beat(self) -> bool:
-        """Show that the tier lives, or register it again; tell whether that was done since.
+        """Send a heartbeat, or register again; return whether the tier was registered again.
 
         Raises:
             OSError: It cannot be registered now, or its root is lost.
@@ -66,15 +66,15 @@ class Recovery:
             await self._run(self._enter)
             self._count += 1
             logger.warning(
-                "%s: its entry as a writer was removed, by somebody who removed the folder or took "
-                "it for dead; registered again, and counting anew",
+                "%s: its writer entry was removed, with its folder or by a writer that assumed "
+                "it dead; registered again, counting again",
                 old_id,
             )
             await self._recount()
             return True
 
     async def try_beat(self) -> bool:
-        """Do the same for a store that has failed; what fails here is logged, and means no."""
+        """Call `beat` after a failed store; on an error, log it and return False."""
         try:
             return await self.beat()
         except (OSError, OffloadError) as error:

@@ -1,8 +1,8 @@
-"""Room for blocks under a capacity: who goes, so that who comes finds a place.
+"""Space management under a capacity: reservations and eviction.
 
-The eviction policy and the set of known blocks live on the loop thread; the shared count and the
-files are touched by the I/O threads. A victim leaves the policy before its file goes, and its
-bytes are given back to the count only after its file is gone.
+The eviction policy and the known blocks are used on the loop's thread, the shared count and the
+files on I/O threads. A victim is removed from the policy before its file is deleted, and from the
+count only after.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class RunIo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SpaceSettings:
-    """The bounds of a namespace.
+    """Limits of a namespace.
 
     Attributes:
-        capacity_bytes: Disk bytes that are never exceeded.
-        high_watermark: Share of it above which room is made in the background.
-        low_watermark: Share of it down to which that goes.
+        capacity_bytes: Maximum disk bytes, never exceeded.
+        high_watermark: Fraction of it above which background eviction starts.
+        low_watermark: Fraction of it at which background eviction stops.
     """
 
     capacity_bytes: int
@@ -56,13 +56,13 @@ class SpaceSettings:
 
 @dataclass(slots=True)
 class Plan:
-    """How the blocks of a job get their room.
+    """Room for the blocks of a job.
 
     Attributes:
-        items: What to hand to `BlockWriter.store`, each with its room.
-        unplaced: Blocks for which there is none.
-        reserved_bytes: What was set aside in the shared count.
-        operation: Its number there, once the shared count knows of it.
+        items: Blocks to pass to `BlockWriter.store`, each with its room.
+        unplaced: Blocks without room.
+        reserved_bytes: Bytes reserved in the shared count.
+        operation: Its operation number in the shared count; None before it began.
     """
 
     items: list[StoreItem] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Plan:
 
 
 class Space:
-    """The room of one namespace, as one tier sees it. Thread: loop."""
+    """Space of one namespace as seen by one tier. Loop thread only."""
 
     def __init__(
         self,
@@ -85,24 +85,24 @@ class Space:
         folder_bytes: int,
         announce: Callable[[Iterable[OffloadKey]], None],
     ) -> None:
-        """Start with nothing known.
+        """Start without known blocks.
 
         Args:
-            settings: The bounds.
-            policy: Ranks the known blocks; owned from now on.
+            settings: The limits.
+            policy: Ranks the known blocks; owned by this object.
             usage: The shared count.
             files: The block files.
-            block_bytes: Disk bytes of one block's file.
-            folder_bytes: Disk bytes of one new folder.
-            announce: Told which blocks were evicted, or are found to be gone.
+            block_bytes: Disk bytes of a block's file.
+            folder_bytes: Disk bytes of a new folder.
+            announce: Called with the blocks that were evicted or have vanished.
         """
         self._settings = settings
         self._policy = KeyRanking(policy)
         self._usage = usage
         self._files = files
         self._block_bytes = block_bytes
-        # A block may need a leaf folder, and that its parent; and all of them grow by their
-        # entries, in steps of which some come at once.
+        # A block may need a leaf folder and its parent, and folders grow with their
+        # entries, in steps that may coincide.
         self._folders_bytes = 2 * folder_bytes + (_ENTRIES_BYTES if folder_bytes else 0)
         self._unit_bytes = block_bytes + self._folders_bytes
         self._limit_bytes = settings.capacity_bytes - _GROWTH_STEPS * folder_bytes
@@ -112,40 +112,40 @@ class Space:
 
     @property
     def can_evict(self) -> bool:
-        """Whether a block is known that may go, and room that it leaves can be had."""
+        """Whether there is an evictable block whose room could be used."""
         return self.can_store and self._idle_count() > 0
 
     @property
     def can_store(self) -> bool:
-        """Whether the count is known, and not above a capacity that became smaller.
+        """Whether the count is complete and does not exceed a reduced capacity.
 
-        If it is, the oldest blocks are to go, and not those that are known before the others.
+        If it does, the oldest blocks have to be evicted first, and are not all known yet.
         """
         is_over = self._usage.total_bytes > self._settings.capacity_bytes
         return self._usage.is_complete and not (is_over and self.blocks.ages is not None)
 
     def gauges(self) -> dict[str, float]:
-        """Return how full the directory is, as far as this process knows. Thread: any."""
+        """Return the usage of the directory as last read by this process. Thread-safe."""
         return {
             "used_bytes": self._usage.total_bytes,
             "capacity_bytes": self._settings.capacity_bytes,
         }
 
-    # -- what is there --------------------------------------------------------------------------
+    # -- known blocks --------------------------------------------------------------------------
 
     def known(self) -> frozenset[OffloadKey]:
-        """Return the blocks that are known to be there. For inspection."""
+        """Return the known blocks. For inspection."""
         return frozenset(self._policy)
 
     def drop_vanished(self, first: int, unwalked: Container[int]) -> int | None:
-        """Drop the blocks of which a walk over all buckets has seen nothing, some of them.
+        """Drop some of the blocks that a complete cycle of walks has not seen.
 
         Args:
-            first: Where to go on; 0 at the beginning.
-            unwalked: Buckets that it could not look into.
+            first: Slot to start at; 0 for the first call.
+            unwalked: Buckets that the cycle could not walk.
 
         Returns:
-            Where to go on, None if it is done.
+            Slot to continue at; None when done.
         """
         vanished, more = self.blocks.vanished(first, unwalked)
         if vanished:
@@ -154,29 +154,29 @@ class Space:
         return more
 
     def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Return those of these blocks that are known to be there."""
+        """Return the known ones of these blocks."""
         return [key for key in keys if key in self._policy]
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop blocks whose files are gone."""
+        """Drop blocks whose files were removed."""
         self.blocks.left(keys)
         self._policy.discard(keys)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Note a use of blocks, head to tail."""
+        """Record a use of blocks, first block first."""
         self._policy.access(keys)
 
     def loaded(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that blocks were there to be loaded, head to tail, whoever stored them."""
+        """Record loaded blocks, first block first; they may be stored by another process."""
         self.blocks.learn(keys)
         self._policy.access(keys)
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
-        """Keep blocks from being evicted while they are read or written."""
+        """Prevent the eviction of blocks while they are read or written."""
         self._busy.update(keys)
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Undo one `pin`."""
+        """Release one `pin`."""
         self._busy.subtract(keys)
         released = [key for key in dict.fromkeys(keys) if not self._busy[key]]
         for key in released:
@@ -186,10 +186,10 @@ class Space:
     # -- room for a job -------------------------------------------------------------------------
 
     async def plan(self, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool) -> Plan:
-        """Find room for blocks; what it took is given back by `account` or `abandon`.
+        """Reserve room for blocks, evicting others; `account` must be called afterwards.
 
         Args:
-            items: What is to be stored.
+            items: Blocks to store.
             run_io: Runs a call on an I/O thread.
             squeeze: The disk is full below the capacity: every block must replace another.
         """
@@ -202,7 +202,7 @@ class Space:
         return plan
 
     async def account(self, plan: Plan, outcomes: Sequence[StoreOutcome], run_io: RunIo) -> None:
-        """Take in how storing went, and tell the shared count; what was not tried is put back."""
+        """Process the results of stores and update the shared count; undo untried items."""
         change = DiskChange()
         evicted: list[OffloadKey] = []
         untried = {item.index: item for item in plan.items}
@@ -224,11 +224,11 @@ class Space:
         run_io: RunIo,
         operation: int | None = None,
     ) -> None:
-        """Tell the shared count. If that fails, it is told later, and no job suffers."""
+        """Update the shared count. On an error, a later update catches up, and no job fails."""
         try:
             await run_io(partial(self._usage.settle, released_bytes, change, operation))
         except (OSError, OffloadError) as error:
-            logger.warning("the shared count was not told: %s", str(error))
+            logger.warning("the shared count was not updated: %s", str(error))
 
     async def _fill(
         self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool
@@ -239,13 +239,13 @@ class Space:
             count = 0 if squeeze else len(new)
             granted = await self._reserve(plan, self._unit_bytes, count, run_io)
         new = []
-        for item in items:  # asked again: another job may have been faster
+        for item in items:  # checked again: another job may have stored it
             if item.key in self._policy:
                 plan.items.append(replace(item, may_write=False))
             else:
                 new.append(item)
         roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
-        # What a victim leaves cannot be had while the count is not known.
+        # Without a complete count, the room of a victim cannot be used.
         count = min(len(new) - roomy, self._idle_count()) if self.can_evict else 0
         coming = new[: roomy + count]
         victims = self._evict([item.key for item in coming], count)
@@ -265,10 +265,9 @@ class Space:
     async def _pay_folders(
         self, plan: Plan, replacing: list[StoreItem], run_io: RunIo, *, squeeze: bool
     ) -> None:
-        """Set room aside for folders: a victim's file gives its block back, but not always these.
+        """Reserve room for folders, which replacing a victim's file may need in addition.
 
-        Those of `replacing` for which there is none, at the end of the plan's items, are taken
-        out of the plan.
+        Items of `replacing` (the last of the plan) without such room are removed from the plan.
         """
         unpaid = len(replacing)
         if not squeeze:
@@ -301,47 +300,47 @@ class Space:
         try:
             await run_io(reserve)
         finally:
-            plan.reserved_bytes += granted * unit_bytes  # also if this task is cancelled
+            plan.reserved_bytes += granted * unit_bytes  # even if this task is cancelled
         return granted
 
     def _take_in(self, outcome: StoreOutcome, evicted: list[OffloadKey]) -> None:
-        """Take in how storing one block went; victims that are gone are added to `evicted`."""
+        """Process the result of storing one block; append evicted blocks to `evicted`."""
         item, status = outcome.item, outcome.status
         if status in {StoreStatus.WRITTEN, StoreStatus.PRESENT}:
             self.blocks.admit([item.key])
         elif item.may_write or status is StoreStatus.ABSENT:
             self.forget([item.key])
             if status is StoreStatus.ABSENT:
-                evicted.append(item.key)  # by another process
+                evicted.append(item.key)  # evicted by another process
         if item.victim is None:
             return
         self.blocks.left([item.victim])
         if outcome.victim_taken or status is StoreStatus.VICTIM_GONE:
             evicted.append(item.victim)
         else:
-            self.blocks.admit([item.victim])  # it was not needed after all
+            self.blocks.admit([item.victim])  # its file was not used
 
-    # -- room for what will come ----------------------------------------------------------------
+    # -- background eviction ----------------------------------------------------------------
 
     def num_excess(self, usage: Usage, *, trimming: bool) -> int:
-        """Return how many blocks are to go in the background, a bounded number.
+        """Return the number of blocks to evict in the background, at most one batch.
 
         Args:
             usage: The shared count.
-            trimming: Whether trimming has begun, and goes on down to the low watermark.
+            trimming: Whether eviction has begun, and continues to the low watermark.
         """
         settings = self._settings
         mark = settings.low_watermark if trimming else settings.high_watermark
         excess = max(0, usage.total_bytes - int(mark * self._limit_bytes))
-        # As if each took its folders along; if not, the next batch goes on.
+        # Assumes that folders are freed, too; if not, the next batch continues.
         return min(_TRIM_BATCH, -(-excess // self._unit_bytes))
 
     def evict_idle(self, count: int) -> list[OffloadKey]:
-        """Take up to `count` blocks out that are to go for nobody; `remove` deletes them."""
+        """Remove up to `count` idle blocks from the policy; `remove` deletes their files."""
         return self._evict([], min(count, self._idle_count()))
 
     async def remove(self, victims: Sequence[OffloadKey], run_io: RunIo) -> None:
-        """Delete the files of blocks that left the policy; then give their bytes back."""
+        """Delete the files of blocks removed from the policy; then update the count."""
         if not victims:
             return
         change = DiskChange()
@@ -350,7 +349,7 @@ class Space:
         def delete() -> None:
             nonlocal change, operation
             operation = self._usage.begin()
-            self._usage.read()  # it must be known of before the disk is touched
+            self._usage.read()  # publishes the operation before the disk is changed
             change = self._files.remove(victims)
 
         try:
@@ -364,9 +363,9 @@ class Space:
         return len(self._policy) - sum(key in self._policy for key in self._busy)
 
     def _evict(self, coming: Sequence[OffloadKey], count: int) -> list[OffloadKey]:
-        """Take `count` idle blocks out of the policy, or none; for those that come, or for nobody.
+        """Remove `count` idle blocks from the policy, or none; `coming` are the new blocks.
 
-        Some of those that come may have room already.
+        Some of the new blocks may already have room.
         """
         busy = self._busy
         incoming = [*coming, *placeholders(count - len(coming))]

@@ -1,4 +1,4 @@
-"""The `fs` tier itself: one file a block, in a directory that processes and hosts may share."""
+"""The `fs` tier: one file per block, in a directory that processes and hosts may share."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ T = TypeVar("T")
 
 _ROUNDS = 64
 _TURN_BYTES = 512 << 10
-"""What a thread takes at a time: enough to be worth it, little enough for all to end together."""
+"""Bytes that a thread takes at a time: few enough for all threads to end at the same time."""
 _SHARE_BYTES = 1 << 20
-"""What a thread must have to do in a job to be worth waking."""
+"""Minimum bytes of a job per thread; below that, waking another thread does not pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsSettings:
-    """How an `fs` tier works; see the facade's `FileSystemTierManager` for the options' meaning."""
+    """Settings of an `fs` tier; the facade's `FileSystemTierManager` documents the options."""
 
     root_dir: str
     run_config: Mapping[str, Any]
@@ -73,10 +73,10 @@ class FsSettings:
 
 
 class FsTier(AsyncTier):
-    """Keeps each block in a file of its own.
+    """Stores each block in its own file.
 
-    A large job runs on several I/O threads, each of which takes the next few blocks when it is
-    free; every block is judged on its own.
+    A large job runs on several I/O threads; a free thread takes the next few blocks. Each block
+    succeeds or fails on its own.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class FsTier(AsyncTier):
         create_policy: Callable[[int], CachePolicy],
         ops: FileOps | None = None,
     ) -> None:
-        """Describe the tier; nothing is touched before `open`.
+        """Create the tier; does no I/O before `open`.
 
         Args:
             settings: See `FsSettings`.
-            create_policy: Makes the eviction policy, given the blocks that fit.
-            ops: The system calls; tests put a fault layer here.
+            create_policy: Creates the eviction policy for a given number of blocks.
+            ops: The system calls; tests inject faults here.
         """
-        # Without a capacity nobody keeps account of what there is.
+        # Without a capacity, blocks are not tracked.
         has_account = settings.space is not None
         self.capabilities = TierCapabilities(
             exclusive=False,
@@ -113,12 +113,12 @@ class FsTier(AsyncTier):
         self._has_entered = False
 
     async def open(self, env: TierEnvironment) -> None:
-        """Make the folders, and begin to look what is there; the rest is learned in time.
+        """Create the folders, and start walking the namespace; walks continue in the background.
 
         Raises:
-            ConfigError: The directory cannot be made or written, the filesystem lacks what
-                `verify` requires, or the capacity is below one block.
-            TierTimeoutError: A lock in it was not given back in time.
+            ConfigError: The directory cannot be created or written, the filesystem lacks a feature
+                that `verify` requires, or the capacity is less than one block.
+            TierTimeoutError: A lock in it was not released in time.
         """
         settings = self._settings
         self._env = env
@@ -150,7 +150,7 @@ class FsTier(AsyncTier):
                     settings.space, self._create_policy, self._row_bytes
                 )
             await self._housekeeping.look_around()
-        except TimeoutError as error:  # of a lock that another does not give back
+        except TimeoutError as error:  # another process did not release a lock
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
@@ -198,7 +198,7 @@ class FsTier(AsyncTier):
             self._space.unpin(keys)
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        """Read blocks straight into the job's slots, and verify them there.
+        """Read blocks directly into the job's slots, and verify them there.
 
         Raises:
             TierUnavailableError: The root is not the directory that was opened.
@@ -230,12 +230,12 @@ class FsTier(AsyncTier):
         return {failure.index: failure.error for failure in failures}
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note a use of blocks, head to tail."""
+        """Record a use of blocks, first block first."""
         if self._space is not None:
             self._space.used(keys)
 
     async def close(self) -> None:
-        """Stop housekeeping, give back what was reserved, unregister; idempotent."""
+        """Stop housekeeping, release reservations, unregister; idempotent."""
         housekeeping, self._housekeeping = self._housekeeping, None
         native, self._native = self._native, None
         calls, self._calls = self._calls, None
@@ -258,11 +258,11 @@ class FsTier(AsyncTier):
                 rows.release()
 
     def gauges(self) -> Mapping[str, float]:
-        """Return what all processes occupy of the capacity; without one nobody counts."""
+        """Return the usage by all processes and the capacity; empty without a capacity."""
         return {} if self._space is None else self._space.gauges()
 
     def describe(self) -> str:
-        """Return where the blocks are."""
+        """Return the location of the blocks."""
         return f"files below {self._settings.root_dir}"
 
     # -- storing within a capacity --------------------------------------------------------------
@@ -270,21 +270,21 @@ class FsTier(AsyncTier):
     async def _store_on(
         self, space: Space, items: list[StoreItem], check: Callable[[], None]
     ) -> BlockFailures:
-        """Store blocks, once more if the tier had to register again meanwhile."""
+        """Store blocks, retrying once if the tier had to register again meanwhile."""
         try:
             try:
                 return await self._store_within(space, items, check)
-            except OSError:  # of the count, which nobody can keep where there is no folder
+            except OSError:  # the count cannot be updated in a removed folder
                 if self._housekeeping is None or not await self._housekeeping.recover():
                     raise
                 return await self._store_within(space, items, check)
-        except OSError as error:  # a full disk is no fault
+        except OSError as error:  # a full disk is reported as such
             raise mapped(error) from None
 
     async def _store_within(
         self, space: Space, items: list[StoreItem], check: Callable[[], None]
     ) -> BlockFailures:
-        """Store blocks, and go on with those whose room was gone before they came to it."""
+        """Store blocks, retrying those whose room was taken by other processes."""
 
         async def run_checked(call: Callable[[], T], /) -> T:
             def checked() -> T:
@@ -305,12 +305,12 @@ class FsTier(AsyncTier):
             unplaced = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
             failures |= {item.index: unplaced for item in plan.unplaced}
             for outcome in outcomes:
-                failures.pop(outcome.item.index, None)  # from the round before
+                failures.pop(outcome.item.index, None)  # from the previous round
             failures |= failures_of(outcomes)
             full = [] if is_full else [o for o in outcomes if isinstance(o.error, TierFullError)]
             is_full = is_full or bool(full)  # evict, and retry once
             again = [o.item for o in outcomes if o.status in LOST_ROOM] + [o.item for o in full]
-            if plan.unplaced and space.can_evict:  # others have taken what was freed
+            if plan.unplaced and space.can_evict:  # others have taken the freed room
                 again += plan.unplaced
             elif plan.unplaced and not has_looked and self._housekeeping is not None:
                 has_looked = True
@@ -324,7 +324,7 @@ class FsTier(AsyncTier):
     async def _note_loads(
         self, space: Space, job: JobMetadata, failures: Sequence[LoadFailure]
     ) -> None:
-        """Take in how loading went: what was used, what was missing, what was removed as bad."""
+        """Process the results of loads: blocks used, missing, or removed as corrupt."""
         failed = {failure.index for failure in failures}
         gone = [failure for failure in failures if failure.freed_bytes is not None]
         space.loaded([key for index, key in enumerate(job.keys) if index not in failed])
@@ -337,7 +337,7 @@ class FsTier(AsyncTier):
             await space.settle(0, change, self._run_store)
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
-        """Run a call that a store needs, and moves no payload, with those of other jobs."""
+        """Run a call without payload I/O that a store needs, batched with those of other jobs."""
         if self._calls is None:
             raise TierClosedError("the fs tier is not open")
         return await self._calls.run(call)
@@ -348,14 +348,14 @@ class FsTier(AsyncTier):
     # -- the rest -------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Open the root, which is made if it is not there. Thread: an I/O thread."""
+        """Open the root, creating it if missing. Runs on an I/O thread."""
         root_dir = self._settings.root_dir
         self._ops.enter(root_dir, self._settings.modes)
         self._has_entered = True
         warn_of_others(root_dir, self._ops.stat(root_dir))
 
     async def _write(self, outcomes: Sequence[StoreOutcome], check: Callable[[], None]) -> None:
-        """Store blocks; their outcomes are filled in, also if this fails."""
+        """Store blocks; their outcomes are filled in even if this raises."""
         native = self._native
         left = outcomes if native is None else await native.store(outcomes, check)
 
@@ -372,14 +372,14 @@ class FsTier(AsyncTier):
         call: Callable[[range], None],
         count: int,
     ) -> None:
-        """Run a call over `range(count)`, a few numbers at a time, on one or several threads."""
+        """Run a call over `range(count)` in small ranges, on one or several threads."""
         io = self._opened().io
         by_turn = max(1, _TURN_BYTES // self._row_bytes)
         turns = iter(range(0, count, by_turn))
 
         def work() -> None:
             check()
-            for first in turns:  # shared: the thread that is free takes the next turn
+            for first in turns:  # shared iterator: a free thread takes the next range
                 call(range(first, min(first + by_turn, count)))
 
         threads = min(self._settings.io_threads, count, count * self._row_bytes // _SHARE_BYTES)

@@ -1,8 +1,7 @@
-"""Blocks are removed in the background while the count is above its watermark. Thread: loop.
+"""Background eviction while the count is above its high watermark. Loop thread only.
 
-Not before all blocks have been seen once: until then only those make room that are stored. What
-was more than the capacity by then goes by age, the oldest first; what becomes more later, as the
-policy says.
+It starts after the first cycle of walks; until then, only stores evict. Blocks beyond the capacity
+at that time are evicted by age, oldest first; later ones in the order of the policy.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 _SLICE_S = 5.0
-"""How long trimming goes on before the caller has its turn: it shows that the tier lives."""
+"""Maximum time per call, so that the caller can send heartbeats."""
 _PORTION = 1024
 
 
 class Trimming:
-    """Trims one namespace."""
+    """Trims one namespace to its capacity."""
 
     def __init__(
         self, usage: UsageFile, space: Space, run: RunIo, folder: str, capacity_bytes: int
     ) -> None:
-        """Describe what: the count, the blocks, and what is said of them in the log."""
+        """Create the object; `folder` and `capacity_bytes` appear in log messages."""
         self._usage = usage
         self._space = space
         self._run = run
@@ -40,7 +39,7 @@ class Trimming:
         self._num_removed = 0
 
     async def trim(self) -> None:
-        """Remove blocks until there are few enough, or for a while: the next call goes on.
+        """Evict blocks down to the low watermark, or for a limited time; call again to continue.
 
         Raises:
             OSError: The count cannot be used.
@@ -64,14 +63,14 @@ class Trimming:
     # -- inside ---------------------------------------------------------------------------------
 
     def _warn_of_waiting(self) -> None:
-        """Say once, of a capacity that became smaller, what happens until a cycle has ended."""
+        """Warn once that a reduced capacity takes effect only after a cycle of walks."""
         total_bytes = self._usage.total_bytes
         if self._has_warned or not self._usage.is_complete or total_bytes <= self._capacity_bytes:
             return
         self._has_warned = True
         logger.warning(
-            "%s: %d bytes are there, and capacity_bytes is %d: blocks are served, and no new ones "
-            "stored until a walk over all of them has found the oldest, which are removed",
+            "%s: %d bytes are stored, and capacity_bytes is %d: blocks are served, and no new ones "
+            "stored until a walk over all of them has found the oldest to remove",
             self._folder,
             total_bytes,
             self._capacity_bytes,
@@ -91,7 +90,7 @@ class Trimming:
         return space.evict_idle(count)
 
     async def _end(self, now: Usage) -> None:
-        """Learn what could not be ranked before; say what was removed if the capacity was less."""
+        """Learn blocks that could not be ranked before; log removals after a reduced capacity."""
         blocks = self._space.blocks
         if blocks.ages is not None:
             rest, blocks.ages = blocks.ages.rest(), None
@@ -102,8 +101,8 @@ class Trimming:
         num_removed, self._num_removed = self._num_removed, 0
         if num_removed and self._before_bytes > self._capacity_bytes:
             logger.warning(
-                "%s: %d bytes were there, and capacity_bytes is %d: %d blocks were removed, the "
-                "least valuable first, and %d bytes are there now",
+                "%s: %d bytes were stored, and capacity_bytes is %d: %d blocks were removed, the "
+                "least valuable first, and %d bytes are stored now",
                 self._folder,
                 self._before_bytes,
                 self._capacity_bytes,

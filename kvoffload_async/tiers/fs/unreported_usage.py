@@ -1,6 +1,6 @@
-"""What one writer has set aside and changed, and what of that the shared count is still to be told.
+"""One writer's reservations and disk changes, including those not yet in the shared count.
 
-Thread: an I/O thread.
+Run on I/O threads.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from kvoffload_async.tiers.fs.outcome import DiskChange
 
 
 class UnreportedUsage:
-    """What this writer is to have in the count after its next change.
+    """This writer's reservations and disk changes, to be merged into the shared count.
 
-    It never waits for a change that is under way: nothing is lost if that hangs.
+    Methods for jobs do not wait for a change of the file, so nothing is lost if one hangs.
     """
 
     def __init__(self, writer_id: str) -> None:
-        """Start with nothing."""
+        """Start without reservations or operations."""
         self.reserved_bytes = 0
         self.running: set[int] = set()
         self.told = 0
@@ -26,13 +26,13 @@ class UnreportedUsage:
         self._next_id = writer_id
         self._former_ids: list[str] = []
         self.telling: DiskChange | None = None
-        """What the last change was to tell, if it failed: perhaps it was made all the same."""
+        """The last change if it failed; it may have been made nevertheless."""
         self._begun = 0
         self._untold = DiskChange()
         self._mutex = threading.Lock()
 
     def begin(self) -> int:
-        """Begin an operation on the disk; return its number."""
+        """Begin a disk operation; return its number."""
         with self._mutex:
             number = self._begun
             self._begun += 1
@@ -40,36 +40,36 @@ class UnreportedUsage:
         return number
 
     def end(self, operation: int) -> None:
-        """End one."""
+        """End a disk operation."""
         with self._mutex:
             self.running.discard(operation)
 
     def reserve(self, num_bytes: int) -> None:
-        """Set room aside, or give it back where negative."""
+        """Reserve bytes, or release them if negative."""
         with self._mutex:
             self.reserved_bytes = max(0, self.reserved_bytes + num_bytes)
 
     def add_untold(self, change: DiskChange) -> None:
-        """Note what was done to the disk, for the next change."""
+        """Record a disk change, to be counted with the next change of the file."""
         with self._mutex:
             self._untold += change
 
     def entry(self) -> WriterCount:
-        """Return what this writer has in the count after its next change."""
+        """Return this writer's entry as of its next change."""
         with self._mutex:
             oldest = min(self.running, default=self._begun)
             return WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
 
     def rename(self, writer_id: str) -> None:
-        """Go on under another id: from the next change on, what the old one has is this one's."""
+        """Use another id from the next change on; reservations are kept."""
         self._next_id = writer_id
 
     def begin_change(self, usage: Usage) -> DiskChange:
-        """Find out whether the last change was made, if it failed, and return what is to be told.
+        """Determine whether a failed last change was made; return the changes to count.
 
-        Entries under former ids are dropped: what they had set aside is in this one's.
+        Entries under former ids are dropped; their reservations are in the current entry.
 
-        Thread: under the lock of the file.
+        Call with the file's lock held.
         """
         next_id = self._next_id
         if next_id != self.writer_id:
@@ -90,6 +90,6 @@ class UnreportedUsage:
         return untold
 
     def end_change(self) -> None:
-        """Note that the change was made. Under the lock of the file."""
+        """Record that the change was made. Call with the file's lock held."""
         self.told += 1
         self._former_ids.clear()

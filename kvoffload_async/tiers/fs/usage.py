@@ -1,20 +1,21 @@
-"""How many bytes a namespace takes on disk, counted together by all the tiers that are open on it.
+"""The count of a namespace's disk bytes, shared by all tiers that are open on it.
 
-A small file, changed under an advisory lock; see `counts` for what is in it. Room is set aside
-before a byte is written and given back after, so that the sum never exceeds the capacity. One
-locked change before a job and one after it, whatever its size.
+It is a small file, changed under an advisory lock; see `counts` for its format. Room is reserved
+before a write and released after it, so the sum never exceeds the capacity. A job of any size makes
+one locked change before it and one after it.
 
-What a writer had set aside when it died is presumed used, until walks that began later have seen
-every bucket. A count that is lost, or was never there, is not known until walks have seen every
-bucket: until then nothing new is granted.
+Reservations of a writer that died are presumed used until later walks have seen every bucket. If
+the count is lost or missing, it is unknown until walks have seen every bucket; until then no
+reservations are granted.
 
-Every writer says which of its operations on the disk have ended. So a walk over a bucket is exact
-if those that ran beside it have ended and the bucket's count has not changed since before the walk.
+Every writer publishes which of its disk operations have ended. A walk over a bucket is therefore
+exact if concurrent operations have ended and the bucket's count has not changed since before the
+walk.
 
-What this writer has set aside and has changed is kept here too, so that a change of the file that
-fails is made up for by the next one.
+This writer's reservations and changes are also kept in memory, so that the next change of the file
+makes up for a failed one.
 
-Thread: an I/O thread.
+Run on I/O threads.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ T = TypeVar("T")
 
 
 class OlderReleaseError(OSError):
-    """The count is kept in an older format by a release that is still running."""
+    """The count is being updated in an older format by a running older release."""
 
 
 class UsageFile:
     """The shared count's file.
 
     Attributes:
-        is_complete: Whether the count was known, and this writer in it, at the last change.
-        total_bytes: What counted against the capacity after it.
+        is_complete: Whether all buckets were known, and this writer registered, at the last change.
+        total_bytes: Bytes counted against the capacity at the last change.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class UsageFile:
         *,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
-        """Describe where.
+        """Set the file.
 
         Args:
             ops: The system calls.
-            namespace_folder: Where the file is.
-            writer_id: Who counts.
-            living: Returns the other writers that live. Asked under the lock: who is in the count
-                by then has registered before.
-            lock_timeout_s: Seconds for taking its lock.
+            namespace_folder: Folder of the file.
+            writer_id: This writer's id.
+            living: Returns the other living writers. Called under the lock: writers register before
+                they join the count.
+            lock_timeout_s: Timeout of the lock in seconds.
         """
         self.is_complete = False
         self.total_bytes = 0
@@ -87,15 +88,15 @@ class UsageFile:
         self._own = UnreportedUsage(writer_id)
 
     def open(self, entry_bytes: int = 0) -> None:
-        """Join the count, which is made if it is not there.
+        """Join the count, creating it if missing.
 
         Args:
-            entry_bytes: Disk bytes that are this writer's own, and go with it.
+            entry_bytes: Disk bytes of this writer's entry, uncounted at `close`.
 
         Raises:
             OSError: The file cannot be used.
             NewerCountError: Its format is newer.
-            OlderReleaseError: An older release is counting in it.
+            OlderReleaseError: An older release is updating it.
         """
 
         def join(usage: Usage) -> None:
@@ -112,7 +113,7 @@ class UsageFile:
         self._entry_bytes = entry_bytes
 
     def close(self) -> None:
-        """Give back what this writer had set aside, and leave the count; idempotent."""
+        """Release reservations and leave the count; idempotent."""
         if not self._is_open:
             return
 
@@ -127,28 +128,28 @@ class UsageFile:
             self._file.close()
 
     def rename_writer(self, writer_id: str) -> None:
-        """Go on under another id; what the old one had set aside is the new one's.
+        """Use another id; reservations are kept.
 
-        The next change drops the old one's entry and makes the new one's.
+        The next change replaces the entry.
         """
         self._own.rename(writer_id)
 
     # -- what a job changes ---------------------------------------------------------------------
 
     def begin(self) -> int:
-        """Begin an operation on the disk; return its number.
+        """Begin a disk operation; return its number.
 
-        The other writers see it from the next change on: there must be one before the disk is
-        touched.
+        Other writers see it from the next change on, so there must be a change before the disk is
+        modified.
         """
         return self._own.begin()
 
     def end(self, operation: int) -> None:
-        """End an operation that has changed nothing; the others see it from the next change on."""
+        """End an operation that changed nothing; others see it from the next change on."""
         self._own.end(operation)
 
     def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
-        """Set room aside for up to `count` units; return for how many there was room."""
+        """Reserve room for up to `count` units; return the number granted."""
         granted = 0
 
         def grant(usage: Usage) -> None:
@@ -167,15 +168,15 @@ class UsageFile:
         return granted
 
     def settle(self, released_bytes: int, change: DiskChange, operation: int | None = None) -> None:
-        """Give back room that was set aside, and count what became of it.
+        """Release reserved room, and count the change of the disk.
 
         Args:
-            released_bytes: What is given back.
-            change: What was done to the disk.
-            operation: What has ended with it.
+            released_bytes: Bytes to release.
+            change: The change of the disk.
+            operation: The operation that ended.
 
         Raises:
-            OSError: The file could not be changed; the next change will tell.
+            OSError: The file could not be changed; the next change catches up.
         """
         own = self._own
         own.reserve(-released_bytes)
@@ -191,7 +192,7 @@ class UsageFile:
     # -- walks ----------------------------------------------------------------------------------
 
     def begin_cycle(self) -> int:
-        """Presume what the dead had reserved used; return how much was ever presumed so."""
+        """Presume dead writers' reservations used; return the total ever presumed."""
 
         def begin(usage: Usage) -> int:
             self._reap(usage)
@@ -200,28 +201,28 @@ class UsageFile:
         return self._change(begin)
 
     def end_cycle(self, presumed_ever: int) -> None:
-        """Give up what was presumed before the cycle began, all of whose buckets were exact."""
+        """Drop what was presumed before the cycle began; requires an exact cycle."""
 
         def end(usage: Usage) -> None:
-            over = min(presumed_ever, usage.presumed_ever)  # if it was made anew meanwhile
+            over = min(presumed_ever, usage.presumed_ever)  # if it was created again
             usage.presumed_over = max(usage.presumed_over, over)
 
         self._change(end)
 
     def correct(self, bucket_scans: Collection[BucketScan], operation: int) -> list[BucketScan]:
-        """Correct the count by what walks have found; return what must be waited for.
+        """Correct the count by walks; return the scans that must wait for operations.
 
         Args:
-            bucket_scans: What they have found. Those that are not returned are done with; not exact
-                are those whose bucket was changed meanwhile: their count is corrected only if it
-                is off by more than that.
-            operation: The walk's own, which has ended.
+            bucket_scans: Results of walks. Scans that are not returned are done. A done scan is
+                inexact if its bucket changed during the walk; the count is then corrected only if
+                the difference exceeds that change.
+            operation: The walk's own operation, which has ended.
         """
         self._own.end(operation)
         return self._change(lambda usage: [s for s in bucket_scans if not is_corrected(usage, s)])
 
     def give_up(self, bucket_scans: Collection[BucketScan]) -> None:
-        """Correct the count by what was waited for in vain, as far as it is certainly too small."""
+        """Raise the count by scans whose operations did not end, where it is certainly too low."""
 
         def give_up(usage: Usage) -> None:
             for bucket_scan in bucket_scans:
@@ -238,15 +239,15 @@ class UsageFile:
         dead = usage.writers.keys() - {*self._living(), self._own.writer_id}
         for writer_id in dead:
             usage.presumed_ever += usage.writers.pop(writer_id).reserved_bytes
-        self._enter(usage)  # there may have been no place before
+        self._enter(usage)  # there may have been no free entry before
 
     def _enter(self, usage: Usage) -> None:
-        """Say in the count what this writer has reserved and begun, if there is a place."""
+        """Update this writer's entry in the count, if there is a free one."""
         if self._own.writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
             usage.writers[self._own.writer_id] = self._own.entry()
 
     def _change(self, call: Callable[[Usage], T]) -> T:
-        """Change the count under its lock, with all that this writer has to say."""
+        """Change the count under its lock, including this writer's pending changes."""
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
         with self._file.locked() as fd:
@@ -275,13 +276,13 @@ class UsageFile:
             return result
 
     def _write(self, fd: int, usage: Usage, *, is_new: bool) -> None:
-        if is_new:  # it takes its place on disk before that is counted
+        if is_new:  # allocates the file before it is counted
             write_all(self._ops, fd, bytes(FILE_BYTES), 0)
         usage.sequence += 1
         write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
 
     def _check_older(self, content: memoryview) -> None:
-        """Check that nobody counts in the format of before, of which a state is a JSON list."""
+        """Check that no living writer uses the previous format, where a state is a JSON list."""
         try:
             _, reserved, _ = json.loads(bytes(content))
             counting = set(reserved) & set(self._living())
@@ -295,24 +296,24 @@ class UsageFile:
 
 
 def _nothing(usage: Usage) -> None:
-    """Change nothing but what this writer has to say."""
+    """Change nothing except this writer's pending changes."""
 
 
 def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     """Return a namespace's count without joining it; None if it is unreadable.
 
     Raises:
-        OSError: There is none, it cannot be read, or its format is newer.
+        OSError: It is missing or cannot be read, or its format is newer.
     """
     fd = ops.open(f"{namespace_folder}/{FILE_NAME}", os.O_RDONLY)
-    try:  # no lock: of a slot that is half written, the other is whole
+    try:  # needs no lock: while one slot is being written, the other is valid
         return parsed(_content(ops, fd, memoryview(bytearray(FILE_BYTES))))
     finally:
         ops.close(fd)
 
 
 def _content(ops: FileOps, fd: int, buffer: memoryview) -> memoryview:
-    """Read a file into the buffer; return what it has."""
+    """Read a file into the buffer; return the part that was read."""
     done = ops.pread_into(fd, buffer, 0)
     while 0 < done < FILE_BYTES:
         count = ops.pread_into(fd, buffer[done:], done)

@@ -1,10 +1,10 @@
-"""Walks over a namespace, one part after the other, for ever: what it finds and sets right.
+"""Walks over a namespace, bucket by bucket, in endless cycles.
 
-A cycle is a walk over all buckets. It learns which blocks there are, corrects the count of each
-bucket by itself, and sweeps in passing what dead writers and crashes have left: their entries go
-when all buckets were swept. A step is as many buckets as a given time allows, at least one.
+A cycle is a walk over all buckets. It finds existing blocks, corrects the count of each bucket, and
+removes leftovers of dead writers and crashes. Entries of dead writers are removed after all buckets
+were swept. A step covers as many buckets as its time budget allows, at least one.
 
-Thread: an I/O thread, one call at a time.
+Run on an I/O thread, one call at a time.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
 
 _PASSES = 3
-"""How often a bucket is walked that was changed meanwhile, before the next cycle."""
+"""Maximum walks per cycle over a bucket that changes during the walk."""
 _WAITS = 8
-"""How many steps a cycle waits for operations that ran beside it."""
+"""Maximum steps per cycle spent waiting for concurrent operations."""
 
 
 @dataclass(slots=True)
 class Step:
-    """What a step has done.
+    """Result of a step.
 
     Attributes:
-        found: The blocks that it has found -> times of last change in s, the oldest at the front.
-        cpu_s: Seconds of processor time that it took.
+        found: Blocks found -> modification times in s, oldest first.
+        cpu_s: CPU seconds used.
         ends_cycle: Whether all buckets have been walked.
-        is_waiting: Whether nothing is left to be walked, and operations to be waited for.
-        unwalked: The buckets of that cycle that could not be walked.
-        is_exact: Whether the count was exactly right in all buckets of that cycle.
-        error: Why a bucket could not be walked.
+        is_waiting: Whether only concurrent operations are left to wait for.
+        unwalked: Buckets of the cycle that could not be walked.
+        is_exact: Whether the count was exact in all buckets of the cycle.
+        error: Error of a bucket that could not be walked.
     """
 
     found: dict[OffloadKey, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class _Cycle:
 
 
 class NamespaceWalk:
-    """One tier's walks over its namespace."""
+    """The walks of one tier over its namespace."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class NamespaceWalk:
         writers: WriterRegistry,
         usage: UsageFile | None,
     ) -> None:
-        """Start before the first cycle; without a count, there are only things to sweep."""
+        """Start before the first cycle; without a count, walks only sweep."""
         self._ops = ops
         self._namespace = namespace
         self._writers = writers
@@ -91,19 +91,19 @@ class NamespaceWalk:
 
     @property
     def is_in_cycle(self) -> bool:
-        """Whether a cycle has begun and not ended."""
+        """Whether a cycle is in progress."""
         return self._cycle is not None
 
     def begin_anew(self) -> None:
-        """Give up the cycle: the namespace is another one."""
+        """Abandon the cycle, because the namespace was replaced."""
         self._cycle = None
 
     def step(self, budget_s: float, should_stop: Callable[[], bool]) -> Step:
         """Walk over the next buckets.
 
         Args:
-            budget_s: Seconds of processor time after which no further bucket is begun.
-            should_stop: Asked often; the bucket that is being walked is then left for later.
+            budget_s: CPU seconds after which no further bucket is begun.
+            should_stop: Called often; if true, the current bucket is left for a later step.
 
         Raises:
             OSError: The namespace or its count cannot be used.
@@ -141,9 +141,9 @@ class NamespaceWalk:
     def _walk(
         self, cycle: _Cycle, step: Step, until_s: float, should_stop: Callable[[], bool]
     ) -> list[BucketScan]:
-        """Walk over buckets; return what is in each."""
+        """Walk over buckets; return their scans."""
         bucket_scans: list[BucketScan] = []
-        # No pair per block: the collector would count them, and go over all of the process, for
+        # No tuple per block: they would trigger full garbage collections of the process, for
         # tens of milliseconds, every few buckets.
         found: dict[OffloadKey, float] = {}
         roots = self._roots() if cycle.todo else {}
@@ -167,7 +167,7 @@ class NamespaceWalk:
         return bucket_scans
 
     def _roots(self) -> dict[int, list[str]]:
-        """Return the paths directly in the namespace, by bucket."""
+        """Return the paths of the namespace's entries, by bucket."""
         roots: defaultdict[int, list[str]] = defaultdict(list)
         folder = self._namespace.folder
         for name in names_in(self._ops, folder):
@@ -176,7 +176,7 @@ class NamespaceWalk:
         return roots
 
     def _bucket_scan(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> BucketScan:
-        """Sweep a bucket; return what is left in it."""
+        """Sweep a bucket; return the scan of its remaining content."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
         swept_bytes = sweep_folders(self._ops, inventory)
         living: Iterable[str] = ()
@@ -188,7 +188,7 @@ class NamespaceWalk:
         return BucketScan(bucket, size_bytes, swept_bytes, changed=0)
 
     def _forget_dead(self, cycle: _Cycle, paths: list[str]) -> None:
-        """Sweep what is not in folders, and remove the entries of writers that left nothing."""
+        """Sweep files outside folders, and remove the entries of writers without leftovers."""
         inventory = take_inventory(self._ops, self._namespace, paths)
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
         if cycle.is_swept and not cycle.unwalked:
@@ -205,7 +205,7 @@ class NamespaceWalk:
         cycle.moving += [bucket_scan.bucket for bucket_scan in done if not bucket_scan.is_exact]
 
     def _end_pass(self, cycle: _Cycle, step: Step) -> None:
-        """End the cycle, unless buckets are to be walked again or to be waited for."""
+        """End the cycle, unless buckets have to be walked again or operations awaited."""
         if cycle.moving and cycle.passes < _PASSES:
             cycle.passes += 1
             cycle.todo.extend(cycle.moving)

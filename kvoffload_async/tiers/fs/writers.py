@@ -1,21 +1,23 @@
-"""Who is writing into a namespace, so that only the temporary files of the dead are removed.
+"""Registry of the writers of a namespace, so that only temporary files of dead ones are removed.
 
-Every open tier has a file `<namespace>/.writers/<writer id>`, which names its host by the kernel's
-boot id, and keeps an advisory lock on it, which the kernel releases when the process ends,
-however it ends. The writer's id is part of the name of each of its temporary files.
+Every open tier has a file `<namespace>/.writers/<writer id>`, which contains its host's kernel boot
+id. It holds an advisory lock on the file, which the kernel releases when the process ends for any
+reason. The writer's id is part of the names of its temporary files.
 
-A writer is dead if its file can be locked and was written on this very boot of this very kernel:
-there the lock is certain, whatever any clock says. For a writer on another host the lock may not
-be visible (NFS without locking, Lustre with local locks), so there it must also have missed its
-heartbeat for ten minutes: every tier touches its file once a minute. The same goes for a
-filesystem without locks, and for a file that says nothing. All times are the filesystem's, so
-clocks of hosts are not compared. A file from the future, as a clock that was set back leaves
-them, is that of a dead writer if it is seen unchanged for ten minutes. If the filesystem's clock
-is set forward, or a host was suspended, a living writer may be taken for dead: it notices at its
-next heartbeat that its file is gone, and registers again under a new id.
+A writer is dead if its file can be locked and was written during this boot of this kernel: then the
+lock is reliable, independent of clocks. The lock of a writer on another host may be invisible (NFS
+without locking, Lustre with local locks), so that writer must also have missed its heartbeat for
+ten
+minutes: every tier touches its file once a minute. The same applies to filesystems without locks
+    and
+to unreadable files. All times are the filesystem's, so clocks of hosts are not compared. A file
+with a time in the future, as after a clock was set back, belongs to a dead writer if it is
+unchanged for ten minutes. If the filesystem's clock is set forward, or a host was suspended, a
+living writer may be considered dead. Its next heartbeat finds the file missing, and it registers
+under a new id.
 
-A temporary file that names no known writer is left alone here; `kvoffload store gc` removes it
-when it is old.
+A temporary file with the id of no known writer is kept; `kvoffload store gc` removes it when it is
+old.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _MAX_ENTRY_BYTES = 4096
 
 _Ahead = tuple[str, float]
-"""A writer, and the time of its file, which is ahead; mapped to when it was first seen so."""
+"""A writer and its file's time in the future; mapped to the time when it was first seen."""
 
 
 class WriterRegistry:
-    """This tier's own entry, and the judgement over the others'. Thread: an I/O thread.
+    """This tier's own entry, and the state of the other writers. Run on I/O threads.
 
     Attributes:
-        writer_id: Names this tier; another after `renew_id`.
+        writer_id: This tier's id; changed by `renew_id`.
     """
 
     def __init__(
@@ -73,27 +75,27 @@ class WriterRegistry:
         self._ahead: dict[_Ahead, float] = {}
 
     def register(self) -> None:
-        """Make and lock this tier's entry."""
+        """Create and lock this tier's entry."""
         with contextlib.suppress(FileExistsError):
             self._ops.mkdir_own(self._folder)
         path = self._path(self.writer_id)
         with contextlib.ExitStack() as entry:
-            # Waits for those who look whether it is locked: unlocked it would be taken for dead.
+            # Waits for writers that are testing the lock: an unlocked entry would count as dead.
             self._fd = self._lock(entry, path)
             self._entry = entry.pop_all()
         text = json.dumps({"boot_id": self._boot_id, "host": socket.gethostname()})
         self._ops.pwrite(self._fd, memoryview(text.encode()), 0)
 
     def renew_id(self) -> None:
-        """Take another id, to register under: others may be sweeping what the old one has left.
+        """Use a new id, because others may be sweeping the files of the old one.
 
-        What is there of the old entry stays, unlocked: whoever finds it sweeps after it.
+        The old entry stays, unlocked, so that its files are swept.
         """
         self.die()
         self.writer_id = _new_id()
 
     def heartbeat(self) -> bool:
-        """Show that this tier lives; tell whether its entry is there still, and its own."""
+        """Touch this tier's entry; return whether the entry still exists and is its own."""
         fd = self._fd
         path = self._path(self.writer_id)
         try:
@@ -111,11 +113,11 @@ class WriterRegistry:
         return disk_bytes(self._own_status())
 
     def others(self) -> tuple[set[str], set[str]]:
-        """Return the ids of the other writers: the living, and the dead."""
+        """Return the ids of the other writers: (living, dead)."""
         return self.judged(self._own_status().st_mtime)
 
     def judged(self, now_s: float) -> tuple[set[str], set[str]]:
-        """Return the same as of a given time, also for one who has not registered."""
+        """Return (living, dead) as of a given time; does not need a registration."""
         living: set[str] = set()
         dead: set[str] = set()
         ahead, self._ahead = self._ahead, {}
@@ -128,11 +130,11 @@ class WriterRegistry:
         return living, dead
 
     def living(self) -> set[str]:
-        """Return the ids of the other writers that live."""
+        """Return the ids of the other living writers."""
         return self.others()[0]
 
     def forget(self, writer_id: str) -> None:
-        """Remove a dead writer's entry, once nothing of it is left; what may not be, stays."""
+        """Remove a dead writer's entry after its files were swept; ignore missing permissions."""
         with contextlib.suppress(FileNotFoundError, PermissionError, NotRegularFileError):
             remove_entry(self._ops, self._path(writer_id))
 
@@ -146,7 +148,7 @@ class WriterRegistry:
                 self.die()
 
     def die(self) -> None:
-        """Leave this tier's entry behind, unlocked: something is left for others to sweep."""
+        """Leave this tier's entry unlocked, so that others sweep its files."""
         self._fd = None
         self._entry.close()
 
@@ -156,10 +158,10 @@ class WriterRegistry:
     def _own_status(self) -> os.stat_result:
         if self._fd is None:
             raise OSError(f"{self._path(self.writer_id)} is not registered")
-        return self._ops.fstat(self._fd)  # which is there also when the file was deleted
+        return self._ops.fstat(self._fd)  # works even if the file was deleted
 
     def _lock(self, entry: contextlib.ExitStack, path: str) -> int:
-        """Make and lock an entry until `entry` is closed; unlocked where there are no locks."""
+        """Create an entry, locked until `entry` is closed, or unlocked if locks are unsupported."""
         try:
             return entry.enter_context(locked(self._ops, path, _NEW))
         except OSError as error:
@@ -167,14 +169,14 @@ class WriterRegistry:
                 fd = self._ops.open(path, os.O_RDWR)
                 entry.callback(self._ops.close, fd)
                 return fd
-            with contextlib.suppress(OSError):  # nobody sweeps it before it is old
+            with contextlib.suppress(OSError):  # on an error it is swept when it is old
                 self._ops.unlink(path)
             raise
 
     def _is_silent(
         self, writer_id: str, touched_s: float, now_s: float, ahead: Mapping[_Ahead, float]
     ) -> bool:
-        """Tell whether an entry was not touched for so long that its writer may be dead."""
+        """Return whether an entry was not touched for so long that its writer may be dead."""
         if touched_s <= now_s + DEAD_AFTER_S:
             return now_s - touched_s > DEAD_AFTER_S
         seen_s = self._clock()
@@ -185,7 +187,7 @@ class WriterRegistry:
         try:
             fd = self._ops.open(path, os.O_RDWR)
         except FileNotFoundError:
-            return False  # it has just said goodbye
+            return False  # it has just unregistered
         except OSError:
             return is_silent
         try:
@@ -197,23 +199,23 @@ class WriterRegistry:
             self._ops.close(fd)
 
     def _look_at_lock(self, fd: int) -> tuple[bool, bool]:
-        """Return whether somebody has the lock, and whether locks tell anything here."""
+        """Return (whether the entry is locked, whether locks work here)."""
         try:
             if not self._ops.lock(fd, wait=False):
                 return True, True
-            self._ops.unlock(fd)  # a child that is forked now would keep it
+            self._ops.unlock(fd)  # a concurrently forked child would keep the lock
         except OSError:
             return False, False
         return False, True
 
     def _is_of_this_boot(self, fd: int) -> bool:
-        """Tell whether an entry says so; one that cannot be read says nothing."""
+        """Return whether an entry has this boot's id; False if it is unreadable."""
         buffer = bytearray(_MAX_ENTRY_BYTES)
         try:
             count = self._ops.pread_into(fd, memoryview(buffer), 0)
             entry = json.loads(bytes(buffer[:count]))
         except (OSError, ValueError, RecursionError):
-            return False  # it may be being written at this moment
+            return False  # it may be half written
         return isinstance(entry, dict) and entry.get("boot_id") == self._boot_id
 
 
@@ -222,7 +224,7 @@ def _new_id() -> str:
 
 
 def _is_entry(path: str, status: os.stat_result, folder: str) -> bool:
-    """Tell whether something in the folder of writers is called, and is a file, like an entry."""
+    """Return whether a path in the folder of writers has the name and type of an entry."""
     is_file = stat_module.S_ISREG(status.st_mode)
     return is_file and bool(_WRITER_ID.fullmatch(path.removeprefix(f"{folder}/")))
 
@@ -231,7 +233,7 @@ def remove_entry(ops: FileOps, path: str) -> None:
     """Remove a writer's entry.
 
     Raises:
-        PermissionError: Its content is no entry's, not even a torn one's, or may not be read.
+        PermissionError: The file is not an entry, not even a torn one, or cannot be read.
         OSError: It cannot be removed.
     """
     fd = ops.open(path, os.O_RDONLY)
@@ -240,6 +242,6 @@ def remove_entry(ops: FileOps, path: str) -> None:
         count = ops.pread_into(fd, memoryview(buffer), 0)
     finally:
         ops.close(fd)
-    if not _ENTRY_START.startswith(buffer[:count].rstrip(b"\0")):  # which a power cut leaves
-        raise PermissionError(errno.EPERM, "this is no entry of a writer", path)
+    if not _ENTRY_START.startswith(buffer[:count].rstrip(b"\0")):  # zeros: left by a power cut
+        raise PermissionError(errno.EPERM, "not a writer's entry", path)
     ops.unlink(path)

@@ -1,6 +1,6 @@
-"""One block, one file: writing it so that it is whole or absent.
+"""Writing block files, each complete or absent.
 
-Thread: an I/O thread; a call blocks for as long as the filesystem does.
+Blocks on filesystem calls; run on I/O threads.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 UNVERIFIED_MARKER = ".unverified-readers"
-"""Exists in a namespace once somebody has opened it to read without verifying."""
+"""Marker file: exists once a process has opened the namespace to read without verification."""
 
 _TRIES = 8
-"""How often a folder may vanish before something is put there: others remove empty ones."""
+"""Maximum attempts to write to a folder that others keep removing while it is empty."""
 
 _WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
 _VERIFIED_BY_ALL = {Origin.OWN, Origin.OTHER_KEY, Origin.NOBODY}
-"""Whose blocks no reader serves without comparing; what a newer release does nobody knows here."""
+"""Origins whose blocks every reader verifies; that of newer releases is unknown here."""
 _STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
-# A full disk is not among them: a block without its checksum is no way out of that.
+# ENOSPC is not included: on a full disk the store fails.
 _NO_XATTR = {errno.EOPNOTSUPP, errno.E2BIG, errno.EPERM}
 
 
@@ -53,9 +53,9 @@ class BlockWriter:
     """Writes the block files of one namespace.
 
     Attributes:
-        lacks_attributes: Whether a file could not have its checksum.
+        lacks_attributes: Whether a checksum attribute could not be set.
         writer_id: Part of every temporary file's name.
-        litter: Temporary files that could not be removed; `sweep_litter` tries again.
+        litter: Temporary files that could not be removed; `sweep_litter` retries.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BlockWriter:
         reuses_inodes: bool,
         counts_bytes: bool,
     ) -> None:
-        """Describe how files are written; see `BlockFiles`."""
+        """Set how files are written; see `BlockFiles`."""
         self._ops = ops
         self._namespace = namespace
         self._folders = folders
@@ -93,11 +93,11 @@ class BlockWriter:
         self.litter: list[str] = []
 
     def store(self, outcomes: Sequence[StoreOutcome]) -> None:
-        """Store blocks one after the other; each is judged on its own.
+        """Store blocks one by one; a failure does not affect other blocks.
 
         Args:
-            outcomes: What is to be stored. It is filled in one by one, so that nothing is lost if
-                the caller is. Where a victim was taken already, another is not.
+            outcomes: The blocks. Outcomes are filled in one by one, so that none is lost if the
+                caller is cancelled. A retry with `victim_taken` takes no second victim.
         """
         for outcome in outcomes:
             try:
@@ -108,7 +108,7 @@ class BlockWriter:
         self.sync_names(outcomes)
 
     def sync_names(self, outcomes: Sequence[StoreOutcome]) -> None:
-        """Wait until blocks that are stored will be found again, if that is wanted."""
+        """With `fsync`, wait until the names of stored blocks are durable."""
         leaves: dict[str, list[StoreOutcome]] = {}
         for outcome in outcomes if self._fsync else ():
             if outcome.status in _STORED:
@@ -117,7 +117,7 @@ class BlockWriter:
             self._sync_leaf(leaf, stored)
 
     def _sync_leaf(self, leaf: str, stored: Sequence[StoreOutcome]) -> None:
-        """Wait until blocks in a leaf folder will be found again; those that may not be, fail."""
+        """Wait until a leaf folder is durable; on an error its stored blocks fail."""
         try:
             self._folders.sync(leaf)
         except OSError as error:
@@ -126,27 +126,27 @@ class BlockWriter:
                 outcome.status, outcome.error = StoreStatus.FAILED, mapped(error)
 
     def _take_back(self, outcome: StoreOutcome) -> None:
-        """Remove a block that was written, as nothing later proves that its name is durable."""
+        """Remove a block that was written, because its name may never be durable."""
         if outcome.status is StoreStatus.WRITTEN:
             path = self._namespace.get_file_name(outcome.item.key)
             try:
                 freed_bytes = disk_bytes(self._ops.stat(path))
                 self._ops.unlink(path)
             except OSError as error:
-                logger.warning("a block that may not be durable stays behind: %s", str(error))
+                logger.warning("a block that may not be durable was not removed: %s", str(error))
             else:
                 outcome.change.remove(bucket_of(outcome.item.key), freed_bytes)
 
     def sync_root(self) -> None:
-        """Wait until the namespace's own folder is on the device; raises OSError."""
+        """With `fsync`, wait until the namespace's folder is durable; raises OSError."""
         if self._fsync:
             sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_litter(self) -> None:
-        """Try again to remove what could not be removed.
+        """Retry the removal of temporary files.
 
         Raises:
-            OSError: Something stays behind.
+            OSError: A file could not be removed.
         """
         while self.litter:
             with contextlib.suppress(FileNotFoundError):
@@ -168,11 +168,11 @@ class BlockWriter:
             try:
                 return self._store_by_way_of(self.temp_of(path), path, item, outcome)
             except FileNotFoundError:
-                # Swept by somebody who took this writer for dead, or removed with its folder.
+                # Swept by a writer that assumed this one dead, or removed with its folder.
                 return self._store_by_way_of(self.temp_of(path), path, item, outcome)
 
     def temp_of(self, path: str) -> str:
-        """Return what a block's file is called until it is whole. Thread: any."""
+        """Return a new name for a block's temporary file. Thread-safe."""
         return f"{path}.{self.writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
 
     def _store_by_way_of(
@@ -204,19 +204,20 @@ class BlockWriter:
                 self._ops.publish(temp, path)
             except FileExistsError:
                 if self._ops.has_file(path):
-                    return False  # somebody else was faster: the same bytes, by definition
+                    return False  # another writer was faster; equal keys mean equal bytes
                 with contextlib.suppress(FileNotFoundError):
                     self._ops.clear(path)
             else:
                 return True
         raise NotRegularFileError(path)
 
-    # -- a block in its place that nobody here may serve -----------------------------------------
+    # -- existing files that may not be served -----------------------------------------
 
     def _is_worthless(self, path: str) -> bool:
-        """Tell whether a block's file is to be replaced, as no tier with this key ever serves it.
+        """Return whether a file must be replaced because no tier with this integrity key serves it.
 
-        Without a key none is: the file may be of use to those who have it. A newer release's stays.
+        Without an integrity key no file is replaced: it may be valid for tiers with a key. Files of
+        newer releases are kept.
         """
         if not self._digester.is_keyed:
             return False
@@ -241,7 +242,7 @@ class BlockWriter:
     def take_victim(
         self, key: OffloadKey, victim: OffloadKey, temp: str, outcome: StoreOutcome
     ) -> bool:
-        """Rename an evicted block's file away, so that nobody can open it under its old name."""
+        """Rename an evicted block's file, so that it cannot be opened under its old name."""
         old = self._namespace.get_file_name(victim)
         leaf = self._namespace.leaf_of(key)
         try:
@@ -249,12 +250,12 @@ class BlockWriter:
         except (FileNotFoundError, NotADirectoryError):
             return False
         if stat_module.S_ISDIR(status.st_mode):
-            return False  # no block of ours; a link or pipe goes by its own name
+            return False  # not a block; a link or pipe is renamed itself
         for _ in range(_TRIES):
             try:
                 self._ops.rename(old, temp)
                 break
-            except FileNotFoundError:  # the victim, or the folder that it was to go to
+            except FileNotFoundError:  # the victim or the destination folder is missing
                 if not self._ops.exists(old):
                     return False
                 self._folders.make_again(leaf, outcome.change)
@@ -266,12 +267,12 @@ class BlockWriter:
         return True
 
     def may_overwrite(self, temp: str) -> bool:
-        """Tell whether a renamed victim's inode may be overwritten; else it is removed.
+        """Return whether a renamed victim's inode may be overwritten; if not, remove the file.
 
-        Asked after the rename: a reader that does not verify has made the marker before it opens
-        anything, so one that opened the victim under its old name is seen here. A file without a
-        checksum may be in the hands of a reader that serves such files, one with several names
-        has a reader under another.
+        Must be called after the rename. A reader without verification creates the marker before it
+        opens any file, so one that opened the victim under its old name is detected here. A file
+        without a checksum may be open in a reader that accepts such files. A file with several hard
+        links may be open under another name.
         """
         if self._reuses_inodes and self._is_sole_file_with_digest(temp):
             return True
@@ -299,7 +300,7 @@ class BlockWriter:
     def _fill(
         self, temp: str, item: StoreItem, outcome: StoreOutcome, *, recycled: bool
     ) -> bytes | None:
-        """Write a block's bytes and its digest into a new or recycled file; return the digest."""
+        """Write a block's bytes and digest to a new or recycled file; return the digest."""
         flags = os.O_WRONLY | os.O_CREAT
         direct = self._direct.flag
         try:
@@ -309,7 +310,7 @@ class BlockWriter:
         except OSError as error:
             if not self._direct.refused(direct, error):
                 raise
-            fd = self._open_temp(temp, flags, outcome)  # the refused call may have made it
+            fd = self._open_temp(temp, flags, outcome)  # the refused call may have created it
             return self._fill_opened(fd, item, recycled=recycled)
 
     def _open_temp(self, temp: str, flags: int, outcome: StoreOutcome) -> int:
@@ -323,8 +324,8 @@ class BlockWriter:
     def _fill_opened(self, fd: int, item: StoreItem, *, recycled: bool) -> bytes | None:
         try:
             digest = None
-            if self._verify is not Verify.OFF or recycled:  # else the victim's would stay
-                # Before the write, which then finds the row in the processor's cache.
+            if self._verify is not Verify.OFF or recycled:  # a victim's digest must be replaced
+                # Before the write, so that the write finds the row in the CPU cache.
                 digest = self._digester.attribute_value(item.key, item.row)
             self._write_row(fd, item.row)
             if recycled:
@@ -332,7 +333,7 @@ class BlockWriter:
             if digest is not None:
                 self._set_digest(fd, digest, is_vital=recycled)
             if self._fsync:
-                self._ops.fsync(fd)  # the digest as well: `fdatasync` does not wait for attributes
+                self._ops.fsync(fd)  # not fdatasync, which does not sync attributes
             return digest
         finally:
             self._ops.close(fd)
@@ -342,7 +343,7 @@ class BlockWriter:
         while done < len(row):
             written = self._ops.pwritev(fd, (row[done:] if done else row,), done)
             if written <= 0:
-                raise OSError(errno.EIO, "a write made no progress")
+                raise OSError(errno.EIO, "write returned 0 bytes")
             done += written
 
     def _set_digest(self, fd: int, digest: bytes, *, is_vital: bool) -> None:
@@ -359,14 +360,14 @@ class BlockWriter:
                 )
 
     def discard(self, temp: str) -> None:
-        """Remove a temporary file; failing that, later."""
+        """Remove a temporary file, or queue it for a later attempt."""
         try:
             self._ops.unlink(temp)
         except FileNotFoundError:
             return
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # so it was never made
+            if error.errno == errno.ENAMETOOLONG:  # the file was never created
                 return
             self.litter.append(temp)
-            # As text: who keeps the log must not keep the frames, and the primary's memory.
-            logger.warning("a temporary file stays behind for now: %s", str(error))
+            # As text: a log record with the error would keep its frames, and the primary's memory.
+            logger.warning("a temporary file was not removed yet: %s", str(error))

@@ -63,7 +63,7 @@ def test_gc_removes_no_entry_that_is_none(store):
     store.aged(entries / dead.writer_id, 7200)
     found = run(store, "gc")
     assert found["writers"] == [str(entries / dead.writer_id)]
-    assert any("no entry of a writer" in failure for failure in found["failures"])
+    assert any("not a writer's entry" in failure for failure in found["failures"])
     assert [path.name for path in entries.iterdir()] == [foreign.writer_id]
 
 

@@ -1,4 +1,4 @@
-"""Looking after namespaces, while tiers are open on them too: see `FsMaintenance`.
+"""Inspection and repair of namespaces, also while tiers are open; see `FsMaintenance`.
 
-Nothing that an open tier needs.
+Not needed by an open tier.
 """

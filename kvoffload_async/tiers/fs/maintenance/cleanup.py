@@ -1,7 +1,7 @@
-"""Removes from a namespace what nobody will use; what living writers own stays.
+"""Removes unused files from a namespace; files of living writers are kept.
 
-The walk comes before the judgement over the writers: whoever has left a temporary file that the
-walk has found had registered before, and so is known by then.
+The walk precedes the check of the writers: a writer registers before it creates temporary files, so
+the writers of all files found by the walk are known by then.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _PAUSE_S = 0.05
 
 @dataclass(slots=True)
 class Removed:
-    """What was removed from one namespace, or would be.
+    """Files removed from one namespace, or to be removed.
 
     Attributes:
-        name: The namespace's folder's name.
+        name: Name of the namespace's folder.
         dry_run: Whether nothing was changed.
         temps_of_dead: Temporary files of dead writers.
-        temps_foreign: Old temporary files of writers that are not known here.
-        corrupt: Blocks that do not verify.
-        unknown_files: Files that are no blocks.
+        temps_foreign: Old temporary files of unknown writers.
+        corrupt: Corrupt blocks.
+        unknown_files: Files that are not blocks.
         writers: Entries of dead writers.
         folders: Empty folders.
         freed_bytes: Disk bytes of all of these.
-        counted_bytes: The shared count afterwards, where there is one.
-        failures: What could not be removed or read, and why.
+        counted_bytes: The shared count afterwards, if there is one.
+        failures: Files that could not be removed or read, with the reason.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Removed:
 
     @property
     def title(self) -> str:
-        """What a table of the figures is called."""
+        """Title of the table of figures."""
         return "Would be removed" if self.dry_run else "Removed"
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures for people."""
+        """Rows of the table of figures."""
         return [
             ("temporary files of dead writers", f"{len(self.temps_of_dead):,}"),
             ("old temporary files of unknown ones", f"{len(self.temps_foreign):,}"),
@@ -81,10 +81,10 @@ class Removed:
 
 
 class Cleanup:
-    """Cleans up one namespace, as a writer among the others. Thread: one at a time.
+    """Cleans up one namespace as one of its writers. Run by one thread at a time.
 
     Attributes:
-        removed: What was removed so far.
+        removed: Files removed so far.
     """
 
     def __init__(self, ops: FileOps, namespace: FoundNamespace, options: GcOptions) -> None:
@@ -97,17 +97,17 @@ class Cleanup:
         self._findings: list[Finding] = []
 
     def take_findings(self) -> list[Finding]:
-        """Return what was found and done since the last call."""
+        """Return the findings since the last call."""
         findings, self._findings = self._findings, []
         return findings
 
     # -- blocking calls, in this order ------------------------------------------------------------
 
     def register(self) -> None:
-        """Become a writer, where there are any: their count is shared, and so is their clock.
+        """Register as a writer if the namespace has writers, to use their count and clock.
 
         Raises:
-            InputError: The namespace cannot be written.
+            InputError: The namespace is not writable.
         """
         if self._options.dry_run or not self._ops.exists(f"{self._namespace.folder}/{FOLDER}"):
             return
@@ -122,13 +122,13 @@ class Cleanup:
         self._writers = writers
 
     def other_writers(self) -> Writers:
-        """Return who is writing."""
+        """Return the living and dead writers."""
         writers = judge_writers(self._ops, self._namespace.folder, self._now_s())
         own_id = {self._writers.writer_id} if self._writers else set()
         return Writers(writers.living - own_id, writers.dead - own_id)
 
     def sweep(self, scan: Scan, writers: Writers) -> None:
-        """Remove files, entries and folders that nobody will use."""
+        """Remove unused files, entries and folders."""
         removed = self.removed
         latest_s = self._now_s() - self._options.older_than_s
         temps = sort_temps(scan.temps, writers)
@@ -146,7 +146,7 @@ class Cleanup:
                 self._findings.append(Problem(f"left by a dead writer: {path}", path))
 
     def unregister(self) -> None:
-        """Set the shared count right, and be a writer no longer."""
+        """Correct the shared count, and unregister."""
         writers, self._writers = self._writers, None
         if writers is None:
             return
@@ -161,7 +161,7 @@ class Cleanup:
     # -- calls that do not block ------------------------------------------------------------------
 
     def take_in(self, outcome: Outcome) -> None:
-        """Note a block that was read, and removed where it is corrupt."""
+        """Record a block that was read, and removed if corrupt."""
         bad, dry_run = outcome.bad, self._options.dry_run
         if outcome.verdict is Verdict.CORRUPT and (bad.is_removed or dry_run):
             self._note(self.removed.corrupt, bad.path, bad.reason, outcome.block.disk_bytes)
@@ -171,14 +171,14 @@ class Cleanup:
             self.fail(str(bad), bad.path)
 
     def fail(self, text: str, what: str = "") -> None:
-        """Note what could not be done."""
+        """Record a failure."""
         self.removed.failures.append(text)
         self._findings.append(Problem(text, what))
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
-        """Return the time by the filesystem's clock, where this writer has an entry there."""
+        """Return the time by the filesystem's clock, or this host's without an own entry there."""
         if self._writers is None:
             return time.time()
         self._writers.heartbeat()
@@ -200,7 +200,7 @@ class Cleanup:
                 self._remove(path, size_bytes, self.removed.writers, "of a dead writer", remove)
 
     def _remove_folders(self, scan: Scan) -> None:
-        """Remove empty folders, the deepest first. A writer makes one again that it misses."""
+        """Remove empty folders, deepest first. Writers create missing folders again."""
         occupied: set[str] = set()
         files = (*scan.blocks, *scan.temps, *scan.unknown_files)
         for path in (*(file.path for file in files), *scan.other_folders):
@@ -227,7 +227,7 @@ class Cleanup:
             except FileNotFoundError:
                 return
             except OSError as error:
-                if call != self._ops.rmdir:  # a folder that is in use again is no failure
+                if call != self._ops.rmdir:  # a folder that is in use again is skipped
                     self.fail(f"{path}: {error.strerror or error}", path)
                 return
         self._note(removed, path, reason, size_bytes)
@@ -239,7 +239,7 @@ class Cleanup:
         self._findings.append(Removal(path, reason, freed_bytes))
 
     def _recount(self, writers: WriterRegistry) -> int:
-        """Correct the shared count by a walk, as far as living writers let it be known."""
+        """Correct the shared count by a walk, as far as concurrent writers allow."""
         entry_bytes = writers.entry_bytes()
         usage = UsageFile(self._ops, self._namespace.folder, writers.writer_id, writers.living)
         usage.open(entry_bytes)

@@ -1,4 +1,4 @@
-"""What is in a namespace, in figures, and what is wrong with it."""
+"""Inspection of a namespace: figures and problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Writers:
 
 @dataclass(frozen=True, slots=True)
 class Temps:
-    """Temporary files, by who left them."""
+    """Temporary files, grouped by the state of their writer."""
 
     living: tuple[FoundFile, ...]
     dead: tuple[FoundFile, ...]
@@ -37,28 +37,28 @@ class Temps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What one namespace is like. Bytes are as allocated on disk, where not said.
+    """Figures of one namespace. Bytes are allocated disk bytes unless documented otherwise.
 
     Attributes:
-        name: Its folder's name.
-        model: The model's name, if the manifest says.
+        name: Name of its folder.
+        model: Name of the model, from the manifest.
         has_manifest: Whether there is a readable `config.json`.
-        block_bytes: Length of a block, if the manifest says.
-        blocks: Files that are blocks, with `block_length_bytes` in them on `block_disk_bytes`.
-        disk_bytes: Everything, folders and housekeeping included, without what is being written.
-        counted_bytes: The same by the count that bounded tiers share; None if there is none, or
-            it is unreadable.
-        reserved_bytes: What writers have set aside for blocks that they are writing.
-        count_tolerance_bytes: By how much the two may differ before it is wrong.
-        living_writers: Tiers that are open on it.
-        dead_writers: Tiers that were not closed.
-        temps_of_living: Temporary files that are being written.
-        temps_of_dead: Temporary files that nobody will finish.
-        temps_foreign: Temporary files of writers that are not known here.
-        temp_bytes: All of those.
-        unknown_files: Files that are no blocks, on `unknown_file_bytes`.
-        oldest_s: When the oldest block was written, in seconds since the epoch, and `newest_s`.
-        problems: What is wrong, a line each.
+        block_bytes: Length of a block, from the manifest.
+        blocks: Number of block files; `block_length_bytes` and `block_disk_bytes` are their sizes.
+        disk_bytes: All files and folders, without temporary files of living writers.
+        counted_bytes: `disk_bytes` according to the shared count; None if it is missing or
+            unreadable.
+        reserved_bytes: Bytes reserved by writers for blocks being written.
+        count_tolerance_bytes: Allowed difference between `disk_bytes` and `counted_bytes`.
+        living_writers: Number of open tiers.
+        dead_writers: Number of tiers that were not closed.
+        temps_of_living: Temporary files of living writers.
+        temps_of_dead: Temporary files of dead writers.
+        temps_foreign: Temporary files of unknown writers.
+        temp_bytes: Disk bytes of all temporary files.
+        unknown_files: Number of files that are not blocks; `unknown_file_bytes` is their size.
+        oldest_s: Modification time of the oldest block in seconds since 1970; `newest_s` likewise.
+        problems: One line per problem.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Inspection:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures for people."""
+        """Rows of the table of figures."""
         temps = (self.temps_of_living, self.temps_of_dead, self.temps_foreign)
         count = "none" if self.counted_bytes is None else f"{self.counted_bytes:,}"
         return [
@@ -108,17 +108,17 @@ class Inspection:
 async def inspect_namespace(
     io: MaintenanceIo, namespace: FoundNamespace
 ) -> tuple[Inspection, Scan]:
-    """Walk over a namespace; changes nothing."""
+    """Inspect a namespace with a walk; changes nothing."""
     before = await io.run(_count, io.ops, namespace.folder)
     scan = await scan_namespace(io, namespace)
-    # Behind the walk: whoever has left a temporary file that it has found had registered before.
+    # After the walk: the writers of all temporary files found have registered by now.
     writers = await io.run(judge_writers, io.ops, namespace.folder)
     after = await io.run(_count, io.ops, namespace.folder)
     return _inspection(namespace, scan, writers, before, after), scan
 
 
 def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writers:
-    """Return who is writing, by this host's clock if no other time is given. Thread: any."""
+    """Return the writers; `now_s` defaults to this host's clock. Thread-safe."""
     registry = WriterRegistry(ops, folder)
     try:
         living, dead = registry.judged(time.time() if now_s is None else now_s)
@@ -128,7 +128,7 @@ def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writ
 
 
 def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
-    """Sort temporary files by who left them."""
+    """Group temporary files by the state of their writer."""
     by_owner: dict[str, list[FoundFile]] = {"living": [], "dead": [], "foreign": []}
     for temp in temps:
         writer = writer_of(temp.path)
@@ -140,7 +140,7 @@ def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
 
 
 def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
-    """Return whether there is a shared count, and what it says. Thread: any."""
+    """Return (whether there is a shared count, its content). Thread-safe."""
     with contextlib.suppress(OSError):
         return True, read_usage(ops, folder)
     return False, None
@@ -200,10 +200,10 @@ _ENTRY_BYTES = 4096
 def _tolerance_bytes(
     scan: Scan, writers: Writers, before: Usage | None, after: Usage | None
 ) -> int:
-    """Return how far the count may be off: what has moved during the walk, and what none counts.
+    """Return the allowed error of the count: changes during the walk, and uncounted bytes.
 
-    That is the growth of folders, the entries of writers who have come and gone, and what writers
-    had reserved when they died: all are made up for by the next walks of a bounded tier.
+    Uncounted are the growth of folders, entries of writers that came and went, and reservations of
+    dead writers; the next walks of a bounded tier correct them.
     """
     num_entries = len(writers.living) + len(writers.dead) + 1
     tolerance_bytes = scan.grown_bytes + num_entries * _ENTRY_BYTES

@@ -1,4 +1,4 @@
-"""Which namespaces lie in a directory, and what their manifests say."""
+"""Discovery of the namespaces in a directory, and their manifests."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MAX_DEPTH = 64
 
 
 class FoundNamespace(Namespace):
-    """A namespace as it lies on disk: named by its folder, whatever its manifest says.
+    """A namespace found on disk, identified by its folder and not by its manifest.
 
     Attributes:
-        name: The folder's name.
-        has_manifest: Whether its `config.json` is there and is an object; then `fields` is it.
+        name: Name of the folder.
+        has_manifest: Whether its `config.json` is a JSON object, then available as `fields`.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class FoundNamespace(Namespace):
 
     @property
     def block_bytes(self) -> int | None:
-        """Length of each block, where the manifest is this package's own and says so."""
+        """Length of each block, if the manifest is this package's and contains it."""
         length = self.fields.get("block_bytes")
         is_own = self.fields.get("inference_engine") == _OWN_ENGINE
         return length if is_own and type(length) is int and length > 0 else None
 
 
 def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
-    """Return the namespaces below a directory, given by its absolute path, by name.
+    """Return the namespaces below an absolute directory, ordered by name.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: The directory cannot be read.
 
-    Thread: any; blocks.
+    May be called from any thread. Blocks on file I/O.
     """
     try:
         ops.enter(directory, make=False)
@@ -73,7 +73,7 @@ def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
 
 
 def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
-    """Return a run configuration, or None if there is no readable one."""
+    """Return a run configuration, or None if it is missing or unreadable."""
     try:
         fd = ops.open(path, os.O_RDONLY)
         try:
@@ -88,7 +88,7 @@ def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
 
 
 def _is_shallow(fields: Mapping[str, Any]) -> bool:
-    """Tell whether values can be shown and compared without deep recursion."""
+    """Return whether values can be compared and printed without deep recursion."""
     level: list[Any] = [fields]
     for _ in range(_MAX_DEPTH):
         inner = [value.values() if isinstance(value, dict) else value for value in level]

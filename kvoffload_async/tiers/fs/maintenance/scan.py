@@ -1,4 +1,4 @@
-"""What lies in a namespace: one walk, its subfolders side by side."""
+"""Contents of a namespace, from one walk with subfolders in parallel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Entries = list[tuple[str, os.stat_result]]
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file; `disk_bytes` as allocated, `modified_s` in seconds since the epoch."""
+    """A file; `disk_bytes` are allocated bytes, `modified_s` is in seconds since 1970."""
 
     path: str
     length_bytes: int
@@ -36,17 +36,17 @@ class FoundBlock(FoundFile):
 
 @dataclass(slots=True)
 class Scan:
-    """What a walk has found.
+    """Result of a walk.
 
     Attributes:
-        blocks: Files whose path is that of a block.
+        blocks: Files with the path of a block.
         temps: Temporary files.
-        unknown_files: Anything else that is no folder.
-        folders: Folders for blocks.
-        other_folders: Folders that are none.
-        total_bytes: Disk bytes of everything, folders and housekeeping included.
-        grown_bytes: What folders take beyond their first allocation.
-        unreadable: Why folders could not be walked.
+        unknown_files: All other files.
+        folders: Block folders.
+        other_folders: Other folders.
+        total_bytes: Disk bytes of all files and folders.
+        grown_bytes: Growth of folders beyond their first allocation.
+        unreadable: Errors of folders that could not be walked.
     """
 
     blocks: list[FoundBlock] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Scan:
     def take_in(
         self, namespace: FoundNamespace, entries: _Entries, error: OSError | None, folder: str
     ) -> None:
-        """Add what was found in a folder, and why not all of it."""
+        """Add the entries of a folder, and the error if they are incomplete."""
         if error is not None:
             self.unreadable.append(f"{folder}: {error.strerror or error}")
         for path, status in entries:
@@ -93,7 +93,7 @@ class Scan:
 
 
 async def scan_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Scan:
-    """Walk over a namespace; what vanishes meanwhile is left out. Incomplete once stopped."""
+    """Walk over a namespace; entries removed meanwhile are skipped. Incomplete if stopped."""
     scan = Scan()
     top, error = await io.run(_list, io.ops, namespace.folder)
     scan.take_in(namespace, top, error, namespace.folder)
@@ -111,7 +111,7 @@ async def scan_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Scan:
 
 
 def _list(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
-    """Return a folder and what is directly in it. Thread: any."""
+    """Return a folder and its direct entries. Thread-safe."""
     entries: _Entries = []
     try:
         entries.append((folder, ops.stat(folder)))
@@ -124,7 +124,7 @@ def _list(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
 
 
 def _walk(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
-    """Return everything below a folder. Thread: any."""
+    """Return all entries below a folder. Thread-safe."""
     entries: _Entries = []
     try:
         entries.extend(ops.walk(folder))

@@ -1,4 +1,4 @@
-"""The maintenance of namespaces; see `StoreMaintenance`."""
+"""`StoreMaintenance` for namespaces of the `fs` tier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvoffload_async.tiers.fs.maintenance.verification import FileVerification, 
 
 
 class FsMaintenance(StoreMaintenance):
-    """Looks after a namespace, while tiers are open on it too; no call refuses one in use."""
+    """Inspects and repairs a namespace; works while tiers are open on it."""
 
     tier_type: ClassVar[str] = "fs"
     report_key: ClassVar[str] = "namespaces"
@@ -40,7 +40,7 @@ class FsMaintenance(StoreMaintenance):
     has_generic_name: ClassVar[bool] = True
 
     def __init__(self, namespace: FoundNamespace, ops: FileOps) -> None:
-        """Look after a namespace; `ops` has entered the directory in which it was found."""
+        """Use a namespace; `ops` has entered the directory that contains it."""
         self.folder = namespace.folder
         self._namespace = namespace
         self._ops = ops
@@ -83,10 +83,10 @@ class FsMaintenance(StoreMaintenance):
         yield Summary("Blocks", verified.rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
-        """Remove what nobody will use; the shared count of bytes is right afterwards.
+        """Remove leftovers of crashed writers, stale temporary files and empty folders.
 
-        That is: temporary files and entries of dead writers, old temporary files of unknown ones,
-        empty folders, and on demand corrupt blocks and unknown files.
+        On request also removes corrupt blocks and unknown files. Afterwards the shared count of
+        bytes is correct.
         """
         io = MaintenanceIo(self._ops, control)
         cleanup = Cleanup(self._ops, self._namespace, options)
@@ -107,12 +107,12 @@ class FsMaintenance(StoreMaintenance):
         yield Summary(removed.title, removed.rows, asdict(removed))
 
     def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Remove corrupt blocks, as `gc` does when it is asked to: there is nothing to rebuild."""
-        del options  # there is no manifest that could be lost
+        """Remove corrupt blocks like `gc`; there is no index to rebuild."""
+        del options  # all options concern a lost manifest
         return self.gc(GcOptions(corrupt=True), control)
 
     async def _refusal(self, io: MaintenanceIo, *, for_writing: bool) -> str | None:
-        """Return why the namespace is not for this release, or None if it is."""
+        """Return the reason why this release must not access the namespace, or None."""
         check = partial(check_namespace, self._ops, self.folder, for_writing=for_writing)
         try:
             await io.run(check)

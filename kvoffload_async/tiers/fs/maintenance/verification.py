@@ -1,4 +1,4 @@
-"""Reads every block of a namespace, and compares it with its digest."""
+"""Verification: reads every block of a namespace and compares its digest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
 from kvoffload_async.tiers.fs.maintenance.scan import FoundBlock
 
 BATCH_BYTES = 4 << 20
-"""What a thread reads before it looks whether to go on."""
+"""Bytes that a thread reads before it checks whether to stop."""
 
 
 _NOT_COMPARED = {None: Verdict.WITHOUT_DIGEST, Origin.OTHER_KEY: Verdict.OTHER_KEY}
@@ -25,7 +25,7 @@ _NOT_COMPARED = {None: Verdict.WITHOUT_DIGEST, Origin.OTHER_KEY: Verdict.OTHER_K
 
 @dataclass(frozen=True, slots=True)
 class BadFile:
-    """A block that is not as it should be, why, and whether it was removed for that."""
+    """A corrupt or unverifiable block, the reason, and whether it was removed."""
 
     path: str
     reason: str
@@ -36,18 +36,18 @@ class BadFile:
 
     @property
     def what(self) -> str:
-        """Which block."""
+        """Name of the block."""
         return self.path
 
 
 @dataclass(slots=True, kw_only=True)
 class FileVerification(Verification[BadFile]):
-    """What reading the blocks has shown; `gone` have vanished meanwhile."""
+    """Result of reading the blocks; `gone` were removed by others meanwhile."""
 
     gone: int = 0
 
     def take_in(self, outcome: Outcome) -> Problem | None:
-        """Count a block; return what is wrong with it."""
+        """Count a block; return its problem, if any."""
         if outcome.verdict is not Verdict.GONE:
             return self.count(outcome.verdict, outcome.bad)
         self.gone += 1
@@ -56,7 +56,7 @@ class FileVerification(Verification[BadFile]):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One block's verdict, and whether its file was removed."""
+    """Verdict on one block, and whether its file was removed."""
 
     block: FoundBlock
     verdict: Verdict
@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def bad(self) -> BadFile:
-        """The block as one that is not as it should be."""
+        """The outcome as a bad file."""
         return BadFile(self.block.path, self.reason, self.is_removed)
 
 
@@ -77,7 +77,7 @@ async def verify_blocks(
     *,
     remove_corrupt: bool = False,
 ) -> AsyncGenerator[Outcome, None]:
-    """Read and judge blocks, several side by side; optionally remove the corrupt ones."""
+    """Read and verify blocks in parallel; optionally remove corrupt ones."""
     checker = BlockChecker(io.ops, namespace, blocks, key, remove_corrupt=remove_corrupt)
     io.control.expect(sum(block.length_bytes for block in blocks))
     async with aclosing(io.share_out(_batches(blocks), checker.check)) as checked:
@@ -88,7 +88,7 @@ async def verify_blocks(
 
 
 class BlockChecker:
-    """Judges single files. Thread: any."""
+    """Verifies single files. Thread-safe."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class BlockChecker:
         *,
         remove_corrupt: bool = False,
     ) -> None:
-        """Note how long a block is: as the manifest says, else as most of `blocks` are.
+        """Determine the block length from the manifest or, without one, from most of `blocks`.
 
         Args:
             ops: The system calls.
-            namespace: Where the blocks are.
-            blocks: All of them.
-            key: The integrity key that checksums are compared with.
-            remove_corrupt: Whether the files of corrupt blocks are removed.
+            namespace: The blocks' namespace.
+            blocks: All its blocks.
+            key: Integrity key of the checksums.
+            remove_corrupt: Whether to remove the files of corrupt blocks.
         """
         self._key = key
         self._ops = ops
@@ -117,7 +117,7 @@ class BlockChecker:
         self._usual_bytes = lengths[0][0] if lengths else 0
 
     def check(self, blocks: Sequence[FoundBlock]) -> list[Outcome]:
-        """Judge blocks one after the other, each on its own."""
+        """Verify blocks one by one; a failure does not affect other blocks."""
         return [self._check(block) for block in blocks]
 
     def _check(self, block: FoundBlock) -> Outcome:
@@ -141,11 +141,11 @@ class BlockChecker:
 
     def _judge(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
         length = self._ops.fstat(fd).st_size
-        # Before the bytes: of a file that is overwritten meanwhile, they must not match.
+        # Read before the bytes, so that a file overwritten meanwhile does not match.
         digest = self._ops.get_xattr(fd, ATTRIBUTE)
         digester = AttributeDigester(self._namespace.layout_of(length), self._key)
         origin = None if digest is None else digester.origin_of(digest)
-        if origin is Origin.NEWER:  # whose blocks may have another length
+        if origin is Origin.NEWER:  # its blocks may have another length
             return Verdict.NEWER, ""
         wanted = self._block_bytes
         if wanted is None and digest is None:
@@ -162,7 +162,7 @@ class BlockChecker:
         return Verdict.VERIFIED, ""
 
     def _fill(self, fd: int, data: memoryview) -> int:
-        """Read a file's beginning; return how many bytes there are, up to those asked for."""
+        """Read the beginning of a file; return the number of bytes read."""
         done = 0
         while done < len(data):
             count = self._ops.pread_into(fd, data[done:], done)
@@ -172,7 +172,7 @@ class BlockChecker:
         return done
 
     def _corrupt(self, fd: int, block: FoundBlock, reason: str) -> Outcome:
-        """Make sure that the path still names the file that was read, and remove it if asked."""
+        """Check that the path still names the file that was read, and remove it if requested."""
         status = self._ops.fstat(fd)
         if not os.path.samestat(status, self._ops.stat(block.path)):
             return Outcome(block, Verdict.GONE)
@@ -189,7 +189,7 @@ class BlockChecker:
 
 
 def _why(error: OSError | MemoryError) -> str:
-    if isinstance(error, MemoryError):  # whoever makes a file with holes can claim any length
+    if isinstance(error, MemoryError):  # a sparse file can have any length
         return "more bytes than fit into memory"
     return error.strerror or str(error)
 
