@@ -1,6 +1,6 @@
-"""The configuration of an engine: parsed once, checked before anything has started.
+"""The configuration of an engine: parsed once, validated before anything starts.
 
-Keys that vLLM's offloading specs have keep their names. Sizes are bytes, as an integer or as text
+Keys that exist in vLLM's offloading specs keep their names. A size is an integer in bytes, or text
 with a unit (`"4GiB"`, `"512 MB"`).
 """
 
@@ -25,20 +25,20 @@ _UNITS: Final = {
 _MAX_SECONDS: Final = 1e9
 _MAX_RATE: Final = 1e12
 _MAX_INTEGER: Final = (1 << 63) - 1
-"""The largest size or number that the system has a type for."""
+"""The largest value of a signed 64-bit integer."""
 _MAX_LABEL_CHARS: Final = 200
 _MAX_EXPLAINED: Final = 100_000
-"""Requests whose timelines are kept; each takes up to 30 KiB."""
+"""Maximum of `explain_requests`; a timeline takes up to 30 KiB."""
 _MAX_SOCKET_PATH_BYTES: Final = 107
-"""What fits into a `sockaddr_un`."""
+"""Longest path that fits into a `sockaddr_un`."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 HIDDEN: Final = "***"
-"""Stands where a secret was."""
+"""Replaces a secret in a message."""
 
 _USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
-"""Up to the last @, as a password may have a slash in it that should have been quoted."""
+"""Matches up to the last @, because a password may contain an unquoted slash."""
 _SECRET_KEY: Final = re.compile(
     "secret|password|token|credential|key(?!_id)|service_account", re.IGNORECASE
 )
@@ -53,7 +53,7 @@ def parse_size_bytes(value: object, key: str) -> int:
     """Return a size in bytes, given as an integer or as text with a unit.
 
     Raises:
-        ConfigError: It is neither, or not positive.
+        ConfigError: The value is neither, or not positive, or 8 EiB or more.
     """
     given = value
     if isinstance(value, str):
@@ -68,7 +68,7 @@ def parse_size_bytes(value: object, key: str) -> int:
 
 
 def shown(value: object) -> str:
-    """Return a value that somebody gave, for a message: cut where it is long, or deeply nested."""
+    """Return a configured value for a message; long or deeply nested values are shortened."""
     return without_user_info(_REPR.repr(value))
 
 
@@ -78,7 +78,7 @@ def without_user_info(text: str) -> str:
 
 
 def without_secrets(value: object, key: str = "") -> object:
-    """Return an option's value for people: a secret is hidden, by its key or in a URL."""
+    """Return an option's value without secrets, which are found by key or within a URL."""
     if isinstance(value, Mapping):
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, str):
@@ -88,7 +88,7 @@ def without_secrets(value: object, key: str = "") -> object:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return a hint that names the valid name closest to a wrong one, or an empty string."""
+    """Return a hint with the allowed name that is most similar to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(allowed), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -109,11 +109,11 @@ def _reject(key: str, value: object, allowed: str) -> NoReturn:
 
 
 Parser = Callable[[object, str], Any]
-"""Takes a value and its key; returns the value, or raises a ConfigError that names both."""
+"""Takes a value and its key; returns the parsed value, or raises a ConfigError that names both."""
 
 
 def at_least(minimum: int, maximum: int = _MAX_INTEGER) -> Parser:
-    """Return the parser of an integer within bounds."""
+    """Return a parser of integers from `minimum` to `maximum`."""
 
     def parse(value: object, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -126,7 +126,7 @@ def at_least(minimum: int, maximum: int = _MAX_INTEGER) -> Parser:
 
 
 def or_none(parse: Parser) -> Parser:
-    """Return a parser that lets None pass: "choose a value for me"."""
+    """Return a parser that also accepts None, which selects the default."""
     return lambda value, key: None if value is None else parse(value, key)
 
 
@@ -142,7 +142,7 @@ def parse_seconds(value: object, key: str) -> float:
 
 
 def parse_rate(value: object, key: str) -> float:
-    """Return a positive number of things a second; raises ConfigError."""
+    """Return a positive rate per second; raises ConfigError."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_RATE:
         _reject(key, value, f"a number above 0 and at most {_MAX_RATE:g}, or left out")
     return float(value)
@@ -170,14 +170,14 @@ def parse_bool(value: object, key: str) -> bool:
 
 
 def parse_name(value: object, key: str) -> str:
-    """Return a text that is not empty; raises ConfigError."""
+    """Return a non-empty text; raises ConfigError."""
     if not isinstance(value, str) or not value or not is_encodable(value):
         _reject(key, value, "a name")
     return value
 
 
 def is_encodable(text: str) -> bool:
-    """Tell whether a text can be written down: JSON can hold halves of characters."""
+    """Whether a text can be encoded; JSON text may contain unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -186,7 +186,7 @@ def is_encodable(text: str) -> bool:
 
 
 def parse_label(value: object, key: str) -> str:
-    """Return a text that tells apart what is otherwise alike; raises ConfigError."""
+    """Return a printable label of bounded length; raises ConfigError."""
     if (
         not isinstance(value, str)
         or not 0 < len(value) <= _MAX_LABEL_CHARS
@@ -204,7 +204,7 @@ def parse_generation(value: object, key: str) -> str:
 
 
 def parse_write_back(value: object, key: str) -> str:
-    """Return what a store does that outruns the tiers, "wait" or "drop"; raises ConfigError."""
+    """Return the write-back mode, "wait" or "drop"; raises ConfigError."""
     allowed = ("wait", "drop")
     if value not in allowed:
         hint = nearest(value, allowed) if isinstance(value, str) else ""
@@ -245,46 +245,48 @@ class OffloadConfig:
     """Every setting of an engine.
 
     Attributes:
-        cpu_bytes_to_use: Memory of the primary tier, in bytes, over all workers.
+        cpu_bytes_to_use: Size of the primary tier in bytes, for all workers together.
         block_bytes: Bytes of one offload unit (`blocks_per_chunk` device blocks) on one worker;
-            `OffloadEngine` finds it from its `kv_caches`.
-        block_size: Tokens of one device block.
-        blocks_per_chunk: Device blocks of one offload unit.
-        num_workers: Workers that share the primary; a row holds a cell for each.
-        model: Name of the model whose KV blocks these are. `OffloadEngine` and tiers on disk need
-            one.
-        fingerprint: The content of the model's weights, and everything else that KV bytes depend
-            on and that the name does not say; see docs/kv-identity.md.
-        generation: Which weights the blocks are of, an integer or a label; `invalidate` changes it.
-        eviction_policy: Name of the primary's cache policy, "lru" or "arc".
-        store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
-        max_tracker_size: Keys whose offers are remembered.
-        accept_prefix: Store the longest head of a batch that fits, over all KV-cache groups,
-            instead of all or nothing; under vLLM for models of one group.
+            `OffloadEngine` derives it from its `kv_caches`.
+        block_size: Tokens per device block.
+        blocks_per_chunk: Device blocks per offload unit.
+        num_workers: Workers that share the primary tier; a row holds one cell per worker.
+        model: Name of the model that the KV blocks belong to. `OffloadEngine` and tiers on disk
+            require it.
+        fingerprint: Label of everything beside the model's name that determines KV bytes, such as
+            a hash of the weights and settings; see docs/kv-identity.md.
+        generation: Version of the weights, an integer or a label; `invalidate` changes it.
+        eviction_policy: Name of the primary tier's eviction policy, "lru" or "arc".
+        store_threshold: Store a block only when it is offered for the n-th time; above 1 only
+            without secondary tiers.
+        max_tracker_size: Keys whose offers are counted for `store_threshold`.
+        accept_prefix: If a batch does not fit, store its longest prefix that fits, over all
+            KV-cache groups, instead of nothing; under vLLM only for models with one group.
         enable_kv_cache_events: Record events for `take_events`.
-        reserved_fraction: Part of the primary that tiers' transfers and what is retained for
-            requests never occupy. The rest is divided equally among the tiers; of its share a tier
-            keeps the same part for each direction.
-        promotion_fraction: Part of the primary that one tier's promotions, and what is retained
-            for waiting requests, may occupy until loaded, as far as its share reaches.
-        cascade_fraction: Part of the primary that may be in cascade to one tier at once, as far
-            as its share reaches; more blocks wait.
-        write_back: What a store does that would evict blocks which a tier is still to get, as no
-            others are left: "wait" until the tiers have taken them, within its deadline, or "drop"
-            them. By default `OffloadEngine` waits and a scheduler's manager drops; one that is to
-            wait refuses such a store, and the scheduler offers it again in the next step.
-        deferral_timeout_s: Seconds that a request may be deferred in all.
-        breaker_fault_threshold: Faults in a row after which a tier is suspended.
-        breaker_retry_s: Seconds until a tier that was suspended is tried again.
+        reserved_fraction: Fraction of the primary that tier transfers and blocks retained for
+            waiting requests never occupy. The rest is divided equally among the tiers. Within its
+            share, a tier reserves this fraction for each direction.
+        promotion_fraction: Fraction of the primary that one tier's promotions, and blocks retained
+            for waiting requests, may occupy until they are loaded; also limited by the tier's
+            share.
+        cascade_fraction: Fraction of the primary that may be cascading to one tier at once, also
+            limited by the tier's share; further blocks wait.
+        write_back: Applies when a store can only evict blocks that a tier has not stored yet.
+            "wait": the store waits for the tiers, up to its deadline. "drop": the blocks are
+            evicted. By default, `OffloadEngine` waits and a scheduler's manager drops. A manager
+            set to "wait" refuses the store, and the scheduler offers it again in the next step.
+        deferral_timeout_s: Maximum total seconds for which a request's lookups are deferred.
+        breaker_fault_threshold: Consecutive faults after which a tier is suspended.
+        breaker_retry_s: Seconds after which a suspended tier is tried again.
         drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
         shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
-        prefault: Touch the primary's memory at the start.
-        explain_requests: How many of the last requests to keep timelines of, for `explain` and
+        prefault: Touch the primary tier's memory at startup.
+        explain_requests: Number of recent requests whose timelines are kept for `explain` and
             tracing; 0: none.
-        check_invariants: Check every invariant at the end of every step; for debugging.
-        status_socket: Path of a Unix socket on which the running engine says how it is, to
-            `kvoffload top`; only this user can connect. By default `KVOFFLOAD_STATUS_SOCKET`.
-        secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
+        check_invariants: Check all invariants at the end of every step; for debugging.
+        status_socket: Path of the Unix socket that serves the engine's status to `kvoffload top`;
+            only this user can connect. By default `KVOFFLOAD_STATUS_SOCKET`.
+        secondary_tiers: Tier configurations, in lookup order; see `SecondaryTierFactory`.
     """
 
     cpu_bytes_to_use: int = _option(parse_size_bytes, None)
@@ -317,11 +319,11 @@ class OffloadConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> OffloadConfig:
-        """Check and convert a mapping, such as a parsed JSON object; it is not changed.
+        """Validate and convert a mapping, such as a parsed JSON object, without changing it.
 
         Raises:
-            ConfigError: A key is unknown or missing, or a value is of the wrong type or
-                impossible; the message names the key, the value and what is allowed.
+            ConfigError: A key is unknown or missing, or a value has the wrong type or is out of
+                range; the message names the key, the value and the allowed values.
         """
         if not isinstance(raw, Mapping):
             _reject("config", raw, "an object of keys and values")
@@ -333,8 +335,8 @@ class OffloadConfig:
                 raise ConfigError(f"{key}: missing; give {_required_hint(key)}")
         if config.store_threshold > 1 and config.secondary_tiers:
             raise ConfigError(
-                f"store_threshold: {config.store_threshold} does not go with secondary_tiers; "
-                "leave it out, or use a primary alone"
+                f"store_threshold: {config.store_threshold} cannot be combined with "
+                "secondary_tiers; omit one of the two"
             )
         return config
 
@@ -345,7 +347,7 @@ def accepted_keys() -> set[str]:
 
 
 def _required_hint(key: str) -> str:
-    """Return what a required key stands for, for the message that misses it."""
+    """Return the description of a required key, for the message that it is missing."""
     return {
         "cpu_bytes_to_use": 'the memory of the primary tier, such as "4GiB"',
         "block_bytes": 'the bytes of one offload unit on one worker, such as "256KiB"',

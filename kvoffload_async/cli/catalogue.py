@@ -1,4 +1,4 @@
-"""The registered tiers and their options, and the tables of `tiers` and `check-config`."""
+"""The registered tiers and their options; the tables of `tiers` and `check-config`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvoffload_async.facade.tier_factory import (
 
 REQUIRED = inspect.Parameter.empty
 
-# The first is made by the factory, from its own two keys; the second is for tests.
+# The factory creates the first from two keys of its own; the second is for tests.
 _INTERNAL = {"backpressure_detector", "ops"}
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
@@ -34,8 +34,8 @@ class TierOption:
 
     Attributes:
         name: Its key in the configuration.
-        default: What holds if it is not given, or `REQUIRED`.
-        summary: What it means, or empty where the constructor's docstring does not say.
+        default: Its default, or `REQUIRED`.
+        summary: Its description; empty if the constructor's docstring has none.
     """
 
     name: str
@@ -49,9 +49,9 @@ class TierEntry:
 
     Attributes:
         name: Its `type` in the configuration.
-        summary: One line; of a tier that cannot be used, why.
-        options: Its own options, without those that every tier takes.
-        is_usable: Whether its class could be imported.
+        summary: One line; the reason if the tier cannot be used.
+        options: Its own options, without those common to all tiers.
+        is_usable: Whether its class can be imported.
     """
 
     name: str
@@ -61,28 +61,30 @@ class TierEntry:
 
 
 def tier_entries() -> list[TierEntry]:
-    """Return every registered tier; one that cannot be imported says so."""
+    """Return every registered tier, including those that cannot be imported."""
     return [_entry(name) for name in SecondaryTierFactory.names()]
 
 
 def common_options() -> tuple[TierOption, ...]:
-    """Return the options that every tier takes, those included that never reach it."""
+    """Return the options common to all tiers, including those handled by the factory."""
     backpressure = (
-        TierOption("backpressure_cls", None, '"ema" spares a slow tier some stores.'),
+        TierOption("backpressure_cls", None, '"ema": delay stores to a tier while it is slow.'),
         TierOption(
-            "backpressure", None, "`high_water_s_per_mib` and `low_water_s_per_mib` of that."
+            "backpressure",
+            None,
+            "Thresholds of `backpressure_cls`: `high_water_s_per_mib` and `low_water_s_per_mib`.",
         ),
     )
     opening = (
         TierOption(
             "required",
             True,
-            "False: the engine starts without a tier that cannot be opened, and tries it again.",
+            "False: if the tier cannot be opened, start the engine without it and retry later.",
         ),
         TierOption(
             "reopen_pause_s",
             60.0,
-            "Longest pause between two tries, in seconds; they double from 1 on.",
+            "Maximum seconds between two attempts to open the tier; pauses double from 1 on.",
         ),
     )
     return (*_options(SecondaryTierManager, set()), *backpressure, *opening)
@@ -110,7 +112,7 @@ def _options(cls: type, without: set[str]) -> tuple[TierOption, ...]:
 
 
 def _summaries(cls: type) -> dict[str, str]:
-    """Return what the docstrings of class and constructor say of each argument, as one line."""
+    """Return each argument's description from the docstrings of class and constructor."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         for owner in (base, base.__dict__.get("__init__")):
@@ -120,7 +122,7 @@ def _summaries(cls: type) -> dict[str, str]:
 
 
 def geometry_table(spec: TieringOffloadingSpec) -> Table:
-    """Return what a configuration comes to."""
+    """Return a table of a configuration's derived settings."""
     config = spec.config
     used_bytes = spec.num_blocks * spec.stride_bytes
     table = Table(title="Configuration", show_header=False, title_justify="left")
@@ -130,7 +132,7 @@ def geometry_table(spec: TieringOffloadingSpec) -> Table:
     table.add_row("row stride", f"{spec.stride_bytes:,} bytes")
     table.add_row("block", f"{config.block_bytes:,} bytes on {config.num_workers} worker(s)")
     table.add_row("memory", f"{used_bytes:,} of {config.cpu_bytes_to_use:,} bytes")
-    table.add_row("tokens a block", f"{config.block_size * config.blocks_per_chunk:,}")
+    table.add_row("tokens per block", f"{config.block_size * config.blocks_per_chunk:,}")
     table.add_row("eviction policy", config.eviction_policy)
     if config.status_socket is not None:
         table.add_row("status socket", Text(config.status_socket))
@@ -145,7 +147,7 @@ def geometry_table(spec: TieringOffloadingSpec) -> Table:
 
 
 def option_table(options: Sequence[TierOption]) -> Table:
-    """Return a tier's options."""
+    """Return a table of a tier's options."""
     table = Table("option", "default", "")
     for option in options:
         default = "required" if option.default is REQUIRED else json.dumps(option.default)

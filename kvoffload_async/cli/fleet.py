@@ -1,4 +1,4 @@
-"""`kvoffload replay --fleet N`: several processes over one shared tier."""
+"""`kvoffload replay --fleet N`: several processes that share a tier."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ def replay_on_fleet(
     scratch: ScratchFolder,
     console: Console,
 ) -> FleetReport:
-    """Replay on a fleet; raises what `run_fleet` does, and InputError for what does not go with it.
+    """Replay on a fleet and return the figures of its three passes.
 
     Args:
-        spec: Of one process.
+        spec: Configuration of one process.
         open_source: Returns the requests.
-        fleet: What is of fleets alone.
-        given: What was asked for of any replay.
-        passes: How many passes were asked for; a fleet has its own.
-        scratch: Where processes may have slabs.
-        console: Where a progress bar may be shown.
+        fleet: Options of the fleet.
+        given: Options of any replay.
+        passes: Value of `--passes`, which a fleet does not take.
+        scratch: Directory for the processes' slabs.
+        console: Shows the progress bar.
+
+    Raises:
+        InputError: An option cannot be combined with `--fleet`; also the errors of `run_fleet`.
     """
     for option, is_plain in (
         ("--passes", passes in {None, 1}),
@@ -54,7 +57,7 @@ def replay_on_fleet(
         ("--status-socket", spec.config.status_socket is None),
     ):
         if not is_plain:
-            raise InputError(f"{option} does not go with --fleet; leave it out")
+            raise InputError(f"{option} cannot be combined with --fleet; omit it")
     with closing(open_source()) as source:
         requests = list(source)
     done = 0.0
@@ -76,7 +79,7 @@ def replay_on_fleet(
 
 
 def publish_fleet(report: FleetReport, json: str | None) -> None:
-    """Print the figures for people, and write them for programs where that was asked for."""
+    """Print the figures as tables and, if `json` is given, write them as JSON."""
     if json != STDOUT:
         _print_tables(Console(), report)
     if json is not None:
@@ -103,7 +106,7 @@ def _print_tables(console: Console, report: FleetReport) -> None:
         )
     table.add_row("one unbounded cache", f"{report.unbounded:.4f}", "", "", "", "")
     console.print(table)
-    costs = Table("tier", "", title="What moved", title_justify="left")
+    costs = Table("tier", "", title="Traffic of shared tiers", title_justify="left")
     for name in ("requests", "GiB stored", "GiB loaded"):
         costs.add_column(name, justify="right")
     for one in report.passes:

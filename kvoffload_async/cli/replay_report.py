@@ -1,4 +1,4 @@
-"""The figures of a replay: its tables, how far it is, its pictures and the page with them."""
+"""Output of a replay: progress bar, tables, plots and the HTML report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GIB = 1024 * _MIB
 
 
 def bar_per_pass(console: Console, num_passes: int) -> Follow:
-    """Return what shows a progress bar for each pass, if the console is a terminal."""
+    """Return a `Follow` that shows a progress bar per pass, if the console is a terminal."""
 
     @contextmanager
     def follow(source: RequestSource, number: int) -> Iterator[Callable[[], None]]:
@@ -40,7 +40,7 @@ def bar_per_pass(console: Console, num_passes: int) -> Follow:
 
 
 def print_table(console: Console, reports: PassReports) -> None:
-    """Print the figures for people, a column a pass."""
+    """Print the figures as tables, with one column per pass."""
     passes = reports.passes
     names = [pass_name(number) for number in range(1, len(passes) + 1)]
     table = Table(
@@ -59,12 +59,12 @@ def print_table(console: Console, reports: PassReports) -> None:
 
 
 def pass_name(number: int) -> str:
-    """Return what a pass is called, from 1 on."""
+    """Return the name of a pass; passes are numbered from 1."""
     return {1: "first pass", 2: "warm pass"}.get(number, f"pass {number}")
 
 
 def figure_rows(report: Report) -> list[tuple[str, str]]:
-    """Return what each figure is called, and the figure as a text."""
+    """Return the name and the formatted value of each figure."""
     jobs = (report.jobs_submitted, report.job_results, report.job_failures)
     refused = (report.stores_refused, report.promotions_refused)
     moved = (size_text(report.bytes_stored), size_text(report.bytes_loaded))
@@ -89,9 +89,9 @@ def figure_rows(report: Report) -> list[tuple[str, str]]:
         ("eviction policy", report.policy),
         ("engine", report.engine),
         ("wall time", f"{report.wall_s:.2f} s"),
-        ("block references a second", f"{report.block_refs_per_s:,.0f}"),
+        ("block references per second", f"{report.block_refs_per_s:,.0f}"),
         ("steps", f"{report.steps:,}"),
-        ("owner's time a step", ", ".join(owner_us)),
+        ("owner's time per step", ", ".join(owner_us)),
     ]
 
 
@@ -119,7 +119,7 @@ def _joined(counts: Sequence[int]) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size for people."""
+    """Return a size with a unit."""
     if num_bytes < _MIB:
         return f"{num_bytes / 1024:,.0f} KiB"
     return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"
@@ -128,7 +128,7 @@ def size_text(num_bytes: int) -> str:
 PLOT: Final = "kvoffload_async.replay.plot"
 
 _MAX_NAME: Final = 60
-"""Letters of a trace's name in a picture."""
+"""Maximum length of a trace's name in a plot."""
 _TIER_FIGURES: Final = {
     "stored_bytes": "stored",
     "loaded_bytes": "loaded",
@@ -156,17 +156,17 @@ th, td { text-align: right; padding: .2rem .75rem .2rem 0; border-bottom: 1px so
 tr > :first-child { text-align: left; font-weight: 600; }
 """
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-"""A browser loads nothing for the page, and runs nothing in it."""
+"""Content security policy: the browser loads nothing for the page and runs no script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What a picture is of.
+    """Title of a plot or page.
 
     Attributes:
-        trace: What was replayed, as its file is called; anything may be in it.
+        trace: Name of the trace; may contain any characters.
         sizes: The policy, and the sizes of the primary and the tiers.
-        origin: When, where and with what.
+        origin: Date, machine and version.
     """
 
     trace: str
@@ -175,11 +175,11 @@ class Headline:
 
     @classmethod
     def of(cls, trace: Path | None, reports: PassReports) -> Self:
-        """Return that of a replay that has just ended."""
+        """Return the headline of a replay that has just ended."""
         name = "the built-in chat workload" if trace is None else trace.name
         if str(trace) == STDIN:
             name = "standard input"
-        # A file's name may have bytes that are no text.
+        # A file name may contain bytes that cannot be decoded.
         name = name.encode(errors="backslashreplace").decode()
         now = datetime.now(UTC)
         return cls(name, _sizes(reports), f"{now:%Y-%m-%d %H:%M} UTC, {_machine()}")
@@ -188,10 +188,10 @@ class Headline:
 def publish_pictures(
     reports: PassReports, trace: Path | None, plot: Path | None, page: Path | None
 ) -> None:
-    """Write a picture, and a page, of a replay that has just ended and that has samples.
+    """Write the plot and the page of a replay that has just ended and recorded samples.
 
     Raises:
-        InputError: One of them cannot be written.
+        InputError: A file cannot be written.
     """
     headline = Headline.of(trace, reports)
     if plot is not None:
@@ -244,9 +244,9 @@ def _page(reports: PassReports, headline: Headline) -> Iterable[str]:
     yield f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
     yield f"<h1>{escape(title)}</h1>\n<p>{escape(headline.sizes)}</p>"
     if reports.interrupted:
-        yield '<p class="complaint">Interrupted: this is what there was until then.</p>'
+        yield '<p class="complaint">Interrupted: figures up to the interruption.</p>'
     yield from (f'<p class="complaint">{escape(text)}</p>' for text in reports.complaints)
-    yield '<h2>How it went</h2>\n<div class="panels">'
+    yield '<h2>Over time</h2>\n<div class="panels">'
     for (name, explanation, _), svg in zip(plot.PANELS, plot.svgs(reports.passes), strict=True):
         named = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
         yield f"<figure>{named}<figcaption>{escape(explanation)}</figcaption></figure>"

@@ -1,4 +1,4 @@
-"""What requests of a replay went through: one of them as text, all of them as a file."""
+"""Request timelines of a replay: one printed as text, all written to a trace-event file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvoffload_async.observe.trace_events import TraceEventFile
 from kvoffload_async.timeline import RequestTimeline
 
 _MORE_REQUESTS: Final = 64
-"""How many are kept besides those in flight: requests whose last copies have not ended."""
+"""Timelines kept beside those in flight, for requests whose last copies have not ended."""
 
 
 class TimelineOutput:
-    """Takes the timelines of a replay; a context manager, which ends the file."""
+    """Collects the timelines of a replay; as a context manager, closes the file on exit."""
 
     def __init__(self, explained: int | None, trace_out: str | None) -> None:
-        """Print request number `explained`, and write all of them to the file `trace_out`."""
+        """Print the timeline of request `explained`; write all to the file `trace_out`."""
         self._explained = explained
         self._name = trace_out
         self._file: TraceEventFile | None = None
@@ -32,18 +32,18 @@ class TimelineOutput:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether timelines are to be recorded."""
+        """Whether the replay must record timelines."""
         return self._explained is not None or self._name is not None
 
     def __enter__(self) -> Self:
-        """Check the file, which `recording` makes once nothing else is wrong.
+        """Check that the file can be written; `recording` creates it.
 
         Raises:
-            InputError: It cannot be written.
+            InputError: The file cannot be written.
         """
         if self._name is not None:
             if self._name == STDOUT:
-                raise InputError("--trace-out -: it must be a file")
+                raise InputError("--trace-out -: expected a file")
             check_writable("--trace-out", self._name)
         return self
 
@@ -58,10 +58,10 @@ class TimelineOutput:
                 self._file.close()
 
     def recording(self, spec: TieringOffloadingSpec, concurrency: int) -> TieringOffloadingSpec:
-        """Return a spec whose engines record what is needed here; makes the file.
+        """Return a spec whose engines record enough timelines, and create the file.
 
         Raises:
-            InputError: It cannot be written.
+            InputError: The file cannot be written.
         """
         if not self.is_wanted:
             return spec
@@ -73,23 +73,23 @@ class TimelineOutput:
         return TieringOffloadingSpec(replace(spec.config, explain_requests=kept))
 
     def watch(self, number: int, timeline: RequestTimeline) -> None:
-        """Take a timeline of the pass with this number."""
+        """Process a finished timeline of pass `number`."""
         name, _, _ = timeline.req_id.partition("/")
         if name == f"request-{self._explained}":
             self._texts.append(f"pass {number}, {timeline}")
         if self._file is not None and self._error is None:
             try:
                 self._file.add(timeline, f"pass {number}")
-            except OSError as error:  # told at the end: the replay goes on
+            except OSError as error:  # the replay continues; `publish` raises the error
                 self._error = error
 
     def publish(self, console: Console) -> None:
-        """Print the timelines that were asked for.
+        """Print the timelines of the explained request.
 
         Raises:
             InputError: There was no such request, or the file could not be written.
         """
-        for text in self._texts:  # with errors of tiers, whatever letters these have
+        for text in self._texts:  # they may contain error texts with any characters
             lines = "\n".join(map(shown, text.split("\n")))
             console.print(f"\n{lines}", markup=False, highlight=False, soft_wrap=True)
         if self._explained is not None and not self._texts:

@@ -336,7 +336,7 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
         "16 KiB",
     ):
         assert text in result.stdout
-    assert "compared with what was stored" in " ".join(result.stdout.split())
+    assert "compared with the stored one" in " ".join(result.stdout.split())
 
 
 @pytest.mark.slow

@@ -166,9 +166,9 @@ def test_capacities_that_fit_one_by_one_and_not_together_are_refused(refusal, tm
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"io": NaN}', "NaN is no number"),
-        ('{"io": [-Infinity]}', "-Infinity is no number"),
-        ('{"io": 1e999}', "1e999 is no number"),
+        ('{"io": NaN}', "NaN is not a JSON number"),
+        ('{"io": [-Infinity]}', "-Infinity is not a JSON number"),
+        ('{"io": 1e999}', "1e999 is not a JSON number"),
         ('{"block_bytes": ' + "9" * 5000 + "}", "a number of 5000 digits is too large"),
         ('{"block_bytes": 18446744073709551616}', "block_bytes: 18446744073709551616"),
         ('{"num_workers": 18446744073709551616}', "num_workers: 18446744073709551616"),

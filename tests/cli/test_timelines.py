@@ -42,7 +42,7 @@ def test_every_request_of_every_pass_is_in_the_trace_file(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--trace-out", "-"), "--trace-out -: it must be a file"),
+        (("--trace-out", "-"), "--trace-out -: expected a file"),
         (("--trace-out", "/nowhere/trace.json"), "the directory does not exist"),
     ],
 )
