@@ -1,7 +1,7 @@
-"""The configuration of an engine: parsed once, validated before anything starts.
+"""Configuration of an engine, parsed and validated before anything starts.
 
-Keys that exist in vLLM's offloading specs keep their names. A size is an integer in bytes, or text
-with a unit (`"4GiB"`, `"512 MB"`).
+Keys shared with vLLM's offloading specs keep vLLM's names. Sizes are in bytes, as an integer or as
+text with a unit (`"4GiB"`, `"512 MB"`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _UNITS: Final = {
 _MAX_SECONDS: Final = 1e9
 _MAX_RATE: Final = 1e12
 _MAX_INTEGER: Final = (1 << 63) - 1
-"""The largest value of a signed 64-bit integer."""
+"""Largest size or number that fits a signed 64-bit integer."""
 _MAX_LABEL_CHARS: Final = 200
 _MAX_EXPLAINED: Final = 100_000
-"""Maximum of `explain_requests`; a timeline takes up to 30 KiB."""
+"""Maximum number of timelines kept; each takes up to 30 KiB."""
 _MAX_SOCKET_PATH_BYTES: Final = 107
-"""Longest path that fits into a `sockaddr_un`."""
+"""Maximum path length of a `sockaddr_un`."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 HIDDEN: Final = "***"
-"""Replaces a secret in a message."""
+"""Replacement for secrets."""
 
 _USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
-"""Matches up to the last @, because a password may contain an unquoted slash."""
+"""Matches up to the last @, because a password may contain an unescaped slash."""
 _SECRET_KEY: Final = re.compile(
     "secret|password|token|credential|key(?!_id)|service_account", re.IGNORECASE
 )
@@ -50,10 +50,10 @@ _REPR.maxlist = _REPR.maxdict = 8
 
 
 def parse_size_bytes(value: object, key: str) -> int:
-    """Return a size in bytes, given as an integer or as text with a unit.
+    """Return a size in bytes from an integer or from text with a unit.
 
     Raises:
-        ConfigError: The value is neither, or not positive, or 8 EiB or more.
+        ConfigError: The value has another form or is not positive.
     """
     given = value
     if isinstance(value, str):
@@ -68,17 +68,17 @@ def parse_size_bytes(value: object, key: str) -> int:
 
 
 def shown(value: object) -> str:
-    """Return a configured value for a message; long or deeply nested values are shortened."""
+    """Return a user's value for a message, truncated if it is long or deeply nested."""
     return without_user_info(_REPR.repr(value))
 
 
 def without_user_info(text: str) -> str:
-    """Return a text with user names and passwords in its URLs hidden."""
+    """Return a text with user names and passwords in URLs masked."""
     return _USER_INFO.sub(f"{HIDDEN}@", text)
 
 
 def without_secrets(value: object, key: str = "") -> object:
-    """Return an option's value without secrets, which are found by key or within a URL."""
+    """Return an option's value with secrets masked, recognised by their key or in a URL."""
     if isinstance(value, Mapping):
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, str):
@@ -88,7 +88,7 @@ def without_secrets(value: object, key: str = "") -> object:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return a hint with the allowed name that is most similar to `name`, or an empty string."""
+    """Return a hint with the valid name closest to an unknown one, or an empty string."""
     close = difflib.get_close_matches(name, list(allowed), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -109,11 +109,11 @@ def _reject(key: str, value: object, allowed: str) -> NoReturn:
 
 
 Parser = Callable[[object, str], Any]
-"""Takes a value and its key; returns the parsed value, or raises a ConfigError that names both."""
+"""Takes a value and its key; returns the parsed value or raises a ConfigError naming both."""
 
 
 def at_least(minimum: int, maximum: int = _MAX_INTEGER) -> Parser:
-    """Return a parser of integers from `minimum` to `maximum`."""
+    """Return a parser for integers within bounds."""
 
     def parse(value: object, key: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -126,7 +126,7 @@ def at_least(minimum: int, maximum: int = _MAX_INTEGER) -> Parser:
 
 
 def or_none(parse: Parser) -> Parser:
-    """Return a parser that also accepts None, which selects the default."""
+    """Return a parser that also accepts None, meaning an automatic choice."""
     return lambda value, key: None if value is None else parse(value, key)
 
 
@@ -163,7 +163,7 @@ def parse_part(value: object, key: str) -> float:
 
 
 def parse_bool(value: object, key: str) -> bool:
-    """Return a truth value; raises ConfigError."""
+    """Return a boolean; raises ConfigError."""
     if not isinstance(value, bool):
         _reject(key, value, "true or false")
     return value
@@ -177,7 +177,7 @@ def parse_name(value: object, key: str) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text can be encoded; JSON text may contain unpaired surrogates."""
+    """Return whether a text can be encoded as UTF-8; JSON may contain lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -186,7 +186,7 @@ def is_encodable(text: str) -> bool:
 
 
 def parse_label(value: object, key: str) -> str:
-    """Return a printable label of bounded length; raises ConfigError."""
+    """Return a short printable label; raises ConfigError."""
     if (
         not isinstance(value, str)
         or not 0 < len(value) <= _MAX_LABEL_CHARS
@@ -204,7 +204,7 @@ def parse_generation(value: object, key: str) -> str:
 
 
 def parse_write_back(value: object, key: str) -> str:
-    """Return the write-back mode, "wait" or "drop"; raises ConfigError."""
+    """Return the mode of stores that overrun the tiers, "wait" or "drop"; raises ConfigError."""
     allowed = ("wait", "drop")
     if value not in allowed:
         hint = nearest(value, allowed) if isinstance(value, str) else ""
@@ -319,7 +319,7 @@ class OffloadConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> OffloadConfig:
-        """Validate and convert a mapping, such as a parsed JSON object, without changing it.
+        """Validate and convert a mapping, such as a parsed JSON object, without modifying it.
 
         Raises:
             ConfigError: A key is unknown or missing, or a value has the wrong type or is out of
@@ -347,7 +347,7 @@ def accepted_keys() -> set[str]:
 
 
 def _required_hint(key: str) -> str:
-    """Return the description of a required key, for the message that it is missing."""
+    """Return the description of a required key for the message that reports it missing."""
     return {
         "cpu_bytes_to_use": 'the memory of the primary tier, such as "4GiB"',
         "block_bytes": 'the bytes of one offload unit on one worker, such as "256KiB"',
