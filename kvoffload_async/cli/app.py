@@ -113,7 +113,10 @@ def replay(
     ] = None,
     primary_bytes: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help='Capacity of the primary tier, such as "1GiB".'),
+        typer.Option(
+            metavar="SIZE",
+            help='Alternative to --primary-blocks: capacity in bytes, such as "1GiB".',
+        ),
     ] = None,
     block_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Size of one block. Default: 16KiB.")
@@ -193,8 +196,8 @@ def replay(
         str,
         typer.Option(
             metavar="random|affinity",
-            help="Routing within a fleet: random, or affinity, to the process that already has "
-            "most of the prefix.",
+            help="Routing within a fleet: random, or affinity, to the process that has seen at "
+            "least half of the prompt.",
         ),
     ] = RANDOM,
     fleet_kill: Annotated[
@@ -243,10 +246,10 @@ def replay(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Replay a serving trace through the whole engine, with real data.
+    """Replay a serving trace through the whole engine.
 
-    Without a trace and a tier, replay a built-in workload twice over files in a temporary
-    directory.
+    The replay moves real data, and compares every loaded block with the stored one. Without a
+    trace and a tier, it replays a built-in workload twice over files in a temporary directory.
     """
     flags = Flags(
         primary_blocks=primary_blocks,
@@ -333,7 +336,10 @@ def check_config(
         ),
     ],
 ) -> None:
-    """Validate a configuration and print the derived settings, without starting an engine."""
+    """Validate a configuration and print derived settings.
+
+    The command does not start an engine and creates no files.
+    """
     with errors_as_one_line():
         spec = TieringOffloadingSpec(read_config(file))
         Console().print(geometry_table(spec))

@@ -253,15 +253,15 @@ def bench(
         str, typer.Option(metavar="SIZE", help="Maximum data stored and loaded in one pass.")
     ] = "128MiB",
     keys_per_job: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Blocks per job, for the passes of many jobs.")
+        int, typer.Option(min=1, metavar="N", help="Blocks per job, in passes with many jobs.")
     ] = 16,
     one_job: Annotated[
         int,
         typer.Option(
             min=0,
             metavar="N",
-            help="Blocks of the single large job, which has passes of its own; limited by "
-            "--total-bytes. 0: skip these passes.",
+            help="Blocks of a single large job, which is measured separately; limited by "
+            "--total-bytes. 0: none.",
         ),
     ] = 256,
     in_flight: Annotated[
@@ -285,8 +285,8 @@ def bench(
         bool,
         typer.Option(
             "--steady",
-            help="Fill bounded stores before measuring, so that stores overwrite old blocks, the "
-            "steady state in production; the baseline overwrites its file too.",
+            help="Fill bounded tiers before measuring, so that writes replace old blocks, as in "
+            "long-running deployments. The baseline overwrites its file too.",
         ),
     ] = False,
     keep: Annotated[
@@ -314,7 +314,7 @@ def bench(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure tiers on this machine, and compare them with a raw I/O baseline.
+    """Benchmark tiers against a raw I/O baseline.
 
     Each round measures in turn: memcpy; the baseline, which reads and writes a preallocated file;
     and every tier and peer, in a temporary directory. Each round uses a new store, unless --keep

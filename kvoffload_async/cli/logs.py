@@ -12,9 +12,7 @@ from rich.console import Console
 
 from kvoffload_async.runtime.log_level import PACKAGE_LOGGER, level_from_environment
 
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log what the engine does, at level DEBUG.")
-]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the log at level DEBUG.")]
 
 
 class _OnConsole(logging.Handler):

@@ -225,7 +225,8 @@ KeyFile = Annotated[
     typer.Option(
         "--integrity-key-file",
         metavar="FILE",
-        help="integrity_key_file of the tiers that wrote the blocks; needed to verify them.",
+        help="Key file of the tiers that wrote the blocks (their integrity_key_file), if any; "
+        "needed to verify the blocks.",
         show_default=False,
     ),
 ]
@@ -234,7 +235,7 @@ After = Annotated[
     typer.Option(
         "--after",
         metavar="NAME",
-        help="Object stores only: resume an interrupted run after the object that it printed.",
+        help="Object stores only: resume an interrupted run after the NAME that it printed.",
         show_default=False,
     ),
 ]
@@ -244,8 +245,8 @@ _MAX_MANIFEST_BYTES: Final = 1 << 20
 
 store_app = typer.Typer(
     name="store",
-    help="Inspect, verify, clean and repair the stores of fs, slab and object tiers. Tiers may "
-    "have the store open; only gc and repair of a slab store need exclusive access.",
+    help="Maintain the stores of fs, slab and object tiers.\n\nTiers may have a store open "
+    "meanwhile; only gc and repair of a slab store need exclusive access.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -331,9 +332,10 @@ def gc(
     lists_all: ListsAll = False,
     verbose: Verbose = False,
 ) -> None:
-    """Remove leftovers of crashed writers, stale temporary files and empty directories.
+    """Remove leftovers of crashed writers.
 
-    Files of running writers are kept. The byte count that fs tiers share is corrected.
+    Leftovers are temporary files, writer entries and empty directories. Files of running writers
+    are kept. The byte count that fs tiers share is corrected.
     """
     with errors_as_one_line():
         options = GcOptions(

@@ -292,11 +292,11 @@ def top(
         bool, typer.Option("--json", help="Print one reading as JSON and exit.")
     ] = False,
 ) -> None:
-    """Show the tiers, rates, hit ratios, latencies and breakers of a running engine.
+    """Show the live statistics of a running engine.
 
-    Rates cover the time since the last reading, other counts the last minute. The first reading
-    covers the time since the engine's start. If the output is not a terminal, one reading is
-    printed. Press Ctrl-C to exit.
+    The screen shows tiers, rates, hit ratios, latencies and breakers. Rates cover the time since
+    the last reading, other counts the last minute. The first reading covers the time since the
+    engine's start. If the output is not a terminal, one reading is printed. Press Ctrl-C to exit.
     """
     path = str(socket)
     try:
