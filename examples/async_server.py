@@ -73,7 +73,7 @@ class Server:
             self.rooms.put_nowait(list(range(first, first + BLOCKS_PER_REQUEST)))
         self.registry = CollectorRegistry()
         self.registry.register(OffloadCollector({"0": engine.stats}))
-        free = Gauge("server_free_rooms", "Rooms that nobody uses.", registry=self.registry)
+        free = Gauge("server_free_rooms", "Free rooms.", registry=self.registry)
         free.set_function(self.rooms.qsize)
         self.cancelled = Counter("server_cancelled", "Streams cut off.", registry=self.registry)
 

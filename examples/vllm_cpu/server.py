@@ -79,7 +79,7 @@ class Server:
 
     Args:
         model: The model folder.
-        log: The file for what the server prints; it is appended to.
+        log: The file to which the server's output is appended.
         transfer: What `--kv-transfer-config` says; None to serve without offloading.
         options: More options of the server.
     """

@@ -204,7 +204,7 @@ def test_bounds_are_for_object_stores_alone(tmp_path, option):
     (tmp_path / "m_0123456789ab_r0").mkdir()
     done = CliRunner().invoke(app, ["store", "gc", str(tmp_path), option])
     assert done.exit_code == 2
-    assert "a fs tier bounds its store itself" in done.stderr
+    assert "bound a fs store by its tier's capacity_bytes" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["verify", "gc"])
