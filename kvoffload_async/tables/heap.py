@@ -1,4 +1,4 @@
-"""A heap of many integers that the garbage collector does not walk."""
+"""A heap of many integers that the garbage collector does not traverse."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from itertools import chain
 
 
 class IntegerHeap:
-    """Integers of 63 bits, the smallest of which comes first. Bytes an integer: 8.
+    """A min-heap of 63-bit integers. Memory per integer: 8 bytes.
 
-    The latest are in a heap; whenever there are more than `num_loose`, they become a sorted array.
+    The latest integers are in a heap; when there are more than `num_loose`, they become a sorted
+    array.
     """
 
     __slots__ = ("_loose", "_next_run", "_num_loose", "_runs", "_smallest")
@@ -29,15 +30,15 @@ class IntegerHeap:
         return chain(self._loose, *self._runs.values())
 
     def clear(self) -> None:
-        """Take everything out."""
+        """Remove all integers."""
         self._loose: list[int] = []
         self._runs: dict[int, array[int]] = {}
-        """Number of a run -> what it has left, the smallest at the end."""
+        """Number of a run -> its remaining integers, smallest last."""
         self._smallest: list[tuple[int, int]] = []
-        """A heap: the smallest of each run, with the run's number."""
+        """A heap of each run's smallest integer, with the run's number."""
 
     def push(self, value: int) -> None:
-        """Put one in."""
+        """Add an integer."""
         loose = self._loose
         heappush(loose, value)
         if len(loose) > self._num_loose:
@@ -48,7 +49,7 @@ class IntegerHeap:
             self._next_run += 1
 
     def pop(self) -> int:
-        """Take the smallest out; there must be one."""
+        """Remove and return the smallest; the heap must not be empty."""
         loose, smallest = self._loose, self._smallest
         if not smallest or (loose and loose[0] < smallest[0][0]):
             return heappop(loose)

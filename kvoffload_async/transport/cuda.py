@@ -1,14 +1,14 @@
 """Copies between device and pinned host memory, on CUDA streams.
 
-One thread a direction launches what was submitted, in order: a stream whose queue is full blocks
-that thread and not the one that submits (vLLM issue 29013), and a few pooled streams with at most
-a few transfers each keep the queues short. Each transfer waits on its stream for the caller's
-compute event, loads too, or a pending zeroing would wipe what they bring (vLLM issues 31341 and
-50696), and for the transfer before it. One more thread a stream waits for the ends in order, off
-the interpreter lock, and wakes the loop; Python callbacks on a stream would deadlock with it.
+One thread per direction launches submitted transfers in order: a stream with a full queue blocks
+that thread instead of the submitter (vLLM issue 29013), and a few pooled streams with a few
+transfers each keep the queues short. Each transfer waits on its stream for the caller's compute
+event, also before loads, because a pending zeroing would overwrite the loaded data (vLLM issues
+31341 and 50696), and for the previous transfer. One thread per stream waits for the ends in order,
+with the GIL released, and wakes the loop; Python callbacks on a stream could deadlock with the GIL.
 
-All device memory that is made here is made, used and let go on the stream that uses it; the
-page tables are the caller's, and are held until the last copy has ended.
+Device memory allocated here is allocated, used and freed on the stream that uses it; the page
+tables belong to the caller, and are referenced until the last copy has ended.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class CudaTransfer(SettlingTransfer):
         self.parts: Sequence[GroupCopies] = ()
         self.num_bytes = 0
         self.started = _new_event(timed=True)
-        # Blocking: who synchronises sleeps instead of spinning, off the interpreter lock.
+        # Blocking: waiters sleep with the GIL released, instead of spinning.
         self.copied = _new_event(timed=True, blocking=True)
         self.failure: Exception | None = None
 
     def settle(self) -> None:
-        """Wait until nothing of it runs any more, and publish how it ended."""
+        """Wait until no operation of the transfer runs, and publish its outcome."""
         seconds = None
         try:
             self.copied.synchronize()
             if self.failure is None:
                 seconds = self.started.elapsed_time(self.copied) / 1000
-        except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+        except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
             self.failure = self.failure or error
         if self.failure is None:
             self.end(TransferOutcome(self.num_bytes, seconds))
@@ -76,8 +76,8 @@ class _StagedStream:
     """One pooled stream and its staging memory.
 
     Attributes:
-        launched: Transfers whose end is to be awaited.
-        room: How many more may be launched.
+        launched: Transfers to wait for.
+        room: Number of further transfers that may be launched.
     """
 
     stream: torch.cuda.Stream
@@ -89,7 +89,7 @@ class _StagedStream:
 
 
 class CudaTransport(Transport):
-    """Copies on CUDA streams of its own; the primary's memory is registered (pinned) in place."""
+    """Copies on its own CUDA streams; registers (pins) the primary's memory in place."""
 
     def __init__(
         self,
@@ -99,17 +99,17 @@ class CudaTransport(Transport):
         cell_offset_bytes: int = 0,
         staging_bytes: int = 64 << 20,
     ) -> None:
-        """Pin the primary's memory, make the streams and start their threads.
+        """Pin the primary's memory, create the streams and start their threads.
 
         Args:
             layout: The device's tensors.
             kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
-            cell_offset_bytes: Where this worker's cell begins in a slot.
+            cell_offset_bytes: Offset of this worker's cell in a slot.
             staging_bytes: Device memory for staging, on each of four streams.
 
         Raises:
-            ConfigError: The tensors are on no CUDA device, a slot is too small for a chunk, or
-                the memory cannot be had or pinned.
+            ConfigError: The tensors are not on a CUDA device, a slot is too small for a chunk, or
+                the memory cannot be allocated or pinned.
         """
         if layout.device.type != "cuda":
             raise ConfigError(
@@ -129,7 +129,7 @@ class CudaTransport(Transport):
             }
         except RuntimeError as error:
             raise ConfigError(
-                f"device: no memory for staging on {self._device}: {error}"
+                f"device: cannot allocate staging memory on {self._device}: {error}"
             ) from error
         self._has_pinned = _pin(self._host)
         self._release_pages = hold_pages(kv_view, f"a transport of {self._device}")
@@ -151,7 +151,7 @@ class CudaTransport(Transport):
 
     def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
         if not isinstance(after, torch.cuda.Event):
-            raise StateError("the compute event is of another transport")
+            raise StateError("the compute event belongs to another transport")
         transfer = CudaTransfer(copies.direction, after)
         if self._closed:
             transfer.fail(TransportError("the transport is closed"))
@@ -188,12 +188,12 @@ class CudaTransport(Transport):
 
     def _create_stream(self, staging_bytes: int) -> _StagedStream:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
-        # On its own stream, or what used this memory before might still be running.
+        # Allocate on this stream; otherwise earlier users of the memory might still be running.
         with torch.cuda.stream(stream):
             return _StagedStream(stream, self._copies.create_staging(staging_bytes, self._device))
 
     def _launch_all(self, direction: Direction) -> None:
-        """Launch what is submitted, stream after stream in turn. Thread: the direction's."""
+        """Launch submitted transfers on the streams in turn. Thread: the direction's."""
         torch.cuda.set_device(self._device)
         streams = self._streams[direction]
         previous: CudaTransfer | None = None
@@ -204,7 +204,7 @@ class CudaTransport(Transport):
             staged.room.acquire()
             try:
                 self._launch(transfer, staged, previous)
-            except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+            except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
                 transfer.failure = error
             previous = transfer
             staged.launched.put(transfer)
@@ -222,16 +222,16 @@ class CudaTransport(Transport):
                 transfer.started.record(staged.stream)
                 plan = self._copies.plan(transfer.parts, staged.staging.shape[0])
                 if plan.extents:
-                    # Pinned, or the copy would wait for the stream.
+                    # From pinned memory, so that the copy does not synchronize the stream.
                     pinned = torch.from_numpy(plan.index).pin_memory()
                     index = pinned.to(self._device, non_blocking=True)
                     self._copies.perform(transfer.direction, plan, index, staged.staging)
             finally:
-                # After a failure, too: what was launched before it still moves bytes.
+                # Also after a failure: operations launched before it still move bytes.
                 transfer.copied.record(staged.stream)
 
     def _settle_all(self, staged: _StagedStream) -> None:
-        """Publish the ends of a stream's transfers, in order. Thread: the stream's."""
+        """Publish the outcomes of a stream's transfers, in order. Thread: the stream's."""
         torch.cuda.set_device(self._device)
         while (transfer := staged.launched.get()) is not None:
             transfer.settle()
@@ -244,7 +244,7 @@ class CudaTransport(Transport):
 
 
 def _pin(host: torch.Tensor) -> bool:
-    """Pin the memory, unless another worker of this process has; tell whether it was done."""
+    """Pin the memory; return False if another worker of this process has pinned it."""
     if host.is_pinned():
         return False
     code = int(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))

@@ -1,8 +1,8 @@
 """Copies between page tables and slots through a staging buffer, in few operations.
 
-Blocks are gathered into staging memory that has the layout of the slots, one operation a page
-table, and neighbouring slots are copied in one extent each; a load goes the other way. Everything
-here is queued on whatever stream is current and waits for nothing; on the CPU it runs at once.
+Blocks are gathered into staging memory with the layout of the slots, one operation per page table,
+and each run of adjacent slots is copied at once; loads use the reverse order. Operations are queued
+on the current stream without waiting; on the CPU they run synchronously.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvoffload_async.abc.transport import GroupCopies
 from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.types import BlockIds
 
-# An element of a gather is moved by one thread: bytes one by one would take eight times as long.
+# One thread moves an element of a gather: bytes would take eight times as long as words.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """A page table in the widest words that fit: `[num_blocks, page_words]`."""
+    """A page table viewed as the widest possible words: `[num_blocks, page_words]`."""
 
     pages: torch.Tensor
     offset_words: int
@@ -34,14 +34,14 @@ class _Words:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A part of a transfer that fits in staging memory, of one group.
+    """A part of a transfer that fits into staging memory, of one group.
 
     Attributes:
-        group: Which group.
-        slots: The slots, one a row of staging memory.
-        begin: Where its rows, places and blocks begin in the plan's index, `count` each.
-        count: Device blocks.
-        is_whole: Whether they fill every row, in order.
+        group: Index of the group.
+        slots: The slots, one per row of staging memory.
+        begin: Start of its rows, places and blocks in the plan's index, `count` each.
+        count: Number of device blocks.
+        is_whole: Whether they fill all rows, in order.
     """
 
     group: int
@@ -53,11 +53,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One transfer, in extents.
+    """One transfer, divided into extents.
 
     Attributes:
-        extents: In the order in which they are copied.
-        index: What the extents index with, int64, all in one: it goes to the device in one copy.
+        extents: The extents, in order of copying.
+        index: All indices of the extents, int64, in one array to be copied to the device at once.
     """
 
     extents: Sequence[Extent]
@@ -65,19 +65,19 @@ class Plan:
 
 
 class StagedCopies:
-    """Copies between a layout's page tables and a worker's cells of the slots.
+    """Copies between a layout's page tables and a worker's cells in the slots.
 
     Thread: any, one at a time for each staging buffer.
     """
 
     def __init__(self, layout: KVLayout, host: torch.Tensor, cell_offset_bytes: int) -> None:
-        """Take the device's tables, and `host`: the slots, uint8 `[num_slots, slot_bytes]`."""
+        """Use the layout's tables, and `host`: the slots, uint8 `[num_slots, slot_bytes]`."""
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._host = host
         self._cell_offset_bytes = cell_offset_bytes
         self._word_bytes, self._dtype = _widest_words(layout)
         self._row_bytes = -(-layout.chunk_bytes // self._word_bytes) * self._word_bytes
-        # From the first byte on, gaps between a group's tables included: nobody else's bytes.
+        # Includes gaps between a group's tables, but no bytes of other workers.
         self._group_bytes = [
             max(
                 (t.offset_bytes + t.page_bytes * layout.blocks_per_chunk for t in group),
@@ -94,12 +94,12 @@ class StagedCopies:
         ]
 
     def create_staging(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return staging memory of about that size, uint8 `[rows, row_bytes]`: at least a row."""
+        """Allocate staging memory of about this size, uint8 `[rows, row_bytes]`, rows >= 1."""
         rows = max(1, size_bytes // self._row_bytes)
         return torch.empty((rows, self._row_bytes), dtype=torch.uint8, device=device)
 
     def plan(self, parts: Sequence[GroupCopies], staging_rows: int) -> Plan:
-        """Cut a transfer into extents of at most `staging_rows` slots."""
+        """Divide a transfer into extents of at most `staging_rows` slots."""
         extents: list[Extent] = []
         index: list[npt.NDArray[np.integer[Any]]] = []
         begin = 0
@@ -124,7 +124,7 @@ class StagedCopies:
             where = index[extent.begin : extent.begin + 3 * extent.count].view(3, extent.count)
             used = staging[: len(extent.slots), : self._group_bytes[extent.group]]
             if direction is Direction.LOAD or not extent.is_whole:
-                # A chunk that is stored in part keeps the rest of its slot's bytes.
+                # A partially stored chunk keeps the other bytes of its slot.
                 self._copy_rows(used, extent.slots, to_host=False)
             for table in self._groups[extent.group]:
                 cells = self._cells_of(staging, table, len(extent.slots))
@@ -136,7 +136,7 @@ class StagedCopies:
                 self._copy_rows(used, extent.slots, to_host=True)
 
     def release(self) -> None:
-        """Let go of the slots' memory: who owns it may unmap it now."""
+        """Release the reference to the slots' memory; its owner may unmap it now."""
         self._host = torch.empty((0, 0), dtype=torch.uint8)
 
     def _cells_of(self, staging: torch.Tensor, table: _Words, rows: int) -> torch.Tensor:
@@ -150,9 +150,9 @@ class StagedCopies:
         )
 
     def _copy_rows(self, staging: torch.Tensor, slots: BlockIds, *, to_host: bool) -> None:
-        """Copy between staging rows and slots, each run of neighbouring slots in one call."""
+        """Copy between staging rows and slots, each run of adjacent slots in one call."""
         begin, end = self._cell_offset_bytes, self._cell_offset_bytes + staging.shape[1]
-        # A copy is asynchronous only between contiguous memories: no run may skip padding.
+        # Copies are asynchronous only between contiguous memories: a run must not skip padding.
         is_joined = staging.is_contiguous() and staging.shape[1] == self._host.shape[1]
         for row, slot, count in _runs(slots, len(slots) if is_joined else 1):
             device_rows = staging[row : row + count]
@@ -184,14 +184,14 @@ def _scatter(
 
 
 def _rows_of(part: GroupCopies) -> tuple[npt.NDArray[np.int64], BlockIds]:
-    """Return, for each device block, which of the part's slots is its, and those slots in order."""
+    """Return each device block's index among the part's slots, and those slots in order."""
     is_new = np.ones(len(part.slots), dtype=bool)
     is_new[1:] = part.slots[1:] != part.slots[:-1]
     return np.cumsum(is_new, dtype=np.int64) - 1, part.slots[is_new]
 
 
 def _runs(slots: BlockIds, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, slot, count) for each run of neighbouring, increasing slots."""
+    """Yield (row, slot, count) for each run of consecutive, increasing slots."""
     begin = 0
     for end in range(1, len(slots) + 1):
         is_cut = end == len(slots) or end - begin == longest or slots[end] != slots[end - 1] + 1
@@ -201,7 +201,7 @@ def _runs(slots: BlockIds, longest: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _widest_words(layout: KVLayout) -> tuple[int, torch.dtype]:
-    """Return the widest words that every table can be read in: their bytes, and their type."""
+    """Return the widest words that fit all tables: their size and type."""
     tables = [table for group in layout.groups for table in group]
     return next(word for word in _WORDS if all(_is_aligned(table, word[0]) for table in tables))
 

@@ -1,9 +1,9 @@
-"""Redirects to other hosts are not followed.
+"""Prevents redirects to other hosts.
 
-The library follows every one, and takes along what is a secret: the session token, and as the
-referrer a URL with its shared access signature. It cannot be told not to. So where an endpoint is
-configured, every host but that one and those that issue credentials is behind a proxy that does
-not exist.
+The library follows every redirect and sends secrets along: the session token, and in the referrer a
+URL with its shared access signature. It has no option against that. Therefore, if an endpoint is
+configured, requests to all hosts except the endpoint and the credential issuers are sent to a proxy
+that does not exist.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 NOWHERE: Final = "127.0.0.1:0"
-"""The proxy that does not exist."""
+"""Address of the nonexistent proxy."""
 REDIRECTED: Final = f"{NOWHERE},"
-"""Is in the library's error where it was to follow a redirect."""
+"""Occurs in the library's error for a blocked redirect."""
 
 _ENDPOINT: Final = re.compile(
     r"(?:aws_|azure_|google_)?(?:(?:storage_)?endpoint(?:_url)?(?:_s3)?|base_url)"
@@ -31,20 +31,20 @@ _ISSUERS: Final = (
     "oauth2.googleapis.com",
     "login.microsoftonline.com",
 )
-"""Who issues credentials; hosts that are configured for that are known from there."""
+"""Hosts that issue credentials; those in the options are permitted as well."""
 _VARIABLES: Final = {"s3": ("AWS_",), "s3a": ("AWS_",), "gs": ("GOOGLE_",)}
 _AZURE_VARIABLES: Final = ("AZURE_", "IDENTITY_", "MSI_")
 
 
 def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the hosts that a store needs; none, if all are permitted.
+    """Return the hosts that a store needs; empty if all are permitted.
 
-    That is so without an endpoint, where the server is the provider's, and where the environment
-    names a proxy for the endpoint.
+    All are permitted without an endpoint, because the server is then the provider's, and if the
+    environment defines a proxy for the endpoint.
 
     Args:
-        url: Of the store.
-        options: Of the library.
+        url: URL of the store.
+        options: Options for the library.
     """
     prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
     variables = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}

@@ -1,4 +1,4 @@
-"""Bounds on what a server replies, checked before the parser sees it."""
+"""Limits on the size of a server's replies, enforced before parsing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextvars import ContextVar
 from typing import Final
 
 _SHORT_BYTES: Final = 4096
-"""Bytes of any line, and of a reply where no more is expected: an error, a status, a number."""
+"""Maximum bytes of a line, and of a reply without payload: an error, a status, a number."""
 _ELEMENT_BYTES: Final = 16
-"""What an element of an array counts for, beside its own bytes."""
+"""Overhead counted for each array element, in addition to its bytes."""
 _MOST_DEPTH: Final = 8
 _LINES: Final = re.compile(rb"(?:[+:-][^\r\n]{0,256}\r\n)+")
-"""Short replies one after the other, as to a probe."""
+"""Consecutive short replies, as to a probe."""
 _LINE_TYPES: Final = b"+-:"
 _END: Final = b"\r\n"
 
@@ -23,7 +23,7 @@ _most_bytes: ContextVar[int] = ContextVar("most_bytes", default=0)
 
 @contextmanager
 def replies_up_to(most_bytes: int) -> Iterator[None]:
-    """Allow each reply that this task reads so many bytes, beside those that any reply may have."""
+    """Allow each reply read by this task `most_bytes` beyond the limit of short replies."""
     token = _most_bytes.set(most_bytes)
     try:
         yield
@@ -32,28 +32,28 @@ def replies_up_to(most_bytes: int) -> Iterator[None]:
 
 
 class ReplyError(Exception):
-    """A server replied with more than the call can have asked for, or not in RESP2."""
+    """A reply is larger than the call can cause, or is not RESP2."""
 
 
 class ReplyBounds:
-    """Follows the replies of one connection by their headers; keeps none of their bytes.
+    """Tracks the replies of one connection by their headers, without storing payload.
 
-    A parser allocates what a header announces, `*2147483647` or `$536870912`, or keeps what comes
-    for as long as no line ends. So what a header announces is compared with the bound first.
+    A parser allocates the size announced by a header, such as `*2147483647` or `$536870912`, or
+    buffers a line until it ends. So announced sizes are checked first.
     """
 
     def __init__(self) -> None:
         """Expect the first reply."""
-        self._line = b""  # the beginning of a header whose end has not come yet
-        self._payload_bytes = 0  # still to come of a bulk string, with its line end
-        self._arrays: list[int] = []  # elements still to come of each array that is not complete
+        self._line = b""  # partial header
+        self._payload_bytes = 0  # remaining bytes of a bulk string, including its line end
+        self._arrays: list[int] = []  # remaining elements of each incomplete array
         self._reply_bytes = 0
 
     def feed(self, data: bytes) -> None:
         """Check the next bytes of the connection.
 
         Raises:
-            ReplyError: They are not to be parsed; the connection has to be closed.
+            ReplyError: They must not be parsed; close the connection.
         """
         bound = _SHORT_BYTES + _most_bytes.get()
         position = 0
@@ -67,7 +67,7 @@ class ReplyBounds:
                 position = lines.end()
                 continue
             end = data.find(_END, position)
-            # The line end may be divided, too: its first byte is in what was kept then.
+            # The line end may be split, with its first byte already in `_line`.
             if self._line.endswith(b"\r") and data[position : position + 1] == b"\n":
                 line, end = self._line[:-1], position - 1
             elif end >= 0:
@@ -93,7 +93,7 @@ class ReplyBounds:
                 elements = count
                 self._reply_bytes += _ELEMENT_BYTES * count
         elif not kind or kind not in _LINE_TYPES:
-            raise ReplyError(f"{kind!r} is no type of a reply")
+            raise ReplyError(f"{kind!r} is not a valid reply type")
         if self._reply_bytes > bound:
             raise ReplyError(f"a reply has more than {bound} bytes")
         if elements:
