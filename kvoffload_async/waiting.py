@@ -21,7 +21,7 @@ class LastingFuture(asyncio.Future[T]):
     Thread: the loop's.
     """
 
-    def __init__(self, withdraw: Callable[[], object] = lambda: False) -> None:
+    def __init__(self, withdraw: Callable[[], object] | None = None) -> None:
         """Create a future of the running loop.
 
         Args:
@@ -29,7 +29,7 @@ class LastingFuture(asyncio.Future[T]):
                 under way any more, and the future is cancelled at once.
         """
         super().__init__(loop=asyncio.get_running_loop())
-        self._withdraw: Callable[[], object] | None = withdraw
+        self._withdraw = withdraw
         """Dropped at the end, as it may refer to what has this future."""
 
     def cancel(self, msg: Any = None) -> bool:  # noqa: ANN401 - as in the base class

@@ -161,7 +161,14 @@ class CloseReport:
 class IoRunner(Protocol):
     """Runs blocking calls off the loop thread."""
 
-    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
+    async def run(
+        self,
+        direction: Direction,
+        call: Callable[[], T],
+        *,
+        helpers: int = 0,
+        withdraw: Callable[[], object] | None = None,
+    ) -> T:
         """Await `call()` on an I/O thread; calls that move no payload have threads of their own.
 
         Never returns, not even when cancelled, while the call is still touching memory; a
@@ -173,6 +180,8 @@ class IoRunner(Protocol):
             helpers: Threads, at most, that make the same call beside the first one because they
                 have nothing else to do: for a call that takes its work from a shared iterator.
                 None joins once one has returned. An error of any is raised.
+            withdraw: Called when the wait is cancelled. If it returns true, the cancellation is
+                delivered at once, and the call, which may still be made, must touch nothing.
         """
         ...
 
