@@ -161,7 +161,14 @@ class CloseReport:
 class IoRunner(Protocol):
     """Runs blocking calls off the loop thread."""
 
-    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
+    async def run(
+        self,
+        direction: Direction,
+        call: Callable[[], T],
+        *,
+        helpers: int = 0,
+        withdraw: Callable[[], object] | None = None,
+    ) -> T:
         """Await `call()` on an I/O thread of the direction; METADATA has threads of its own.
 
         Never returns while the call still touches memory, even when cancelled; a cancellation is
@@ -173,6 +180,8 @@ class IoRunner(Protocol):
             helpers: Maximum number of idle threads that run the same call in parallel; for a call
                 that takes its work from a shared iterator. No thread joins after one has returned.
                 An error of any thread is raised.
+            withdraw: Called when the wait is cancelled. If it returns true, the cancellation is
+                delivered at once, and the call, if still made, must not touch anything.
         """
         ...
 

@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,7 @@ from kvoffload_async.block_io.contract import (
     Moved,
     Run,
 )
-from kvoffload_async.block_io.transfer_queue import Part, TransferQueue
-from kvoffload_async.errors import TierError, TierUnavailableError
+from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.types import OffloadKey
 
 _ALIGNMENT_BYTES: Final = 4096
@@ -75,9 +75,15 @@ _SHARES: Final = 4
 _LEAST_SHARE: Final = 4
 """Which share of a whole part these are at least."""
 
+_CALL_BYTES: Final = 16 << 20
+"""What a thread moves before it takes the next call, which may be of the other direction."""
+
 
 class PythonBlockIo(BlockIo):
-    """Moves blocks by the calls of a `FileOps`, on Python threads."""
+    """Moves blocks by the calls of a `FileOps`, on the threads of an `IoRunner`.
+
+    The threads that are free share a batch: each takes one part after the other.
+    """
 
     name: ClassVar[str] = "python"
 
@@ -92,17 +98,14 @@ class PythonBlockIo(BlockIo):
         threads: int,
         piece_bytes: int,
     ) -> None:
-        """Make the queues, on the loop that awaits them; see `create_block_io`."""
+        """Map the rows; see `create_block_io`."""
+        self._io = io
         self._rows = Rows(kv_view, slot_bytes)
         self._digests = digests
         self._mover = _Mover(calls, self._rows)
+        self._threads = threads
         self._part_slots = max(1, piece_bytes // slot_bytes)
-        loads, stores = (
-            TransferQueue(direction, io, threads, piece_bytes)
-            for direction in (Direction.LOAD, Direction.STORE)
-        )
-        loads.other_direction, stores.other_direction = stores, loads
-        self._queues = {Direction.LOAD: loads, Direction.STORE: stores}
+        self._num_under_way = 0
 
     async def extents(
         self,
@@ -113,12 +116,19 @@ class PythonBlockIo(BlockIo):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        batch = _Batch(self._mover, self._part_slots, rows, runs, is_direct=is_direct)
-        batch.is_store = direction is Direction.STORE
+        batch = _Batch(self._mover, rows, is_store=direction is Direction.STORE)
+        batch.is_direct = is_direct
         if keys is not None:
             batch.want_digests(self._digests, keys)
-        await self._queues[direction].move(batch)
-        return Moved(batch.errors, batch.digests())
+        batch.divide(runs, self._part_slots, 0 if self._num_under_way else self._threads)
+        self._num_under_way += 1
+        try:
+            while batch.parts:
+                helpers = min(self._threads, len(batch.parts)) - 1
+                await self._io.run(direction, batch.move, helpers=helpers, withdraw=batch.withdraw)
+        finally:
+            self._num_under_way -= 1
+        return Moved(batch.errors, b"".join(batch.digests))
 
     @property
     def is_aligned(self) -> bool:
@@ -126,8 +136,6 @@ class PythonBlockIo(BlockIo):
         return self._rows.is_aligned
 
     async def close(self) -> None:
-        for queue in self._queues.values():
-            await queue.close()
         self.release()
 
     def release(self) -> None:
@@ -136,74 +144,93 @@ class PythonBlockIo(BlockIo):
         self._rows.release()
 
 
-class _Batch:
-    """Extents on their way; see `transfer_queue.Batch`."""
+class _Part(NamedTuple):
+    """A part of a batch: the index of its first block, where its blocks are, and its bytes."""
 
-    def __init__(
-        self,
-        mover: _Mover,
-        part_slots: int,
-        rows: Sequence[int],
-        runs: Sequence[Run],
-        *,
-        is_direct: bool,
-    ) -> None:
-        self.is_store = False
-        self.error: BaseException | None = None
+    start: int
+    runs: Sequence[Run]
+    num_bytes: int
+
+
+class _Batch:
+    """Extents on their way.
+
+    Attributes:
+        parts: Those that no thread has begun.
+        errors: See `Moved`.
+        digests: The checksums; empty where none is wanted.
+    """
+
+    def __init__(self, mover: _Mover, rows: Sequence[int], *, is_store: bool) -> None:
+        self.parts: deque[_Part] = deque()
         self.errors: dict[int, int] = {}
+        self.digests: list[bytes] = []
+        self.is_direct = False
         self._mover = mover
-        self._part_slots = part_slots
         self._numbers = rows
-        self._runs = runs
-        self._is_direct = is_direct
+        self._is_store = is_store
         self._digester: BlockDigests | None = None
         self._keys: Sequence[OffloadKey] = ()
-        self._digests: list[bytes] = []
+        self._num_moving = 0
+        self._mutex = threading.Lock()
+        """Guards which parts are begun; never held for longer than that takes."""
 
     def want_digests(self, digester: BlockDigests, keys: Sequence[OffloadKey]) -> None:
-        """Compute checksums of what is moved."""
+        """Compute checksums of the blocks that are moved."""
         self._digester, self._keys = digester, keys
-        self._digests = [bytes(DIGEST_BYTES)] * len(keys)
+        self.digests = [bytes(DIGEST_BYTES)] * len(keys)
 
-    def digests(self) -> bytes:
-        """Return the checksums."""
-        return b"".join(self._digests)
-
-    def parts(self, idle_threads: int) -> Sequence[Part]:
-        size = whole = self._part_slots
+    def divide(self, runs: Sequence[Run], part_slots: int, idle_threads: int) -> None:
+        """Divide the batch into parts; smaller ones where threads are idle."""
+        size = part_slots
         if idle_threads:
             share = -(-len(self._numbers) // (_SHARES * idle_threads))
-            size = max(1, whole // _LEAST_SHARE, min(whole, share))
+            size = max(1, part_slots // _LEAST_SHARE, min(part_slots, share))
         slot_bytes = self._mover.rows.slot_bytes
-        return [
-            Part(start, runs, runs[0].fd if self.is_store else None, count * slot_bytes)
-            for start, count, runs in _parts(self._runs, size, slot_bytes)
-        ]
+        self.parts.extend(
+            _Part(start, part, count * slot_bytes)
+            for start, count, part in _parts(runs, size, slot_bytes)
+        )
 
-    def move(self, part: Part) -> None:
-        if self.error is not None:
-            return
-        try:
-            start = part.start
-            for run in part.runs:
-                self._move(start, run)
-                start += run.length
-        except BaseException as error:  # noqa: BLE001 - a defect fails its batch, and no other
-            self.fail(error)
+    def move(self) -> None:
+        """Move parts, up to `_CALL_BYTES`; by several threads at once. Thread: an I/O thread."""
+        left_bytes = _CALL_BYTES
+        while left_bytes > 0 and (part := self._begin_part()) is not None:
+            try:
+                start = part.start
+                for run in part.runs:
+                    self._move(start, run)
+                    start += run.length
+            except BaseException as error:
+                self.withdraw()
+                raise TierUnavailableError(f"moving blocks raised {error!r}") from error
+            finally:
+                with self._mutex:
+                    self._num_moving -= 1
+            left_bytes -= part.num_bytes
 
-    def fail(self, error: BaseException) -> None:
-        if self.error is None:
-            self.error = error if isinstance(error, TierError) else _as_defect(error)
+    def withdraw(self) -> bool:
+        """Begin no other part; return whether none is being moved. Thread: any."""
+        with self._mutex:
+            self.parts.clear()
+            return not self._num_moving
+
+    def _begin_part(self) -> _Part | None:
+        with self._mutex:
+            if not self.parts:
+                return None
+            self._num_moving += 1
+            return self.parts.popleft()
 
     def _move(self, start: int, run: Run) -> None:
         stop, whole = start + run.length, run.length
         rows = self._mover.rows.each(self._numbers[start:stop])
         try:
-            if self.is_store:
+            if self._is_store:
                 self._hash(start, rows)  # first: then the bytes are written from the cache
-                self._mover.write(run, rows, is_direct=self._is_direct)
+                self._mover.write(run, rows, is_direct=self.is_direct)
                 return
-            whole = self._mover.read(run, rows, is_direct=self._is_direct)
+            whole = self._mover.read(run, rows, is_direct=self.is_direct)
         except OSError as error:
             code = errno.EIO if error.errno is None else error.errno
             self.errors.update(dict.fromkeys(range(start, stop), code))
@@ -214,7 +241,7 @@ class _Batch:
     def _hash(self, start: int, rows: Sequence[memoryview]) -> None:
         if self._digester is not None:
             part = slice(start, start + len(rows))
-            self._digests[part] = self._digester.digests(self._keys[part], rows)
+            self.digests[part] = self._digester.digests(self._keys[part], rows)
 
 
 def _parts(
@@ -338,9 +365,3 @@ def _behind(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
             rest.append(buffer[done_bytes:])
         done_bytes = max(0, done_bytes - len(buffer))
     return rest
-
-
-def _as_defect(error: BaseException) -> TierUnavailableError:
-    failure = TierUnavailableError(f"moving blocks raised {error!r}")
-    failure.__cause__ = error
-    return failure

@@ -2,7 +2,3 @@
 
 No knowledge of formats on disk, and nothing that a program could want to call.
 """
-
-from kvoffload_async.cli.app import main
-
-__all__ = ["main"]

@@ -1,16 +1,453 @@
-"""The metrics for Prometheus; needs the extra `metrics`."""
+"""The metrics for Prometheus, read from the statistics; needs the extra `metrics`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from kvoffload_async.errors import ClosedError
-from kvoffload_async.observe.metrics import METRICS, Metric, MetricKind
-from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics
+from kvoffload_async.statistics import (
+    EngineStatistics,
+    HistogramStatistics,
+    OffloadingStatistics,
+    TierStatistics,
+)
+
+BREAKER_STATES: Final = ("closed", "open", "half_open")
+
+Value = float | HistogramStatistics
+Samples = Iterable[tuple[tuple[str, ...], Value]]
+
+
+def one(path: str, part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
+    """Yield one value; none where the tree has no such part, or does not know."""
+    for name in path.split("."):
+        part = getattr(part, name, None)
+        if part is None:
+            return
+    yield (), part
+
+
+def by_name(path: str, names: Mapping[str, str], stats: OffloadingStatistics) -> Samples:
+    """Yield several fields of a part, each under a name of its own."""
+    for label, field in names.items():
+        for _, value in one(f"{path}.{field}", stats):
+            yield (label,), value
+
+
+def by_key(path: str, stats: OffloadingStatistics) -> Samples:
+    """Yield the values of a mapping."""
+    for _, mapping in one(path, stats):
+        assert isinstance(mapping, Mapping)  # noqa: S101 - for the type checker
+        for key, value in mapping.items():
+            yield (key,), value
+
+
+def of_tiers(read: Callable[[TierStatistics], Samples], stats: OffloadingStatistics) -> Samples:
+    """Yield what is read of each tier, under its name."""
+    for tier in stats.tiers:
+        for labels, value in read(tier):
+            yield (tier.name, *labels), value
+
+
+def fields_of_tier(names: Mapping[str, str], tier: TierStatistics) -> Samples:
+    """Yield several fields of a tier, each under a name of its own."""
+    return (((label,), getattr(tier, field)) for label, field in names.items())
+
+
+def keys_of_tier(field: str, tier: TierStatistics) -> Samples:
+    """Yield the values of a mapping of a tier."""
+    return (((key,), value) for key, value in getattr(tier, field).items())
+
+
+def needed_blocks(tier: TierStatistics) -> Samples:
+    """Yield how many blocks a request must miss, infinity for "no number is enough"."""
+    if tier.break_even is not None:
+        needed = tier.break_even.needed_blocks
+        yield (), math.inf if needed is None else needed
+
+
+def durations(phase: str, tier: TierStatistics) -> Samples:
+    """Yield the histograms of one phase of a tier, by direction."""
+    yield ("load",), getattr(tier.load_seconds, phase)
+    yield ("store",), getattr(tier.store_seconds, phase)
+
+
+def finished(tier: TierStatistics) -> Samples:
+    """Yield a tier's jobs that have their result, by direction."""
+    yield ("load",), tier.finished_loads
+    yield ("store",), tier.finished_jobs - tier.finished_loads
+
+
+def failed(tier: TierStatistics) -> Samples:
+    """Yield those of which a block failed, by direction."""
+    yield ("load",), tier.failed_loads
+    yield ("store",), tier.failed_jobs - tier.failed_loads
+
+
+def in_flight(tier: TierStatistics) -> Samples:
+    """Yield those without a result, by direction."""
+    yield ("load",), tier.loads_in_flight
+    yield ("store",), tier.jobs_in_flight - tier.loads_in_flight
+
+
+def breakers(tier: TierStatistics) -> Samples:
+    """Yield 1 for the state that each breaker of a tier is in, 0 for the others."""
+    for direction, now in tier.breakers.items():
+        yield from (((direction, state), float(state == now)) for state in BREAKER_STATES)
+
+
+def events(stats: OffloadingStatistics) -> Samples:
+    """Yield the events that nobody has read in time, by tier."""
+    yield ("primary",), stats.primary.events_dropped
+    yield from (((tier.name,), tier.events_dropped) for tier in stats.tiers)
+
+
+def info(stats: OffloadingStatistics) -> Samples:
+    """Yield 1 under the versions."""
+    if stats.runtime is not None:
+        yield (stats.runtime.version, stats.runtime.python, stats.runtime.block_io), 1.0
+
+
+def of_engine(
+    read: Callable[[EngineStatistics], Samples], stats: OffloadingStatistics
+) -> Iterator[tuple[tuple[str, ...], Value]]:
+    """Yield what only an `OffloadEngine` has."""
+    if isinstance(stats, EngineStatistics):
+        yield from read(stats)
+
+
+def waiting(stats: EngineStatistics) -> Samples:
+    """Yield the calls that wait for a permit, by direction."""
+    yield ("load",), stats.waiting_loads
+    yield ("store",), stats.waiting_stores
+
+
+def copies(stats: EngineStatistics) -> Samples:
+    """Yield the histograms of device copies, by direction."""
+    yield ("load",), stats.load_copy_seconds
+    yield ("store",), stats.store_copy_seconds
+
+
+class MetricKind(StrEnum):
+    """What may be done with a metric's values."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: With the unit, and with `_total` for a counter.
+        kind: See `MetricKind`.
+        documentation: One sentence.
+        labels: The names of its labels.
+        read: Returns its values, each with those of its labels.
+    """
+
+    name: str
+    kind: MetricKind
+    documentation: str
+    labels: tuple[str, ...]
+    read: Callable[[OffloadingStatistics], Samples]
+
+
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+_SLOTS: Final = {name: name for name in ("free", "writing", "idle", "pinned", "held")}
+_IN_PRIMARY: Final = {"hit": "hits", "pending": "pending_hits", "miss": "misses"}
+_IN_TIER: Final = {"hit": "hits", "miss": "misses", "undecided": "undecided"}
+
+
+def _plain(name: str, kind: MetricKind, documentation: str, path: str) -> Metric:
+    return Metric(name, kind, documentation, (), partial(one, path))
+
+
+def _tier(
+    name: str,
+    kind: MetricKind,
+    documentation: str,
+    read: str | Callable[[TierStatistics], Samples],
+    *labels: str,
+) -> Metric:
+    of_one = partial(one, read) if isinstance(read, str) else read
+    return Metric(
+        f"kvoffload_tier_{name}",
+        kind,
+        documentation,
+        ("tier", *labels),
+        partial(of_tiers, of_one),
+    )
+
+
+METRICS: Final[tuple[Metric, ...]] = (
+    Metric(
+        "kvoffload_info",
+        _G,
+        "Versions of the package and the interpreter, and what moves payload; always 1.",
+        ("version", "python", "block_io"),
+        info,
+    ),
+    # The primary.
+    Metric(
+        "kvoffload_primary_slots",
+        _G,
+        "Slots of the primary tier by use.",
+        ("state",),
+        partial(by_name, "primary.slots", _SLOTS),
+    ),
+    _plain("kvoffload_primary_used_bytes", _G, "Bytes in use.", "primary.used_bytes"),
+    _plain("kvoffload_primary_capacity_bytes", _G, "Bytes in all.", "primary.capacity_bytes"),
+    Metric(
+        "kvoffload_primary_lookups_total",
+        _C,
+        "Lookups of blocks by what the primary had, each time that a block was asked for.",
+        ("result",),
+        partial(by_name, "primary", _IN_PRIMARY),
+    ),
+    _plain(
+        "kvoffload_primary_stored_blocks_total", _C, "Written by requests.", "primary.stored_blocks"
+    ),
+    _plain(
+        "kvoffload_primary_loaded_blocks_total", _C, "Given to requests.", "primary.loaded_blocks"
+    ),
+    _plain(
+        "kvoffload_primary_evicted_blocks_total",
+        _C,
+        "Made to leave for others.",
+        "primary.evicted_blocks",
+    ),
+    _plain(
+        "kvoffload_primary_refused_stores_total",
+        _C,
+        "Stores of requests for which there was no room.",
+        "primary.refused_stores",
+    ),
+    _plain("kvoffload_primary_load_pins", _G, "Pins that loads hold.", "primary.load_pins"),
+    # What moves between it and the tiers.
+    _plain("kvoffload_requests", _G, "Requests that are known.", "planner.requests"),
+    _plain(
+        "kvoffload_retained_blocks",
+        _G,
+        "Blocks that are pinned for requests that wait.",
+        "planner.retained_blocks",
+    ),
+    Metric(
+        "kvoffload_lookups_total",
+        _C,
+        "Lookups of blocks that were no miss, each time that a block was asked for.",
+        ("result",),
+        partial(
+            by_name,
+            "planner",
+            {"hit": "hits", "pending": "pending_hits", "retry": "retries"},
+        ),
+    ),
+    Metric(
+        "kvoffload_lookup_misses_total",
+        _C,
+        "Lookups of blocks that found nothing, by why.",
+        ("reason",),
+        partial(by_key, "planner.misses"),
+    ),
+    Metric(
+        "kvoffload_blocks_total",
+        _C,
+        "Blocks that requests have found or not, each once a request.",
+        ("result",),
+        partial(by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
+    ),
+    _plain(
+        "kvoffload_promotions_refused_total",
+        _C,
+        "Hits in a tier for which the primary has no slot, and will have none.",
+        "planner.promotions_refused",
+    ),
+    _plain(
+        "kvoffload_deferrals_expired_total",
+        _C,
+        "Requests that had waited too long, and were computed instead.",
+        "planner.deferrals_expired",
+    ),
+    _plain(
+        "kvoffload_decision_seconds",
+        _H,
+        "From a request's first lookup until it proceeds.",
+        "planner.decision_seconds",
+    ),
+    # Each tier.
+    _tier(
+        "lookups_total",
+        _C,
+        "Questions to the tier by its answer.",
+        partial(fields_of_tier, _IN_TIER),
+        "result",
+    ),
+    _tier(
+        "skipped_lookups_total",
+        _C,
+        "Lookups for which the tier was not asked, by why.",
+        partial(keys_of_tier, "skipped_lookups"),
+        "reason",
+    ),
+    _tier(
+        "needed_blocks",
+        _G,
+        "Blocks that a request must miss for the tier to be asked, as measured; +Inf: it is not.",
+        needed_blocks,
+    ),
+    _tier(
+        "load_latency_seconds",
+        _G,
+        "What loading takes however few the blocks are, where it is measured.",
+        "break_even.latency_s",
+    ),
+    _tier(
+        "load_blocks_per_second",
+        _G,
+        "How fast the rest of it goes, where it is measured.",
+        "break_even.blocks_per_s",
+    ),
+    _tier(
+        "explorations_total",
+        _C,
+        "Requests that were let through to measure anew.",
+        "break_even.explorations",
+    ),
+    _tier("jobs_total", _C, "Jobs that have their result.", finished, "direction"),
+    _tier("failed_jobs_total", _C, "Jobs of which a block failed.", failed, "direction"),
+    _tier(
+        "errors_total",
+        _C,
+        "Failed jobs by the class of the error.",
+        partial(keys_of_tier, "failed_jobs_by_error"),
+        "error",
+    ),
+    _tier("stored_blocks_total", _C, "Blocks that stores put there.", "stored_blocks"),
+    _tier("stored_bytes_total", _C, "Bytes that stores put there.", "stored_bytes"),
+    _tier("loaded_blocks_total", _C, "Blocks that loads brought.", "loaded_blocks"),
+    _tier("loaded_bytes_total", _C, "Bytes that loads brought.", "loaded_bytes"),
+    _tier("failed_blocks_total", _C, "Blocks of jobs that were not moved.", "failed_blocks"),
+    _tier("corrupt_blocks_total", _C, "Blocks that did not verify.", "corrupt_blocks"),
+    _tier("missing_blocks_total", _C, "Blocks gone before they were loaded.", "missing_blocks"),
+    _tier("evicted_blocks_total", _C, "Blocks announced as gone.", "evicted_blocks"),
+    _tier(
+        "dropped_blocks_total",
+        _C,
+        "Blocks that left the primary before the tier had room for them, by why.",
+        partial(keys_of_tier, "dropped"),
+        "reason",
+    ),
+    _tier("late_blocks_total", _C, "Blocks stored after waiting for room.", "late_blocks"),
+    _tier(
+        "failed_store_blocks_total",
+        _C,
+        "Blocks that were given up after their stores had failed.",
+        "failed_store_blocks",
+    ),
+    _tier("refused_keys_total", _C, "Announced keys that are none.", "refused_keys"),
+    _tier("jobs_in_flight", _G, "Jobs without a result.", in_flight, "direction"),
+    _tier("queued_jobs", _G, "Jobs that the tier has not begun.", "queued_jobs"),
+    _tier("overdue_jobs", _G, "Jobs given up, whose copies still run.", "overdue_jobs"),
+    _tier("cascading_blocks", _G, "Blocks on their way to the tier.", "cascading_blocks"),
+    _tier("promoting_blocks", _G, "Slots that its loads occupy.", "promoting_blocks"),
+    _tier("pending_blocks", _G, "Blocks that wait for room in the tier.", "pending_blocks"),
+    _tier("probes_outstanding", _G, "Existence probes without an answer.", "probes_outstanding"),
+    _tier("used_bytes", _G, "What the tier occupies, where it says so.", "used_bytes"),
+    _tier("capacity_bytes", _G, "What it may occupy, where it says so.", "capacity_bytes"),
+    _tier(
+        "breaker_state",
+        _G,
+        "1 for the state that the breaker of a direction is in, 0 for the others.",
+        breakers,
+        "direction",
+        "state",
+    ),
+    _tier(
+        "breaker_openings_total",
+        _C,
+        "How often the breaker of a direction has opened.",
+        partial(keys_of_tier, "breaker_openings"),
+        "direction",
+    ),
+    _tier(
+        "job_seconds",
+        _H,
+        "From a job's arrival until its bytes had stopped moving.",
+        partial(durations, "total"),
+        "direction",
+    ),
+    _tier(
+        "queue_seconds",
+        _H,
+        "From a job's arrival until the tier began.",
+        partial(durations, "queue"),
+        "direction",
+    ),
+    _tier(
+        "copy_seconds",
+        _H,
+        "From then until its bytes had stopped moving.",
+        partial(durations, "copy"),
+        "direction",
+    ),
+    Metric(
+        "kvoffload_events_dropped_total",
+        _C,
+        "Events that nobody has read in time.",
+        ("tier",),
+        events,
+    ),
+    # The threads.
+    _plain(
+        "kvoffload_loop_lag_seconds",
+        _H,
+        "From a hand-over to the event loop until it gets to it.",
+        "runtime.loop_lag_seconds",
+    ),
+    _plain(
+        "kvoffload_step_seconds",
+        _H,
+        "What taking in results and the end of a step take of the owner's thread.",
+        "runtime.step_seconds",
+    ),
+    _plain("kvoffload_longest_step_seconds", _G, "The longest of these.", "runtime.longest_step_s"),
+    _plain("kvoffload_loop_wake_ups_total", _C, "Hand-overs.", "runtime.wake_ups"),
+    # Copies to and from the device, which an `OffloadEngine` makes.
+    _plain("kvoffload_device_copies", _G, "Copies to or from the device under way.", "copies"),
+    _plain("kvoffload_device_copy_failures_total", _C, "Those that failed.", "failed_copies"),
+    Metric(
+        "kvoffload_device_copy_seconds",
+        _H,
+        "How long they took.",
+        ("direction",),
+        partial(of_engine, copies),
+    ),
+    Metric(
+        "kvoffload_waiting_calls",
+        _G,
+        "Calls that wait for a permit to copy, or for room.",
+        ("direction",),
+        partial(of_engine, waiting),
+    ),
+    _plain(
+        "kvoffload_missed_events_total",
+        _C,
+        "Events that readers were too slow for, once for each reader.",
+        "missed_events",
+    ),
+)
+
 
 ENGINE_LABEL: Final = "engine"
 

@@ -123,7 +123,14 @@ class IoPool:
             self.close(_STOP_S)
             raise
 
-    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
+    async def run(
+        self,
+        direction: Direction,
+        call: Callable[[], T],
+        *,
+        helpers: int = 0,
+        withdraw: Callable[[], object] | None = None,
+    ) -> T:
         """Await `call()` on one of the threads; see `IoRunner.run`.
 
         Raises:
@@ -132,7 +139,7 @@ class IoPool:
 
         Thread: loop.
         """
-        work = self._submit(direction, call, helpers)
+        work = self._submit(direction, call, helpers, LastingFuture(withdraw))
         self._awaited[work] = None
         try:
             return await work.future  # type: ignore[no-any-return]  # the call's own type
@@ -184,11 +191,17 @@ class IoPool:
                 error = TierTimeoutError("the system did not answer, and the call was abandoned")
                 work.future.set_exception(error)
 
-    def _submit(self, direction: Direction, call: Callable[[], Any], helpers: int) -> _Call:
+    def _submit(
+        self,
+        direction: Direction,
+        call: Callable[[], Any],
+        helpers: int,
+        future: asyncio.Future[Any],
+    ) -> _Call:
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
-        work = _Call(call, LastingFuture(), helpers > 0, helpers)
+        work = _Call(call, future, helpers > 0, helpers)
         with self._mutex:
             if self._stopping:
                 raise TierClosedError("the I/O pool is closed")
@@ -264,7 +277,7 @@ class IoPool:
         while self._done:
             work = self._done.popleft()
             if work.future.done():
-                continue  # it was abandoned
+                continue  # it was abandoned or withdrawn
             if work.error is not None:
                 work.future.set_exception(work.error)
             else:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffload_async.tables.heap import IntegerHeap
-from kvoffload_async.tables.ranked import RankedLists
+from kvoffload_async.tables.ranked import IntegerHeap, RankedLists
 
 CAPACITY = 12
 NUMBERS = st.sets(st.integers(0, CAPACITY - 1))

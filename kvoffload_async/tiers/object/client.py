@@ -1,14 +1,23 @@
-"""Object store requests via `obstore`; only this module and `maintenance` use the library."""
+"""Object store requests via `obstore`; only this module and `maintenance` use the library.
+
+The library follows every redirect and sends secrets along: the session token, and in the referrer a
+URL with its shared access signature. It has no option against that. Therefore, if an endpoint is
+configured, requests to all hosts except the endpoint and the credential issuers are sent to a proxy
+that does not exist.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import obstore
 from obstore import exceptions
@@ -22,7 +31,6 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.object.packs import Chains, Packs, head_bytes
-from kvoffload_async.tiers.object.redirects import NOWHERE, REDIRECTED, permitted_hosts
 from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Value
 from kvoffload_async.types import (
     OffloadKey,
@@ -34,6 +42,61 @@ from kvoffload_async.types import (
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta, UpdateVersion
     from obstore.store import ClientConfig
+
+
+NOWHERE: Final = "127.0.0.1:0"
+"""Address of the nonexistent proxy."""
+REDIRECTED: Final = f"{NOWHERE},"
+"""Occurs in the library's error for a blocked redirect."""
+
+_ENDPOINT: Final = re.compile(
+    r"(?:aws_|azure_|google_)?(?:(?:storage_)?endpoint(?:_url)?(?:_s3)?|base_url)"
+)
+_ISSUERS: Final = (
+    "169.254.0.0/16",
+    "fd00:ec2::/32",
+    "sts.amazonaws.com",
+    "metadata.google.internal",
+    "oauth2.googleapis.com",
+    "login.microsoftonline.com",
+)
+"""Hosts that issue credentials; those in the options are permitted as well."""
+_VARIABLES: Final = {"s3": ("AWS_",), "s3a": ("AWS_",), "gs": ("GOOGLE_",)}
+_AZURE_VARIABLES: Final = ("AZURE_", "IDENTITY_", "MSI_")
+
+
+def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the hosts that a store needs; empty if all are permitted.
+
+    All are permitted without an endpoint, because the server is then the provider's, and if the
+    environment defines a proxy for the endpoint.
+
+    Args:
+        url: URL of the store.
+        options: Options for the library.
+    """
+    prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
+    variables = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+    settings = {name.lower(): str(text) for name, text in (variables | dict(options)).items()}
+    endpoints = [text for name, text in settings.items() if _ENDPOINT.fullmatch(name)]
+    if not any(map(_host, endpoints)) or any(map(_has_proxy, endpoints)):
+        return []
+    hosts = [*_ISSUERS, *filter(None, map(_host, settings.values()))]
+    hosts += (f"sts.{text}.amazonaws.com" for name, text in settings.items() if "region" in name)
+    return hosts
+
+
+def _host(text: str) -> str | None:
+    try:
+        return urlsplit(text).hostname if text.startswith(("http://", "https://")) else None
+    except ValueError:
+        return None
+
+
+def _has_proxy(endpoint: str) -> bool:
+    proxies, host = getproxies(), _host(endpoint)
+    is_proxied = "all" in proxies or endpoint.partition(":")[0] in proxies
+    return is_proxied and not (host and proxy_bypass(host))
 
 
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")

@@ -1,15 +1,10 @@
-"""Calls to a remote store, with deadlines, retries and counters.
-
-Calls and bytes in flight are limited, first come, first served.
-"""
+"""Calls to a remote store, with deadlines, retries and counters."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -23,73 +18,6 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server
 from kvoffload_async.tiers.remote.settings import Redactor
-
-
-class Limits:
-    """Limits concurrent calls and their bytes. Thread: loop.
-
-    A request larger than the limit waits until no bytes are in flight, so that a block larger than
-    the limit can pass alone.
-    """
-
-    def __init__(self, calls: int, num_bytes: int) -> None:
-        """Set the limits; both must be at least 1."""
-        self._most_bytes = num_bytes
-        self._free_calls = calls
-        self._free_bytes = num_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes in flight."""
-        return self._most_bytes - self._free_bytes
-
-    @asynccontextmanager
-    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """Hold one call and its bytes during the `async with` block; waits in turn."""
-        wanted = min(num_bytes, self._most_bytes)
-        await self._acquire(wanted)
-        try:
-            yield
-        finally:
-            self._give_back(wanted)
-
-    async def _acquire(self, wanted: int) -> None:
-        if not self._waiting and self._fits(wanted):
-            self._take(wanted)
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((wanted, future))
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # granted just now
-                self._give_back(wanted)
-            else:
-                self._grant()  # the next waiter may fit
-            raise
-
-    def _fits(self, wanted: int) -> bool:
-        return self._free_calls > 0 and self._free_bytes >= wanted
-
-    def _take(self, wanted: int) -> None:
-        self._free_calls -= 1
-        self._free_bytes -= wanted
-
-    def _give_back(self, wanted: int) -> None:
-        self._free_calls += 1
-        self._free_bytes += wanted
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting:
-            wanted, future = self._waiting[0]
-            if not future.done():  # else it was cancelled
-                if not self._fits(wanted):
-                    return
-                self._take(wanted)
-                future.set_result(None)
-            self._waiting.popleft()
 
 
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: str) -> None:

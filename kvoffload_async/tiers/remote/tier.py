@@ -33,7 +33,7 @@ from kvoffload_async.errors import (
     drop_tracebacks,
 )
 from kvoffload_async.tiers._job_log import Refusals
-from kvoffload_async.tiers.remote.calls import CallCounters, Calls, Limits, run_together
+from kvoffload_async.tiers.remote.calls import CallCounters, Calls, run_together
 from kvoffload_async.tiers.remote.client import (
     Bytes,
     Envelopes,
@@ -49,6 +49,7 @@ from kvoffload_async.tiers.remote.existence import (
 )
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+from kvoffload_async.waiting import Limiter
 
 _BLOCKS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 8
@@ -223,8 +224,8 @@ class RemoteTier(AsyncTier):
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
-        self._loads = Limits(settings.connections, settings.bytes_in_flight)
-        self._stores = Limits(settings.connections, settings.bytes_in_flight)
+        self._loads = Limiter(settings.connections, settings.bytes_in_flight)
+        self._stores = Limiter(settings.connections, settings.bytes_in_flight)
         self._unremoved, self._unrenewed = Refusals(), Refusals()
 
     async def open(self, env: TierEnvironment) -> None:
@@ -342,7 +343,7 @@ class RemoteTier(AsyncTier):
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
-        self, job: JobMetadata, limits: Limits, run_portion: MovePortion
+        self, job: JobMetadata, limiter: Limiter, run_portion: MovePortion
     ) -> BlockFailures:
         client = self._client
         if client is None:
@@ -359,8 +360,9 @@ class RemoteTier(AsyncTier):
                 return
             num_bytes = self._bytes_of(job, portion)
             try:
-                async with asyncio.timeout_at(deadline_s), limits.hold(num_bytes):
-                    failures.update(await run_portion(client, job, portion, deadline_s))
+                async with asyncio.timeout_at(deadline_s):
+                    with await limiter.acquire(num_bytes):
+                        failures.update(await run_portion(client, job, portion, deadline_s))
             except TimeoutError:
                 error: TierError = TierTimeoutError(f"{client.place}: the job's deadline passed")
             except TierError as raised:

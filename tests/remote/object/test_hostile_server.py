@@ -14,8 +14,12 @@ from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.cli.app import app
 from kvoffload_async.errors import ConfigError, CorruptBlockError, TierUnavailableError
 from kvoffload_async.testing import TierHarness
-from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection, text_of
-from kvoffload_async.tiers.object.redirects import permitted_hosts
+from kvoffload_async.tiers.object.client import (
+    ObjectClient,
+    ObjectConnection,
+    permitted_hosts,
+    text_of,
+)
 from kvoffload_async.tiers.remote.client import RefusedError
 
 ACCESS_KEY = "s3cret/key+of=tests"
