@@ -23,7 +23,7 @@ if hashes are counters, of either byte order.
 
 LEAST_KEY_BYTES: Final = -LAST_HASH_BYTE
 MAX_KEY_BYTES: Final = 96
-"""Maximum for all tiers: hashes of 92 bytes, or of 84 with a generation tag."""
+"""Maximum key length of all tiers: hashes of 92 bytes, or of 84 with a generation tag."""
 
 _KEYS_PER_PART: Final = 4096
 

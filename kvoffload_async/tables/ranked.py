@@ -1,4 +1,4 @@
-"""Ranked lists that return the first members allowed to leave.
+"""Lists in order of rank, from which the first evictable members are taken.
 
 Released members are found by a heap of integers; the garbage collector does not traverse lists or
 heap.

@@ -374,12 +374,12 @@ class HostTransport(Transport):
 def create_transport(
     layout: KVLayout, kv_view: memoryview, *, cell_offset_bytes: int = 0
 ) -> Transport:
-    """Return a new transport between a layout's tensors and the primary's slots.
+    """Create a transport between a layout's tensors and the primary's slots.
 
     Args:
-        layout: The device's tensors; those on the CPU play a device.
+        layout: The device's tensors; those on the CPU simulate a device.
         kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
-        cell_offset_bytes: Where this worker's cell begins in a slot.
+        cell_offset_bytes: Offset of this worker's cell in a slot.
 
     Raises:
         ConfigError: A slot is too small for a chunk, or the device cannot be used.

@@ -133,7 +133,7 @@ class Coalescer(Generic[T]):
         finally:
             if self._current is call:
                 self._current = None
-            del group, failure  # the exception holds this frame, and with it the job's memory
+            del group, failure  # avoid a cycle of exception and frame, which keeps job memory
 
     def _make(self, group: Sequence[_Waiter[T]]) -> None:
         """Make the call. Thread: an I/O thread."""
@@ -177,7 +177,7 @@ class _Boxed(Generic[T]):
             try:
                 raise error
             finally:
-                del error  # it holds this frame, and with it the job's memory
+                del error  # avoid a cycle of exception and frame, which keeps job memory
         return self._results.pop()
 
 

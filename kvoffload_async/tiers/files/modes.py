@@ -40,7 +40,7 @@ class Modes:
         return stat_module.S_IRUSR | stat_module.S_IWUSR | _shared_bits(folder) & 0o066
 
     def of_folder(self, folder: os.stat_result | None = None) -> int:
-        """Return the mode of a new folder; with `folder`, its parent, permissions are derived."""
+        """Return the mode of a new folder, derived from its parent `folder` if given."""
         if self.dir_mode is not None:
             return self.dir_mode
         return stat_module.S_IRWXU | (_shared_bits(folder) if folder else 0)

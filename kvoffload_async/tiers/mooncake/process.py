@@ -302,7 +302,7 @@ class Helper:
                 return answer
             raise answer
         finally:
-            del answer, call  # the exception holds this frame, which must not hold it
+            del answer, call  # avoid a reference cycle of exception and frame
 
     def _next_body(self) -> bytes | None:
         """Return the body of the next frame, or None if incomplete.

@@ -238,7 +238,7 @@ class MooncakeTier(AsyncTier):
         else:
             await run_together(map(run, portions), f"mooncake:{job.job_id}")
         if faults:
-            raise faults.pop(0)  # popped: it holds this frame, which must not hold it
+            raise faults.pop(0)  # popped, to avoid a reference cycle with this frame
         return failures
 
     async def _store_part(self, part: _Part) -> Outcomes:

@@ -275,7 +275,7 @@ class ObjectClient(RemoteClient):
         await self._look_at(description_name_of(self._namespace))
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys with an object of their name; records the objects' other blocks."""
+        """Return the keys that name an existing object; records the objects' other blocks."""
         return frozenset([key for key in keys if await self._is_there(key)])
 
     async def get(
@@ -368,7 +368,7 @@ class ObjectClient(RemoteClient):
             await obstore.put_async(self._store, name, content, mode=version, use_multipart=False)
         except (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError):
             return False
-        except (exceptions.NotSupportedError, NotImplementedError):  # a directory
+        except (exceptions.NotSupportedError, NotImplementedError):  # a local directory
             await obstore.put_async(self._store, name, content, use_multipart=False)
         return True
 

@@ -23,7 +23,7 @@ _MOST_STEPS: Final = 3
 """Maximum number of preceding objects to read for one that extends into the chain."""
 
 Ask = Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]]
-"""Returns the keys with an object of their name, and records the objects' contents."""
+"""Returns the keys that name an existing object, and records the objects' contents."""
 
 
 def most_questions(num_keys: int) -> int:

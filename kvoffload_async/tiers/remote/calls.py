@@ -45,7 +45,7 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
             if not task.cancelled():
                 task.result()
     finally:
-        del tasks, task  # a task holds its exception, which holds this frame
+        del tasks, task  # avoid a reference cycle of tasks, exceptions and frame
 
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class Calls:
             try:
                 raise next(iter(failures.values()))
             finally:
-                failures.clear()  # they hold this frame, and its callers' objects
+                failures.clear()  # avoid a reference cycle of exceptions and frame
         return failures
 
     def fault_of(self, server: Server, error: TierError) -> TierError:
@@ -230,7 +230,7 @@ class Calls:
         try:
             raise failure  # without a cause, whose text might contain secrets
         finally:
-            del failure  # it holds this frame, and its callers' objects
+            del failure  # avoid a reference cycle of exception and frame
 
     def _doubt(self, server: Server, *, has_timed_out: bool) -> None:
         pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0

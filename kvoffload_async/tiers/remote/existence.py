@@ -256,5 +256,5 @@ class ExistenceProber:
             if errors and len(errors) == len(servers):
                 raise next(iter(errors.values()))
         finally:
-            errors.clear()  # they hold this frame, and its callers' objects
+            errors.clear()  # avoid a reference cycle of exceptions and frame
         return present

@@ -163,7 +163,7 @@ class Renewal:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled():
-            task.result()  # raises a programming error in the callback, which the loop reports
+            task.result()  # re-raise, for the loop to report
 
 
 logger = logging.getLogger(__name__)

@@ -652,7 +652,7 @@ class Journal:
                 following.sync()
                 self._switch(following)
             except OSError as error:
-                self._abandon(error)  # possibly only earlier writes were lost
+                self._abandon(error)  # the sync may fail for earlier writes: retry
                 if is_new:
                     raise
             else:

@@ -282,7 +282,7 @@ class OpenStore:
     def _begin_session(self, last: Session | None) -> None:
         """Record that a process of this boot has the store open; last uses are kept.
 
-        Skipped until the journal itself records the doubts that only the last session implies.
+        The old session is kept while the journal lacks the verification marks that follow from it.
         """
         self._session_fd = self._ops.open_own(f"{self.folder}/{SESSION}", os.O_RDWR)
         if self._vouches:
