@@ -4,9 +4,10 @@ A file a block cannot be fast: making files costs more than filling them. Here b
 slots of a few large files that are allocated once, neighbours are moved in one vectored call, and
 a journal says what lies where.
 
-The format, versions 1 and 2
+The format, version 2
 =====================
-Byte by byte, and what became of version 1, in docs/formats.md.
+
+Byte by byte in docs/formats.md.
 
 All numbers are little-endian. A store is a folder; its files are
 
@@ -29,12 +30,12 @@ leaves an empty store of the old layout.
 (block_bytes rounded up to 4096), `rank`, `run_config` (everything that the layout of a block's
 bytes depends on), `layout` (text `<digest>:<rank>:<block_bytes>`, the digest being the first 12
 hex digits of the SHA-256 of `run_config` as JSON with sorted keys and no blanks), and `xxh3`: 16
-hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no blanks.
-Version 2 has `features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
+hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no blanks. Also
+`features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
 
-**Segment.** With the feature "segment-headers", a header of 4096 bytes: "KVSLABS1", the 16 bytes of
-the store's UUID, the segment's number and the bytes of a slot, 8 bytes each, XXH3-64 of these 40
-bytes, zeros. Then, or from the beginning, slots of `slot_bytes` one behind the other. A slot holds
+**Segment.** A header of 4096 bytes: "KVSLABS1", the 16 bytes of the store's UUID, the segment's
+number and the bytes of a slot, 8 bytes each, XXH3-64 of these 40 bytes, zeros. Then slots of
+`slot_bytes` one behind the other. A slot holds
 a block's bytes; what is behind them means nothing. How many slots there are follows from the file's
 size. A number is not used again while the journal can speak of it.
 
@@ -56,10 +57,9 @@ store's or says nothing is left alone; the blocks that the journal has in them a
 Flags of a record: 1, it has a checksum; 2, it is suspect; 4, the checksum is by the integrity key.
 
 The sequence number of a record is its frame's. It is one more than that of the frame before, and as
-many more as the frame says it skips: those are of appends that failed. (Releases that write version
-1 skip numbers without a word.) The frame's checksum is XXH3-64 of the header's first 24 bytes and
-all records, seeded with XXH3-64 of `layout`; with "segment-headers", of `layout`, a zero byte and
-the store's UUID as text. The block's is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`, a
+many more as the frame says it skips: those are of appends that failed. The frame's
+checksum is XXH3-64 of the header's first 24 bytes and all records, seeded with XXH3-64 of `layout`,
+a zero byte and the store's UUID as text. The block's is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`, a
 zero byte and the key, or with an integrity key a MAC over the same: right bytes in a wrong slot do
 not verify.
 
@@ -106,8 +106,7 @@ next; without it, a block that a power cut has lost is found by its checksum.
 A process that is killed loses nothing that it has written. A machine that goes down may lose any of
 it, so the journal is believed only if the session is of this boot, or if the store was closed and
 on the device then, with nothing appended since; and never if it has lost its end, which the
-session's sequence number tells. Else all blocks become *suspect*. A store without a session, as
-older releases leave it, is believed. At its close, a store waits for the device if it has
+session's sequence number tells. Else all blocks become *suspect*. At its close, a store waits for the device if it has
 `fdatasync`, or has no checksums, for which nothing else vouches.
 
 With `fdatasync`, where waiting for the device fails, the jobs fail whose bytes were being waited

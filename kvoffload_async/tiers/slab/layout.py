@@ -65,7 +65,6 @@ class Budget:
         segment_slots: Slots of a full segment.
         most_slots: How many slots there can be; by rounding it may be one more.
         stripes: How many segments are made at once, so that as many can be written at once.
-        header_bytes: Bytes of a segment's header.
     """
 
     capacity_bytes: int
@@ -73,7 +72,6 @@ class Budget:
     segment_slots: int
     most_slots: int
     stripes: int = 1
-    header_bytes: int = HEADER_BYTES
 
     @classmethod
     def of(
@@ -97,7 +95,7 @@ class Budget:
         return (
             _FIXED_BYTES
             + slots * (self.slot_bytes + _EXTENT_BYTES + _USE_BYTES)
-            + num_segments * (_SEGMENT_BYTES + self.header_bytes)
+            + num_segments * (_SEGMENT_BYTES + HEADER_BYTES)
             + 2 * journal_units(slots) * RECORD_BYTES
         )
 

@@ -68,12 +68,6 @@ PackedRun = tuple[SlotAddress, bytes]
 """The first place of a run of blocks, and their packed records."""
 
 
-def seed_of(layout: str, store_uuid: str = "") -> int:
-    """Return what binds frames to the layout of their store, and to the store if it has an id."""
-    bound_to = f"{layout}\0{store_uuid}" if store_uuid else layout
-    return xxhash.xxh3_64_intdigest(bound_to.encode())
-
-
 def put_records(
     keys: Sequence[OffloadKey],
     first: SlotAddress,
@@ -108,7 +102,7 @@ def frame(sequence: int, body: bytes, seed: int, skipped: int = 0) -> bytes:
     Args:
         sequence: Its number.
         body: The records.
-        seed: See `seed_of`.
+        seed: See `Manifest.journal_seed`.
         skipped: How many numbers before it no frame has: those of appends that failed.
     """
     prefix = _PREFIX.pack(_MAGIC, sequence, len(body) // RECORD_BYTES, skipped)

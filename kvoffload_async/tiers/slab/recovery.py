@@ -88,6 +88,8 @@ class Session:
         """Tell whether what a journal up to this number says of slots is what is in them."""
         if sequence < self.sequence:
             return False  # its end is gone
+        if not sequence:
+            return True  # it says nothing
         if self.boot_id == boot_id:
             return True
         return self.is_closed and self.is_synced and sequence == self.sequence
@@ -285,8 +287,6 @@ def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: 
 
     One that cannot be read stays.
     """
-    if not manifest.header_bytes:
-        return
     for number, size in list(found.segments.items()):
         if not manifest.slots_in(size):
             continue  # one that was not even begun
@@ -310,13 +310,11 @@ def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: 
         del found.segments[number]
 
 
-def read_session(ops: FileOps, folder: str, seed: int) -> Session | None:
-    """Return who had a store open last; None if it does not say, as those of older releases."""
+def read_session(ops: FileOps, folder: str, seed: int) -> Session:
+    """Return what a store says of the process that had it open last."""
     try:
         content = read_file(ops, f"{folder}/{SESSION}")
-    except FileNotFoundError:
-        return None
-    except NotRegularFileError:
+    except (FileNotFoundError, NotRegularFileError):
         return Session()
     return Session.decode(content, seed)
 
@@ -366,7 +364,7 @@ class Recovered:
     gone: RecordRows
     needs_verify: bool
     budget: Budget
-    session: Session | None
+    session: Session
 
     def records(self, rows: RecordRows) -> Records:
         """Return some of the units."""
@@ -430,7 +428,6 @@ class Recovery:
             verify: Whether every block is verified, so that each needs a checksum.
             is_keyed: Whether that must be made with the integrity key.
         """
-        budget = replace(budget, header_bytes=self._manifest.header_bytes)
         seed = self._manifest.journal_seed
         scanned = read_journal(self._ops, self._folder, seed)
         if is_unreadable(scanned):
@@ -442,11 +439,10 @@ class Recovery:
         kept = self._refuse_segments(scanned)
         budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
         rows = live_in(self._found, scanned, self._manifest)
-        if session is not None:
-            note_uses(scanned, rows, session)
+        note_uses(scanned, rows, session)
         if self._fit(budget, scanned, rows):
             rows = live_in(self._found, scanned, self._manifest)
-        is_trusted = session is None or session.is_trusted(boot_id(), scanned.sequence)
+        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
         suspect = rows[rows < scanned.damage_at] if is_trusted else rows
         scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
         servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
