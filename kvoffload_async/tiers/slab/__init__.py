@@ -4,21 +4,21 @@ Creating a file per block costs more than writing the block. Therefore blocks ar
 slots of a few large preallocated files, adjacent blocks are copied in one vectored call, and a
 journal maps slots to keys.
 
-The format, versions 1 and 2
+The format, version 2
 =====================
-Byte by byte, with the differences from version 1, in docs/formats.md.
+
+Byte by byte in docs/formats.md.
 
 All numbers are little-endian. A store is a folder with these files:
 
-        manifest.json         the store's parameters; written at creation and replacement
-        lock                  locked (flock) by the process that has the store open; contains its
-        pid
-        session               clean-shutdown flags, and the last use of each block
-        journal               which block is in which slot
-        journal.new           the next journal; ignored until it is renamed
-        journal.bad           an unreadable journal, kept for diagnosis; at most one
-        segment-NNNNNN.slab   the blocks; NNNNNN is the decimal segment number, from 0
-        *.tmp                 temporary files; removed at opening, like journal.new
+    manifest.json         the store's parameters; written at creation and replacement
+    lock                  locked (flock) by the process that has the store open; contains its pid
+    session               clean-shutdown flags, and the last use of each block
+    journal               which block is in which slot
+    journal.new           the next journal; ignored until it is renamed
+    journal.bad           an unreadable journal, kept for diagnosis; at most one
+    segment-NNNNNN.slab   the blocks; NNNNNN is the decimal segment number, from 0
+    *.tmp                 temporary files; removed at opening, like journal.new
 
 The folder is `<root_dir>/<model>_r<rank>`, with slashes and zero bytes of the model's name replaced
 by underscores. With `on_mismatch="new_namespace"`, a store of another layout in that folder is kept
@@ -30,14 +30,14 @@ A kill in between leaves an empty store of the old layout.
 (block_bytes rounded up to 4096), `rank`, `run_config` (everything that determines a block's byte
 layout), `layout` (text `<digest>:<rank>:<block_bytes>`, where the digest is the first 12 hex digits
 of the SHA-256 of `run_config` as JSON with sorted keys and no blanks), and `xxh3`: 16 hex digits of
-XXH3-64 of the object without this key, as JSON with sorted keys and no blanks. Version 2 adds
-`features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
+XXH3-64 of the object without this key, as JSON with sorted keys and no blanks; `features`,
+`store_uuid` and, with an integrity key, its id in `integrity_key_id`.
 
-**Segment.** With the feature "segment-headers", the file begins with a header of 4096 bytes:
-"KVSLABS1", the 16 bytes of the store's UUID, the segment's number and the bytes of a slot, 8 bytes
-each, XXH3-64 of these 40 bytes, zeros. Then follow slots of `slot_bytes` each. A slot contains a
-block and undefined padding. The file's size determines the number of slots. A segment number is not
-reused while the journal may still refer to it.
+**Segment.** The file begins with a header of 4096 bytes: "KVSLABS1", the 16 bytes of the store's
+UUID, the segment's number and the bytes of a slot, 8 bytes each, XXH3-64 of these 40 bytes, zeros.
+Then follow slots of `slot_bytes` each. A slot contains a block and undefined padding. The file's
+size determines the number of slots. A segment number is not reused while the journal may still
+refer to it.
 
 A file whose header has another segment number of this store is removed at opening; one with the
 header of another store, or without a valid header, is kept but not used. Blocks that the journal
@@ -45,23 +45,22 @@ has in either are dropped.
 
 **Journal.** Units of 128 bytes. A *frame* is a header followed by at least one record:
 
-        offset  bytes  header                      offset  bytes  record
-        0       8      "KVSLABF1"                  0       1      1: put, 2: remove
-        8       8      sequence number             1       1      length of the key, at most 96
-        16      4      number of records           2       2      flags, see below
-        20      4      skipped sequence numbers    4       4      slot
-        24      8      checksum of the frame       8       4      segment
-        32      96     0                           12      4      tick of the last use
-                                                   16      16     checksum of the block, or zeros
-                                                   32      96     the key, then zeros
+    offset  bytes  header                      offset  bytes  record
+    0       8      "KVSLABF1"                  0       1      1: put, 2: remove
+    8       8      sequence number             1       1      length of the key, at most 96
+    16      4      number of records           2       2      flags, see below
+    20      4      skipped sequence numbers    4       4      slot
+    24      8      checksum of the frame       8       4      segment
+    32      96     0                           12      4      tick of the last use
+                                               16      16     checksum of the block, or zeros
+                                               32      96     the key, then zeros
 
 Flags of a record: 1, it has a checksum; 2, the block needs verification before use; 4, the checksum
-    is keyed with the integrity key.
+is keyed with the integrity key.
 
 All records of a frame share its sequence number. It is that of the previous frame plus 1 plus the
-number of skipped ones, which belong to failed appends. (Releases that write version 1 skip numbers
-without counting them.) The frame's checksum is XXH3-64 of the header's first 24 bytes and all
-records, seeded with XXH3-64 of `layout`; with "segment-headers", of `layout`, a zero byte and the
+number of skipped ones, which belong to failed appends. The frame's checksum is XXH3-64 of the
+header's first 24 bytes and all records, seeded with XXH3-64 of `layout`, a zero byte and the
 store's UUID as text. A block's checksum is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`,
 a zero byte and the key, or with an integrity key a MAC over the same. A block in the wrong slot
 therefore fails verification.
@@ -85,13 +84,13 @@ new file. A journal of up to 8192 units is compacted synchronously by the append
 
     offset  bytes
     0       8      "KVSLABO1"
-        8       4      flags: 1 the store was closed, 2 everything was on the device then
-        12      4      number of segments
-        16      8      the journal's last sequence number at the time of writing
-        24      8      XXH3-64 of everything behind the header
-        32      40     boot id of the kernel, then zeros
-        72      8      XXH3-64 of the preceding bytes
-        80      48     0
+    8       4      flags: 1 the store was closed, 2 everything was on the device then
+    12      4      number of segments
+    16      8      the journal's last sequence number at the time of writing
+    24      8      XXH3-64 of everything behind the header
+    32      40     boot id of the kernel, then zeros
+    72      8      XXH3-64 of the preceding bytes
+    80      48     0
 
 Both checksums are seeded like those of frames. The session is synced before the first write to an
 opened store.
@@ -108,9 +107,8 @@ next; without it, blocks lost in a power failure are detected by their checksums
 A killed process loses no completed write. A machine crash may lose any of them. Therefore the
 journal is trusted only if the session is of the current boot, or if the store was closed and synced
 with nothing appended since; and never if the journal ends before the session's sequence number.
-Otherwise all blocks need verification. A store without a session, as written by older releases, is
-trusted. At close, a store syncs the device if it has `fdatasync`, or if it has no checksums and so
-cannot verify blocks later.
+Otherwise all blocks need verification. At close, a store syncs the device if it has `fdatasync`, or
+if it has no checksums and so cannot verify blocks later.
 
 With `fdatasync`, a failed sync fails the jobs that it was for, and also those that wrote to any
     segment before the failure: the kernel reports a lost write once, and a later successful sync

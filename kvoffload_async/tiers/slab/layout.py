@@ -64,7 +64,6 @@ class Budget:
         segment_slots: Slots of a full segment.
         most_slots: Maximum number of slots; due to rounding it may be exceeded by one.
         stripes: Number of segments created together, to be written in parallel.
-        header_bytes: Bytes of a segment's header.
     """
 
     capacity_bytes: int
@@ -72,7 +71,6 @@ class Budget:
     segment_slots: int
     most_slots: int
     stripes: int = 1
-    header_bytes: int = HEADER_BYTES
 
     @classmethod
     def of(
@@ -96,7 +94,7 @@ class Budget:
         return (
             _FIXED_BYTES
             + slots * (self.slot_bytes + _EXTENT_BYTES + _USE_BYTES)
-            + num_segments * (_SEGMENT_BYTES + self.header_bytes)
+            + num_segments * (_SEGMENT_BYTES + HEADER_BYTES)
             + 2 * journal_units(slots) * RECORD_BYTES
         )
 

@@ -23,7 +23,6 @@ from kvoffload_async.tiers.files.features import (
     MalformedFormatError,
     check_format,
 )
-from kvoffload_async.tiers.slab.records import seed_of
 
 HEADER_BYTES: Final = 4096
 """One page, so that slots stay page-aligned."""
@@ -69,7 +68,7 @@ class SegmentHeader:
 
 FORMAT = "kvoffload-slab"
 VERSION = 2
-"""The current version, for new stores. Version 1 has neither features nor a UUID."""
+"""The version of the format."""
 
 INTEGRITY_KEY: Final = "integrity-key"
 """Feature: block checksums are keyed; the manifest has the key's id."""
@@ -81,8 +80,8 @@ journal is bound to the UUID."""
 KNOWN: Final = Features(incompatible=frozenset({INTEGRITY_KEY, SEGMENT_HEADERS}))
 """The features that this release supports; see docs/formats.md."""
 
-OF_NEW_STORES: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
-"""The features of every new store."""
+OF_EVERY_STORE: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
+"""The features of every store."""
 
 _LAYOUT: Final = re.compile(r"[0-9a-f]{12}:[0-9]{1,9}:[1-9][0-9]{0,14}")
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -106,9 +105,8 @@ class Manifest:
         layout: Identifier of everything except the key that determines the meaning of a block's
             bytes; part of every checksum.
         fields: The run configuration behind `layout`, for people.
-        version: Format version.
-        features: Optional format features of the store.
-        store_uuid: UUID of the store; None with version 1.
+        features: Format features that a release must support.
+        store_uuid: UUID of the store; empty before creation.
         key_id: Id of the integrity key for checksums; None: no key.
     """
 
@@ -117,32 +115,26 @@ class Manifest:
     rank: int
     layout: str
     fields: Mapping[str, Any]
-    version: int = VERSION
-    features: Features = OF_NEW_STORES
-    store_uuid: str | None = None
+    features: Features = OF_EVERY_STORE
+    store_uuid: str = ""
     key_id: str | None = None
-
-    @property
-    def header_bytes(self) -> int:
-        """Length of a segment's header; 0 if there is none."""
-        return HEADER_BYTES if SEGMENT_HEADERS in self.features.incompatible else 0
 
     @property
     def journal_seed(self) -> int:
         """Seed of the journal's frame checksums, which binds them to the store."""
-        return seed_of(self.layout, (self.store_uuid or "") if self.header_bytes else "")
+        return xxhash.xxh3_64_intdigest(f"{self.layout}\0{self.store_uuid}".encode())
 
     def slots_in(self, segment_bytes: int) -> int:
         """Return the number of slots in a segment file of this size."""
-        return max(0, segment_bytes - self.header_bytes) // self.slot_bytes
+        return max(0, segment_bytes - HEADER_BYTES) // self.slot_bytes
 
     def offset_of(self, slot: int) -> int:
         """Return the offset of a slot in its segment."""
-        return self.header_bytes + slot * self.slot_bytes
+        return HEADER_BYTES + slot * self.slot_bytes
 
     def of_new_store(self) -> Self:
         """Return the manifest for a new store: with a new UUID."""
-        return replace(self, version=VERSION, store_uuid=str(uuid.uuid4()))
+        return replace(self, store_uuid=str(uuid.uuid4()))
 
     def with_key(self, key_id: str | None) -> Self:
         """Return a copy with this integrity key id, or without one."""
@@ -157,15 +149,15 @@ class Manifest:
         """Return the file's content."""
         body = {
             "format": FORMAT,
-            VERSION_FIELD: self.version,
+            VERSION_FIELD: VERSION,
             "block_bytes": self.block_bytes,
             "slot_bytes": self.slot_bytes,
             "rank": self.rank,
             "layout": self.layout,
             "run_config": dict(self.fields),
+            FEATURES_FIELD: self.features.encode(),
+            "store_uuid": self.store_uuid,
         }
-        if self.version > 1:
-            body |= {FEATURES_FIELD: self.features.encode(), "store_uuid": self.store_uuid}
         if self.key_id is not None:
             body |= {"integrity_key_id": self.key_id}
         return (json.dumps(body | {"xxh3": _check(body)}, indent=2, sort_keys=True) + "\n").encode()
@@ -195,7 +187,9 @@ class Manifest:
             raise UnreadableManifestError(str(error)) from error
         if not _is_sound(body, body.pop("xxh3", None)):
             raise UnreadableManifestError("its checksum is wrong")
-        if not _is_possible(body, version, features):
+        if version < VERSION or SEGMENT_HEADERS not in features.incompatible:
+            raise UnreadableManifestError("its format is from before the first release")
+        if not _is_possible(body, features):
             raise UnreadableManifestError("a value is missing or out of range")
         return cls(
             body["block_bytes"],
@@ -203,9 +197,8 @@ class Manifest:
             body["rank"],
             body["layout"],
             body["run_config"],
-            version,
             features,
-            body.get("store_uuid"),
+            body["store_uuid"],
             body.get("integrity_key_id"),
         )
 
@@ -217,7 +210,7 @@ def _is_sound(body: Mapping[str, Any], checksum: object) -> bool:
         return False
 
 
-def _is_possible(body: Mapping[str, Any], version: int, features: Features) -> bool:
+def _is_possible(body: Mapping[str, Any], features: Features) -> bool:
     numbers: list[Any] = [body.get(name) for name in ("block_bytes", "slot_bytes", "rank")]
     layout = body.get("layout")
     return (
@@ -227,7 +220,7 @@ def _is_possible(body: Mapping[str, Any], version: int, features: Features) -> b
         and isinstance(layout, str)
         and _LAYOUT.fullmatch(layout) is not None
         and isinstance(body.get("run_config"), dict)
-        and _matches(_UUID, body.get("store_uuid"), is_there=version > 1)
+        and _matches(_UUID, body.get("store_uuid"), is_there=True)
         and _matches(
             _KEY_ID,
             body.get("integrity_key_id"),

@@ -279,17 +279,16 @@ class OpenStore:
 
     # -- the session ----------------------------------------------------------------------------
 
-    def _begin_session(self, last: Session | None) -> None:
+    def _begin_session(self, last: Session) -> None:
         """Record that a process of this boot has the store open; last uses are kept.
 
         The old session is kept while the journal lacks the verification marks that follow from it.
         """
         self._session_fd = self._ops.open_own(f"{self.folder}/{SESSION}", os.O_RDWR)
         if self._vouches:
-            uses = {} if last is None else last.uses
-            session = Session(boot_id(), self.data_path.journal.sequence, uses=uses)
+            session = Session(boot_id(), self.data_path.journal.sequence, uses=last.uses)
             write_header(self._ops, self._session_fd, session, self.manifest.journal_seed)
-            if last is None:
+            if not last.boot_id:  # the file may be new
                 sync_folder(self._ops, self.folder)
 
     def _end_session(self, fd: int) -> None:

@@ -68,12 +68,6 @@ PackedRun = tuple[SlotAddress, bytes]
 """The first place of a run of adjacent blocks, and their packed records."""
 
 
-def seed_of(layout: str, store_uuid: str = "") -> int:
-    """Return the seed that binds frames to a layout and, if there is one, to the store's UUID."""
-    bound_to = f"{layout}\0{store_uuid}" if store_uuid else layout
-    return xxhash.xxh3_64_intdigest(bound_to.encode())
-
-
 def put_records(
     keys: Sequence[OffloadKey],
     first: SlotAddress,
@@ -108,7 +102,7 @@ def frame(sequence: int, body: bytes, seed: int, skipped: int = 0) -> bytes:
     Args:
         sequence: Sequence number of the frame.
         body: The packed records.
-        seed: See `seed_of`.
+        seed: See `Manifest.journal_seed`.
         skipped: Number of sequence numbers skipped before it, because their appends failed.
     """
     prefix = _PREFIX.pack(_MAGIC, sequence, len(body) // RECORD_BYTES, skipped)

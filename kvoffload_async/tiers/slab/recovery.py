@@ -87,6 +87,8 @@ class Session:
         """Return whether a journal up to this sequence number matches the slots' contents."""
         if sequence < self.sequence:
             return False  # the journal has lost its end
+        if not sequence:
+            return True  # the session is empty
         if self.boot_id == boot_id:
             return True
         return self.is_closed and self.is_synced and sequence == self.sequence
@@ -288,8 +290,6 @@ def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: 
 
     Unreadable segments are kept.
     """
-    if not manifest.header_bytes:
-        return
     for number, size in list(found.segments.items()):
         if not manifest.slots_in(size):
             continue  # an empty segment without a header
@@ -313,13 +313,11 @@ def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: 
         del found.segments[number]
 
 
-def read_session(ops: FileOps, folder: str, seed: int) -> Session | None:
-    """Return the last session; None if the file is missing, as in stores of older releases."""
+def read_session(ops: FileOps, folder: str, seed: int) -> Session:
+    """Return the session of the last process that had the store open."""
     try:
         content = read_file(ops, f"{folder}/{SESSION}")
-    except FileNotFoundError:
-        return None
-    except NotRegularFileError:
+    except (FileNotFoundError, NotRegularFileError):
         return Session()
     return Session.decode(content, seed)
 
@@ -373,7 +371,7 @@ class Recovered:
     gone: RecordRows
     needs_verify: bool
     budget: Budget
-    session: Session | None
+    session: Session
 
     def records(self, rows: RecordRows) -> Records:
         """Return a copy of some of the units."""
@@ -440,7 +438,6 @@ class Recovery:
         Raises:
             OSError: The store cannot be read or changed.
         """
-        budget = replace(budget, header_bytes=self._manifest.header_bytes)
         seed = self._manifest.journal_seed
         scanned = read_journal(self._ops, self._folder, seed)
         if is_unreadable(scanned):
@@ -452,11 +449,10 @@ class Recovery:
         kept = self._refuse_segments(scanned)
         budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
         rows = live_in(self._found, scanned, self._manifest)
-        if session is not None:
-            note_uses(scanned, rows, session)
+        note_uses(scanned, rows, session)
         if self._fit(budget, scanned, rows):
             rows = live_in(self._found, scanned, self._manifest)
-        is_trusted = session is None or session.is_trusted(boot_id(), scanned.sequence)
+        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
         suspect = rows[rows < scanned.damage_at] if is_trusted else rows
         scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
         servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)

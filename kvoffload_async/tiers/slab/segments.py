@@ -103,11 +103,8 @@ class Segments:
             with contextlib.suppress(FileExistsError):  # an unrelated file with this name
                 fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            if self._manifest.header_bytes:
-                header = SegmentHeader(
-                    self._manifest.store_uuid or "", number, self._manifest.slot_bytes
-                )
-                write_all(self._ops, fd, header.encode(), 0)
+            header = SegmentHeader(self._manifest.store_uuid, number, self._manifest.slot_bytes)
+            write_all(self._ops, fd, header.encode(), 0)
             self._ops.fallocate(fd, self._manifest.offset_of(slots))
             return self._adopt(number, slots, fd)
         except OSError:

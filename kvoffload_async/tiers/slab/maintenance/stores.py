@@ -24,7 +24,6 @@ import numpy as np
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.features import (
-    Features,
     MalformedFormatError,
     NewerFormatError,
     check_format,
@@ -45,7 +44,7 @@ from kvoffload_async.tiers.slab.manifest import (
     FORMAT,
     HEADER_BYTES,
     KNOWN,
-    SEGMENT_HEADERS,
+    OF_EVERY_STORE,
     VERSION,
     Manifest,
     SegmentHeader,
@@ -219,10 +218,9 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
     if manifest is not None:
         refuse_strange_segments(ops, store.folder, found, manifest)
         session = read_session(ops, store.folder, manifest.journal_seed)
-        is_trusted = session is None or session.is_trusted(boot_id(), scanned.sequence)
+        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
         rows = live_in(found, scanned, manifest)
-        if session is not None:
-            note_uses(scanned, rows, session)
+        note_uses(scanned, rows, session)
         rows = by_use(scanned, rows)
         live = scanned.units[rows]
         live["flags"][(rows < scanned.damage_at) | (not is_trusted)] |= NEEDS_VERIFY
@@ -319,20 +317,16 @@ def recover_manifest(
     """
     journal = read_journal_bytes(ops, store)
     store_uuid = _uuid_in_segments(ops, store)
+    if store_uuid is None:
+        return None
     for found in _candidates(ops, store, given):
-        candidate = _with_headers(found, store_uuid) if store_uuid else found.of_new_store()
+        candidate = replace(found, store_uuid=store_uuid)
         records = scan(journal, candidate.journal_seed).records
         if len(records):
             is_keyed = bool((records["flags"] & KEYED).any())
             key_id = key.id.hex() if key is not None and is_keyed else None
             return candidate.with_key(key_id)
     return None
-
-
-def _with_headers(manifest: Manifest, store_uuid: str) -> Manifest:
-    """Return the manifest for a store with segment headers and this UUID."""
-    features = manifest.features | Features(incompatible=frozenset({SEGMENT_HEADERS}))
-    return replace(manifest, version=VERSION, features=features, store_uuid=store_uuid)
 
 
 def _uuid_in_segments(ops: FileOps, store: SlabStore) -> str | None:
@@ -389,7 +383,7 @@ def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
     except NewerFormatError:
         return
     except MalformedFormatError:
-        features = Features()
+        features = OF_EVERY_STORE
     fields = body.get("run_config")
     fields = fields if isinstance(fields, dict) else {}
     texts = [body.get("layout"), *(text.decode("ascii", "replace") for text in _in(content))]
@@ -399,7 +393,7 @@ def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
             texts.append(StoreLayout("", fields, rank, block_bytes).manifest.layout)
     for text in texts:
         if isinstance(text, str) and _LAYOUT.fullmatch(text):
-            yield replace(_named(text, fields), features=features)
+            yield replace(_named(text, fields), features=features | OF_EVERY_STORE)
 
 
 def _in(content: bytes) -> list[bytes]:
@@ -415,4 +409,4 @@ def _of_ranks(manifest: Manifest, ranks: list[int]) -> Iterator[Manifest]:
 def _named(layout: str, fields: Mapping[str, Any]) -> Manifest:
     _, rank, block_bytes = layout.split(":")
     slot_bytes = slot_bytes_of(int(block_bytes))
-    return Manifest(int(block_bytes), slot_bytes, int(rank), layout, fields, features=Features())
+    return Manifest(int(block_bytes), slot_bytes, int(rank), layout, fields)
