@@ -17,7 +17,7 @@ import typer.main
 from kvoffload_async import OffloadConfig
 from kvoffload_async.cli.app import app
 from kvoffload_async.cli.catalogue import REQUIRED, TierOption, common_options, tier_entries
-from kvoffload_async.observe.metrics import METRICS as METRIC_LIST
+from kvoffload_async.observe.prometheus import METRICS as METRIC_LIST
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
 
 REFERENCE = Path(__file__).parents[1] / "reference"

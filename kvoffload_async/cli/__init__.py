@@ -3,7 +3,3 @@
 The package knows no on-disk format. The libraries behind the commands are `replay`, `bench` and
 `facade.maintenance`.
 """
-
-from kvoffload_async.cli.app import main
-
-__all__ = ["main"]

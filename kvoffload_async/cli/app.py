@@ -24,7 +24,6 @@ from kvoffload_async.cli.ending import (
     complain,
     errors_as_one_line,
 )
-from kvoffload_async.cli.fleet import publish_fleet, replay_on_fleet
 from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import (
     STDOUT,
@@ -33,7 +32,15 @@ from kvoffload_async.cli.output import (
     check_writable,
     write_figures,
 )
-from kvoffload_async.cli.replay_report import PLOT, bar_per_pass, print_table, publish_pictures
+from kvoffload_async.cli.replay_report import (
+    PLOT,
+    TimelineOutput,
+    bar_per_pass,
+    print_table,
+    publish_fleet,
+    publish_pictures,
+    replay_on_fleet,
+)
 from kvoffload_async.cli.settings import (
     BUILT_IN_PASSES,
     CONFIG_VARIABLE,
@@ -44,12 +51,11 @@ from kvoffload_async.cli.settings import (
     resolve,
 )
 from kvoffload_async.cli.store import store_app
-from kvoffload_async.cli.timelines import TimelineOutput
 from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.fleet import FleetOptions, FleetReport
 from kvoffload_async.replay.fleet.plan import RANDOM, SPREADS
+from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport
 from kvoffload_async.replay.run import DEVICES, ENGINES, PassReports, ReplayOptions, replay_passes
 from kvoffload_async.replay.source import ChatWorkload, TraceFile
 

@@ -1,27 +1,43 @@
-"""Output of a replay: progress bar, tables, plots and the HTML report."""
+"""Output of `kvoffload replay`: tables, progress bar, plots, HTML report and timelines.
+
+With `--fleet`, also the checks of its options, and its run.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload_async.cli.output import as_unwritable, drawing_module
+from kvoffload_async.cli.output import (
+    STDOUT,
+    as_unwritable,
+    check_writable,
+    drawing_module,
+    shown,
+    write_figures,
+)
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.settings import STDIN
+from kvoffload_async.cli.settings import STDIN, ScratchFolder
+from kvoffload_async.errors import InputError
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.observe.trace_events import TraceEventFile
+from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport, run_fleet
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import Follow, PassReports
+from kvoffload_async.replay.run import SYNC, Follow, PassReports, ReplayOptions
 from kvoffload_async.replay.source import RequestSource
+from kvoffload_async.timeline import RequestTimeline
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
@@ -283,3 +299,189 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
     for row in rows:
         yield f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>"
     yield "</table></div>"
+
+
+_TITLES = {"alone": "each alone", "lockstep": "shared, in lockstep", "free": "shared, free-running"}
+
+
+def replay_on_fleet(
+    spec: TieringOffloadingSpec,
+    open_source: Callable[[], RequestSource],
+    fleet: FleetOptions,
+    given: ReplayOptions,
+    *,
+    passes: int | None,
+    scratch: ScratchFolder,
+    console: Console,
+) -> FleetReport:
+    """Replay on a fleet and return the figures of its three passes.
+
+    Args:
+        spec: Configuration of one process.
+        open_source: Returns the requests.
+        fleet: Options of the fleet.
+        given: Options of any replay.
+        passes: Value of `--passes`, which a fleet does not take.
+        scratch: Directory for the processes' slabs.
+        console: Shows the progress bar.
+
+    Raises:
+        InputError: An option cannot be combined with `--fleet`; also the errors of `run_fleet`.
+    """
+    for option, is_plain in (
+        ("--passes", passes in {None, 1}),
+        ("--engine", given.engine == SYNC),
+        ("--device", given.device == "cpu"),
+        ("--device-blocks", given.device_blocks is None),
+        ("--concurrency", given.concurrency == 1),
+        ("--plot or --report", not given.has_samples),
+        ("--explain or --trace-out", not spec.config.explain_requests),
+        ("--status-socket", spec.config.status_socket is None),
+    ):
+        if not is_plain:
+            raise InputError(f"{option} cannot be combined with --fleet; omit it")
+    with closing(open_source()) as source:
+        requests = list(source)
+    done = 0.0
+
+    def set_done(fraction: float) -> None:
+        nonlocal done
+        done = fraction
+        on_step()
+
+    with progress_bar(console, lambda: done, "fleet") as on_step:
+        options = replace(
+            fleet,
+            verify=given.verify,
+            layers=given.layers,
+            should_stop=given.should_stop,
+            on_step=set_done,
+        )
+        return run_fleet(spec.config, requests, options, Path(scratch.path))
+
+
+def publish_fleet(report: FleetReport, json: str | None) -> None:
+    """Print the figures as tables and, if `json` is given, write them as JSON."""
+    if json != STDOUT:
+        _print_tables(Console(), report)
+    if json is not None:
+        write_figures("--json", json, report.to_json())
+
+
+def _print_tables(console: Console, report: FleetReport) -> None:
+    title = f"{report.fleet} processes, {report.spread}"
+    table = Table(title=f"{title}, interrupted" if report.interrupted else title)
+    table.title_justify = "left"
+    table.add_column(style="bold")
+    for name in ("hit ratio", "jobs / results / failed", "corrupt", "killed", "wall time"):
+        table.add_column(name, justify="right")
+    for one in report.passes:
+        total = one.total
+        jobs = (total.jobs_submitted, total.job_results, total.job_failures)
+        table.add_row(
+            _TITLES[one.name],
+            f"{total.hit_ratio:.4f}",
+            " / ".join(f"{count:,}" for count in jobs),
+            f"{total.corrupt_blocks:,}",
+            f"{one.killed:,}",
+            f"{one.wall_s:.1f} s",
+        )
+    table.add_row("one unbounded cache", f"{report.unbounded:.4f}", "", "", "", "")
+    console.print(table)
+    costs = Table("tier", "", title="Traffic of shared tiers", title_justify="left")
+    for name in ("requests", "GiB stored", "GiB loaded"):
+        costs.add_column(name, justify="right")
+    for one in report.passes:
+        for tier, cost in one.costs.items():
+            costs.add_row(
+                tier,
+                _TITLES[one.name],
+                f"{cost['requests']:,.0f}",
+                f"{cost['stored_gib']:.3f}",
+                f"{cost['loaded_gib']:.3f}",
+            )
+    console.print(costs)
+
+
+_MORE_REQUESTS: Final = 64
+"""Timelines kept beside those in flight, for requests whose last copies have not ended."""
+
+
+class TimelineOutput:
+    """Collects the timelines of a replay; as a context manager, closes the file on exit."""
+
+    def __init__(self, explained: int | None, trace_out: str | None) -> None:
+        """Print the timeline of request `explained`; write all to the file `trace_out`."""
+        self._explained = explained
+        self._name = trace_out
+        self._file: TraceEventFile | None = None
+        self._error: OSError | None = None
+        self._texts: list[str] = []
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the replay must record timelines."""
+        return self._explained is not None or self._name is not None
+
+    def __enter__(self) -> Self:
+        """Check that the file can be written; `recording` creates it.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        if self._name is not None:
+            if self._name == STDOUT:
+                raise InputError("--trace-out -: expected a file")
+            check_writable("--trace-out", self._name)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            with as_unwritable("--trace-out", str(self._name)):
+                self._file.close()
+
+    def recording(self, spec: TieringOffloadingSpec, concurrency: int) -> TieringOffloadingSpec:
+        """Return a spec whose engines record enough timelines, and create the file.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        if not self.is_wanted:
+            return spec
+        if self._name is not None:
+            with as_unwritable("--trace-out", self._name):
+                self._file = TraceEventFile(Path(self._name))
+        needed = 2 * concurrency + _MORE_REQUESTS
+        kept = max(spec.config.explain_requests, needed)
+        return TieringOffloadingSpec(replace(spec.config, explain_requests=kept))
+
+    def watch(self, number: int, timeline: RequestTimeline) -> None:
+        """Process a finished timeline of pass `number`."""
+        name, _, _ = timeline.req_id.partition("/")
+        if name == f"request-{self._explained}":
+            self._texts.append(f"pass {number}, {timeline}")
+        if self._file is not None and self._error is None:
+            try:
+                self._file.add(timeline, f"pass {number}")
+            except OSError as error:  # the replay continues; `publish` raises the error
+                self._error = error
+
+    def publish(self, console: Console) -> None:
+        """Print the timelines of the explained request.
+
+        Raises:
+            InputError: There was no such request, or the file could not be written.
+        """
+        for text in self._texts:  # they may contain error texts with any characters
+            lines = "\n".join(map(shown, text.split("\n")))
+            console.print(f"\n{lines}", markup=False, highlight=False, soft_wrap=True)
+        if self._explained is not None and not self._texts:
+            raise InputError(f"--explain {self._explained}: the replay had no such request")
+        if self._error is not None:
+            with as_unwritable("--trace-out", str(self._name)):
+                raise self._error

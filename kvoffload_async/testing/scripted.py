@@ -33,7 +33,7 @@ T = TypeVar("T")
 class InlineIo:
     """An `IoRunner` that runs every call at once, on the loop's thread."""
 
-    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
+    async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
         """See `IoRunner.run`; nobody helps."""
         await asyncio.sleep(0)
         return call()
@@ -59,7 +59,7 @@ class ScriptedIo:
         """Start with nothing parked."""
         self.parked: list[ParkedCall] = []
 
-    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
+    async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
         """See `IoRunner.run`; nobody helps."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedCall(direction, call, future))

@@ -28,7 +28,7 @@ AS_JSON = '{"cpu_bytes_to_use": "4MiB", "block_bytes": 16384}'
 
 def run(*arguments, given="", **variables):
     return subprocess.run(
-        [python(), "-c", "from kvoffload_async.cli import main; main()", *arguments],
+        [python(), "-c", "from kvoffload_async.cli.app import main; main()", *arguments],
         env=os.environ | {"TERM": "dumb"} | variables,
         input=given,
         capture_output=True,

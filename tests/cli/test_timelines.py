@@ -8,7 +8,7 @@ from observe.test_trace_events import valid
 from rich.console import Console
 
 from kvoffload_async.cli.ending import complain
-from kvoffload_async.cli.timelines import TimelineOutput
+from kvoffload_async.cli.replay_report import TimelineOutput
 from kvoffload_async.timeline import Note, RequestTimeline
 
 TRACE = [[1, 2, 3], [1, 2, 4], [5, 6]]

@@ -1,10 +1,6 @@
 """Several processes replay one trace, each with a primary and a slab, over one shared tier.
 
-`run_fleet` is the parent's part: `plan` says which process gets which tiers and requests, `process`
-starts and watches the processes and holds the protocol, `member` is what runs in a process, and
-`run` makes the passes and their report.
+`run.run_fleet` is the parent's part: `plan` says which process gets which tiers and requests,
+`process` starts and watches the processes and holds the protocol, `member` is what runs in a
+process, and `run` makes the passes and their report.
 """
-
-from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport, run_fleet
-
-__all__ = ["FleetOptions", "FleetReport", "run_fleet"]

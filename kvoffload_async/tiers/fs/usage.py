@@ -19,7 +19,6 @@ Thread: an I/O thread.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -40,10 +39,6 @@ from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.unreported_usage import UnreportedUsage
 
 T = TypeVar("T")
-
-
-class OlderReleaseError(OSError):
-    """The count is kept in an older format by a release that is still running."""
 
 
 class UsageFile:
@@ -95,7 +90,6 @@ class UsageFile:
         Raises:
             OSError: The file cannot be used.
             NewerCountError: Its format is newer.
-            OlderReleaseError: An older release is counting in it.
         """
 
         def join(usage: Usage) -> None:
@@ -252,11 +246,8 @@ class UsageFile:
         with self._file.locked() as fd:
             last, self._last = self._last, None
             content = _content(self._ops, fd, self._buffer)
-            usage = parsed(content, last)
-            is_new = usage is None
-            if usage is None:
-                self._check_older(content)
-                usage = Usage()
+            found = parsed(content, last)
+            usage, is_new = found or Usage(), found is None
             own = self._own
             untold = own.begin_change(usage)
             try:
@@ -279,19 +270,6 @@ class UsageFile:
             write_all(self._ops, fd, bytes(FILE_BYTES), 0)
         usage.sequence += 1
         write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
-
-    def _check_older(self, content: memoryview) -> None:
-        """Check that nobody counts in the format of before, of which a state is a JSON list."""
-        try:
-            _, reserved, _ = json.loads(bytes(content))
-            counting = set(reserved) & set(self._living())
-        except (ValueError, TypeError, RecursionError):
-            return
-        if counting:
-            raise OlderReleaseError(
-                f"{self._path} is kept by an older release that is running ({min(counting)}): "
-                "end that, or use another directory"
-            )
 
 
 def _nothing(usage: Usage) -> None:
