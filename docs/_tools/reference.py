@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import typer.main
 
 from kvoffload_async import OffloadConfig
 from kvoffload_async.cli.app import app
-from kvoffload_async.cli.catalogue import REQUIRED, TierOption, common_options, tier_entries
+from kvoffload_async.cli.catalogue import common_options, tier_entries
+from kvoffload_async.config import REQUIRED, Option
 from kvoffload_async.observe.prometheus import METRICS as METRIC_LIST
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Made from the code by docs/_tools/reference.py. -->\n\n"
-REQUIRED_KEYS = {"cpu_bytes_to_use", "block_bytes"}
-_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 CONFIGURATION = """# Configuration
 
@@ -98,15 +96,7 @@ def _says(path: Path, text: str) -> bool:
 
 def _configuration() -> Iterator[str]:
     yield CONFIGURATION
-    summaries = dict(_ATTRIBUTE.findall(inspect.getdoc(OffloadConfig) or ""))
-    yield _option_table(
-        TierOption(
-            option.name,
-            REQUIRED if option.name in REQUIRED_KEYS else option.default,
-            summaries[option.name],
-        )
-        for option in fields(OffloadConfig)
-    )
+    yield _option_table(OffloadConfig.described())
     yield TIERS
     yield _option_table(common_options())
     for entry in tier_entries():
@@ -115,7 +105,7 @@ def _configuration() -> Iterator[str]:
             yield "\n" + _option_table(entry.options)
 
 
-def _option_table(options: Iterable[TierOption]) -> str:
+def _option_table(options: Iterable[Option]) -> str:
     rows = ((f"`{o.name}`", _value(o.default), _as_json(o.summary)) for o in options)
     return _table(("key", "default", "meaning"), rows)
 

@@ -5,42 +5,24 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload_async.config import without_secrets
+from kvoffload_async.config import REQUIRED, Option, without_secrets
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import (
+    EngineTierOptions,
     SecondaryTierFactory,
-    accepted_options,
-    constructor_parameters,
+    options_of,
 )
+from kvoffload_async.facade.tier_options import TierOptions
 
-REQUIRED = inspect.Parameter.empty
-
-# The factory creates the first from two keys of its own; the second is for tests.
-_INTERNAL = {"backpressure_detector", "ops"}
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class TierOption:
-    """One option of a tier's constructor.
-
-    Attributes:
-        name: Its key in the configuration.
-        default: Its default, or `REQUIRED`.
-        summary: Its description; empty if the constructor's docstring has none.
-    """
-
-    name: str
-    default: object
-    summary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +38,7 @@ class TierEntry:
 
     name: str
     summary: str
-    options: tuple[TierOption, ...] = ()
+    options: tuple[Option, ...] = ()
     is_usable: bool = True
 
 
@@ -65,29 +47,9 @@ def tier_entries() -> list[TierEntry]:
     return [_entry(name) for name in SecondaryTierFactory.names()]
 
 
-def common_options() -> tuple[TierOption, ...]:
+def common_options() -> list[Option]:
     """Return the options common to all tiers, including those handled by the factory."""
-    backpressure = (
-        TierOption("backpressure_cls", None, '"ema": delay stores to a tier while it is slow.'),
-        TierOption(
-            "backpressure",
-            None,
-            "Thresholds of `backpressure_cls`: `high_water_s_per_mib` and `low_water_s_per_mib`.",
-        ),
-    )
-    opening = (
-        TierOption(
-            "required",
-            True,
-            "False: if the tier cannot be opened, start the engine without it and retry later.",
-        ),
-        TierOption(
-            "reopen_pause_s",
-            60.0,
-            "Maximum seconds between two attempts to open the tier; pauses double from 1 on.",
-        ),
-    )
-    return (*_options(SecondaryTierManager, set()), *backpressure, *opening)
+    return TierOptions.described() + EngineTierOptions.described()
 
 
 def _entry(name: str) -> TierEntry:
@@ -96,28 +58,26 @@ def _entry(name: str) -> TierEntry:
     except (ImportError, AttributeError, ConfigError) as error:
         return TierEntry(name, f"cannot be used: {error}", is_usable=False)
     lines = (inspect.getdoc(cls) or "").splitlines()
-    common = accepted_options(SecondaryTierManager)
-    return TierEntry(name, lines[0] if lines else "", _options(cls, common))
+    return TierEntry(name, lines[0] if lines else "", tuple(_own_options(cls)))
 
 
-def _options(cls: type, without: set[str]) -> tuple[TierOption, ...]:
-    parameters = constructor_parameters(cls)
+def _own_options(cls: type) -> Iterator[Option]:
+    """Yield the options of a tier class that not every tier takes."""
     summaries = _summaries(cls)
-    names = accepted_options(cls) - without - _INTERNAL
-    return tuple(
-        TierOption(name, parameter.default, summaries.get(name, ""))
-        for name, parameter in parameters.items()
-        if name in names
-    )
+    for name, default in options_of(cls).items():
+        if name not in options_of(SecondaryTierManager):
+            yield Option(name, default, summaries.get(name, ""))
 
 
 def _summaries(cls: type) -> dict[str, str]:
-    """Return each argument's description from the docstrings of class and constructor."""
+    """Return the description of each option: declared, or in the `Args` of class or constructor."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         for owner in (base, base.__dict__.get("__init__")):
             _, _, arguments = (inspect.getdoc(owner) or "").partition("\nArgs:\n")
             found |= {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(arguments)}
+    if issubclass(cls, SecondaryTierManager):
+        found |= {option.name: option.summary for option in cls.declares.described()}
     return found
 
 
@@ -146,7 +106,7 @@ def geometry_table(spec: TieringOffloadingSpec) -> Table:
     return table
 
 
-def option_table(options: Sequence[TierOption]) -> Table:
+def option_table(options: Sequence[Option]) -> Table:
     """Return a table of a tier's options."""
     table = Table("option", "default", "")
     for option in options:

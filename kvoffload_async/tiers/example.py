@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import AsyncTier, Direction, TierCapabilities, TierEnvironment
-from kvoffload_async.errors import BlockMissingError, ConfigError, TierClosedError
+from kvoffload_async.config import Options, at_least, option
+from kvoffload_async.errors import BlockMissingError, TierClosedError
 from kvoffload_async.types import JobMetadata, Medium, OffloadKey
 
 logger = logging.getLogger(__name__)
 
 _Rows = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSettings(Options):
+    """The options of an `example` tier."""
+
+    custom_param: int = option(at_least(0), 0)
+    """Only logged; shows how an option is declared."""
 
 
 class ExampleTier(AsyncTier):
@@ -28,9 +38,7 @@ class ExampleTier(AsyncTier):
     capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU)
 
     def __init__(self, custom_param: int = 0) -> None:
-        """Start empty; `custom_param` demonstrates options, and is only logged."""
-        if not isinstance(custom_param, int):
-            raise ConfigError(f"custom_param: {custom_param!r} is not valid; it must be an integer")
+        """Start empty; `custom_param` is only logged."""
         logger.info("example tier: custom_param=%d", custom_param)
         self._blocks: dict[OffloadKey, _Rows] = {}
         self._rows: _Rows | None = None

@@ -8,7 +8,7 @@ import pytest
 from bench.witnesses import SMALL
 
 from kvoffload_async.block_io import implementation
-from kvoffload_async.facade.fs import FileSystemTierManager
+from kvoffload_async.facade.disk import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 
 PASSES = {"store", "load", "store_one_job", "load_one_job"}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,54 +22,100 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvoffload_async.abc.tier import Direction, IoRunner
+from kvoffload_async.config import (
+    Options,
+    at_least,
+    one_of,
+    option,
+    parse_name,
+    parse_seconds,
+    parse_size_bytes,
+    parse_url,
+    shown,
+)
 from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError, drop_tracebacks
+from kvoffload_async.tiers.files.settings import IntegrityOptions
 from kvoffload_async.tiers.mooncake import helper
 from kvoffload_async.tiers.mooncake.cells import Geometry, Parts, SharedCells
 from kvoffload_async.tiers.mooncake.helper import JOIN, LENGTH, frame
 
+_MAX_REPLICAS: Final = 64
+_HOST_AND_PORT: Final = re.compile(r"[^\s:/]+:\d{1,5}")
 _COMMAND: Final = (sys.executable, "-P", helper.__file__)
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeConnection:
-    """Parameters for joining a store.
+class Protocol(enum.StrEnum):
+    """Transport of a store's data."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
+def parse_master(value: object, key: str) -> str:
+    """Return a host with a port; raises ConfigError."""
+    master = parse_name(value, key)
+    if _HOST_AND_PORT.fullmatch(master) is None:
+        raise ConfigError(f"{key}: {shown(master)} is not valid; write HOST:PORT")
+    return master
+
+
+def parse_text(value: object, key: str) -> str:
+    """Return a text, which may be empty; raises ConfigError."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}: {shown(value)} is not valid; it must be a text")
+    return value
+
+
+def parse_optional_size_bytes(value: object, key: str) -> int:
+    """Return a size in bytes that may be 0; raises ConfigError."""
+    return 0 if type(value) is int and value == 0 else parse_size_bytes(value, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeConnection(Options):
+    """The options with which a client joins a store."""
+
+    master: str = option(parse_master, remedy="HOST:PORT of the store's master")
+    """Host and port of the store's master."""
+    metadata_url: str = option(parse_url, remedy="a URL such as http://HOST:8080/metadata")
+    """URL of the metadata server through which clients of the store find each other, such as
+    http://HOST:8080/metadata."""
+    host: str = option(parse_name, "127.0.0.1")
+    """Name or address by which other hosts reach this host."""
+    segment_bytes: int = option(parse_optional_size_bytes, "1GiB")
+    """Memory that the helper process contributes to the store; 0: none."""
+    protocol: Protocol = option(one_of(Protocol), Protocol.TCP)
+    """Transport of the data: "tcp" or "rdma"."""
+    rdma_devices: str = option(parse_text, "")
+    """Comma-separated names of the devices for "rdma"."""
+    replicas: int = option(at_least(1, _MAX_REPLICAS), 1)
+    """Copies of each block, each in the memory of another client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelperSettings(Options):
+    """The options of a helper process, and values derived from others.
 
     Attributes:
-        master: Host and port of the master.
-        metadata_url: Metadata server of the transfer engines.
-        host: Name or address of this host, as seen by others.
-        segment_bytes: Memory that the helper contributes to the store.
-        protocol: `"tcp"` or `"rdma"`.
-        rdma_devices: Comma-separated device names, for `"rdma"`.
-        replicas: Number of copies of each block, on different clients.
+        start_timeout_s: Seconds to start another helper process and to join the store with it.
+        leave_timeout_s: Seconds to leave the store when the tier closes; then it is killed.
+        command: Command of the process; the numbers of the parent and of the socket are added.
     """
 
-    master: str
-    metadata_url: str
-    host: str = "127.0.0.1"
-    segment_bytes: int = 0
-    protocol: str = "tcp"
-    rdma_devices: str = ""
-    replicas: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class HelperSettings:
-    """Resources and timeouts of a helper process.
-
-    Attributes:
-        buffer_bytes: Memory shared with the engine.
-        call_timeout_s: Timeout of one call in seconds; then the helper is killed.
-        start_timeout_s: Timeout for starting a replacement and joining, in seconds.
-        leave_timeout_s: Timeout for leaving the store at close in seconds; then it is killed.
-        command: Command line; the parent's pid and the socket's descriptor are appended.
-    """
-
-    buffer_bytes: int = 64 << 20
-    call_timeout_s: float = 10.0
+    buffer_bytes: int = option(parse_size_bytes, "64MiB")
+    """Maximum memory that the helper process shares with the engine, half of it for each direction;
+    at least two blocks."""
+    call_timeout_s: float = option(parse_seconds, 10.0)
+    """Deadline in seconds of one call of the library; after it the helper process is killed and
+    replaced."""
     start_timeout_s: float = 30.0
     leave_timeout_s: float = 5.0
     command: tuple[str, ...] = _COMMAND
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeOptions(MooncakeConnection, HelperSettings, IntegrityOptions):
+    """All options of a `mooncake` tier."""
 
 
 MOST_NAMES: Final = 4096

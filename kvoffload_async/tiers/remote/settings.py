@@ -1,16 +1,32 @@
-"""Settings and counters of a remote tier, and redaction of secrets."""
+"""The options of remote tiers, their counters, and the masking of secrets in their messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from urllib.parse import quote, quote_plus
 
-from kvoffload_async.config import HIDDEN, without_user_info
-from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.config import (
+    HIDDEN,
+    at_least,
+    option,
+    or_none,
+    parse_file,
+    parse_seconds,
+    parse_size_bytes,
+    shown,
+    without_user_info,
+)
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.files.settings import IntegrityOptions
 
 _LEAST_CHARS: Final = 3
+_MAX_RETRIES: Final = 10
+_MAX_SECRET_BYTES: Final = 4096
+MAX_CONNECTIONS: Final = 256
+_MAX_CACHED_S: Final = 3600.0
 
 
 class Redactor:
@@ -41,37 +57,78 @@ class Redactor:
         return shown
 
 
-_MIB: Final = 1 << 20
+def read_file(most_bytes: int) -> Callable[[object, str], bytes]:
+    """Return a parser for the absolute path of a file; it returns the file's content."""
+
+    def parse(value: object, key: str) -> bytes:
+        path = parse_file(value, key)
+        try:
+            with Path(path).open("rb") as file:
+                content = file.read(most_bytes + 1)
+        except OSError as error:
+            raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
+        if not content or len(content) > most_bytes:
+            raise ConfigError(
+                f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
+            )
+        return content
+
+    return parse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSettings:
-    """Settings of a remote tier, in seconds and bytes.
+def read_secret(value: object, key: str) -> str:
+    """Return the secret in a file, without line ends after it; raises ConfigError."""
+    content = read_file(_MAX_SECRET_BYTES)(value, key)
+    try:
+        secret = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {value!r} is not text; give a file with a secret") from None
+    if not secret:
+        raise ConfigError(f"{key}: {value!r} is empty; give a file with a secret")
+    return secret
+
+
+def parse_ttl_s(value: object, key: str) -> float:
+    """Return a number of seconds that may be 0; raises ConfigError."""
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 <= value <= _MAX_CACHED_S
+    ):
+        raise ConfigError(
+            f"{key}: {shown(value)} is not valid; it must be a number of seconds from 0 to "
+            f"{_MAX_CACHED_S:g}"
+        )
+    return float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSettings(IntegrityOptions):
+    """The options of every remote tier, and values derived from others.
 
     Attributes:
-        ttl_s: Lifetime of an unused block; None: as long as the store keeps it.
-        connections: Maximum concurrent payload calls per direction.
-        bytes_in_flight: Maximum payload in flight per direction.
-        call_timeout_s: Timeout of one call.
-        job_timeout_s: Timeout of all calls of a job.
-        probe_timeout_s: Timeout of all calls of a probe.
-        max_retries: Maximum retries of a call.
-        remember_present_s: Lifetime of a cached positive answer.
-        negative_cache_ttl_s: Lifetime of a cached negative answer.
-        integrity_key: Key for the checksums.
-        redact: Hides the configuration's secrets.
+        connections: Concurrent calls with payload, in each direction.
+        job_timeout_s: Deadline in seconds of all calls of a job.
+        probe_timeout_s: Deadline in seconds of all calls of a probe.
+        redact: Masks the secrets of the configuration.
     """
 
-    ttl_s: float | None = None
+    ttl_s: float | None = option(or_none(parse_seconds), None)
+    """Seconds after which an unused block expires; give less than a lifecycle rule of the server
+    does. None: only the server decides."""
+    bytes_in_flight: int = option(parse_size_bytes, "64MiB")
+    """Maximum payload in flight, in bytes, in each direction."""
+    call_timeout_s: float = option(parse_seconds, 5.0)
+    """Deadline in seconds of one call."""
+    max_retries: int = option(at_least(0, _MAX_RETRIES), 2)
+    """Retries of a failed call."""
+    remember_present_s: float = option(parse_ttl_s, 10.0)
+    """Seconds for which a positive answer is cached; 0: not cached."""
+    negative_cache_ttl_s: float = option(parse_ttl_s, 1.0)
+    """Seconds for which a negative answer is cached; 0: not cached."""
     connections: int = 8
-    bytes_in_flight: int = 64 * _MIB
-    call_timeout_s: float = 5.0
     job_timeout_s: float = 30.0
     probe_timeout_s: float = 2.0
-    max_retries: int = 2
-    remember_present_s: float = 10.0
-    negative_cache_ttl_s: float = 1.0
-    integrity_key: IntegrityKey | None = None
     redact: Redactor = field(default_factory=Redactor)
 
 

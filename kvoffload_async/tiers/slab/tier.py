@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.policy import CachePolicy
@@ -17,6 +16,15 @@ from kvoffload_async.abc.tier import (
     TierCapabilities,
     TierEnvironment,
 )
+from kvoffload_async.config import (
+    MAX_THREADS,
+    at_least,
+    one_of,
+    option,
+    or_none,
+    parse_bool,
+    parse_size_bytes,
+)
 from kvoffload_async.errors import (
     BlockMissingError,
     ConfigError,
@@ -26,9 +34,9 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tables.arrays import MAX_NUMBERS
-from kvoffload_async.tiers.files.digests import IntegrityKey
-from kvoffload_async.tiers.files.modes import Modes, warn_of_others
+from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, unusable
+from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
 from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
 from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
@@ -41,7 +49,7 @@ from kvoffload_async.tiers.slab.transfers import (
     create_transfers,
     in_order_of_places,
 )
-from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20
 """Limit on the bytes of concurrent small jobs per direction."""
@@ -53,29 +61,37 @@ _SHRINKS = 8
 """Maximum number of segments that one job releases when the disk is full."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlabSettings:
-    """Settings of a `slab` tier; see the facade's `SlabTierManager` for the options.
+@dataclass(frozen=True, kw_only=True)
+class SlabSettings(DiskSettings):
+    """The options of a `slab` tier, and the identity of its blocks.
 
     Attributes:
-        stripes: Segments filled in parallel, because the kernel serialises writes to one file.
+        io_threads: I/O threads of the tier.
+        stripes: Segments that are filled in parallel, as the kernel lets one thread at a time
+            write into a file.
     """
 
-    root_dir: str
-    run_config: Mapping[str, Any]
-    capacity_bytes: int
-    rank: int = 0
-    segment_bytes: int = 1 << 30
-    verify: bool = True
-    integrity_key: IntegrityKey | None = None
-    on_mismatch: OnMismatch = OnMismatch.FAIL
-    direct_io: bool = False
-    fdatasync: bool = False
+    capacity_bytes: int = option(parse_size_bytes, remedy='a size such as "100GiB"')
+    """Maximum allocated disk space in bytes, including the store's metadata."""
+    on_mismatch: OnMismatch = option(one_of(OnMismatch), OnMismatch.FAIL)
+    """Action if the folder contains blocks of another layout, content or integrity key: "fail";
+    "new_namespace" to create a separate store, with a capacity of its own, next to them; or
+    "replace" to discard them."""
+    segment_bytes: int = option(parse_size_bytes, "1GiB")
+    """Maximum size of a file; up to the capacity, one file per I/O thread is allocated at once."""
+    verify: bool = option(parse_bool, default=True)
+    """Compute a checksum of every block and serve only blocks whose checksum matches."""
+    fdatasync: bool = option(parse_bool, default=False)
+    """Report blocks as stored only after they are on the device."""
+    wanted_threads: int | None = option(or_none(at_least(2, MAX_THREADS)), None, key="io_threads")
+    """Threads that transfer blocks; all but one prefer loads. Replaces `n_read_threads` and
+    `n_write_threads`, which this tier does not accept. By default one per CPU that this process
+    may use, 2 to 4; blocks in the page cache are transferred fastest with so many."""
+    piece_bytes: int = option(parse_size_bytes, "4MiB")
+    """Approximate bytes per system call, reduced to no less than a quarter when one job has all
+    threads; with `io_threads` it sets how much of one job the device works on at a time."""
     io_threads: int = 3
     stripes: int = 1
-    piece_bytes: int = 4 << 20
-    locality: Locality = Locality.LOCAL
-    modes: Modes = field(default_factory=Modes)
 
     def budget(self, block_bytes: int) -> Budget:
         """Return the numbers of slots and segments that fit into the capacity.
