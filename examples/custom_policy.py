@@ -1,7 +1,8 @@
-"""An eviction policy of your own, registered under a name that configurations use.
+"""A custom eviction policy, registered under a name that configurations use.
 
-Least frequently used, the oldest first among equals: documents that many requests share outlive a
-flood of prompts that come once. Shown against LRU on the same requests.
+The policy evicts the least frequently used block, the oldest first among equals. Documents that
+many requests share survive a burst of prompts that are used once. The example compares it with LRU
+on the same requests.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,10 +23,10 @@ MOST_USES = 7
 
 
 class LfuPolicy(CachePolicy):
-    """Evicts what was used least often. Counts are forgotten with their block: memory is bounded.
+    """Evicts the least frequently used block. A count is dropped with its block, to bound memory.
 
-    One list per number of uses, so that no victim is searched for. `RankedLists` skips the blocks
-    that must stay, until `released` says that they may go.
+    There is one list per use count, so finding a victim needs no search. `RankedLists` skips blocks
+    that are not evictable, until `released` reports that they are.
     """
 
     name = "lfu"
@@ -61,7 +62,7 @@ class LfuPolicy(CachePolicy):
     def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
         for slot, again in zip(reversed(slots), reversed(reused), strict=True):
             self._uses[slot] = min(self._uses[slot] + again, MOST_USES)
-            # Tails first, so that the head ends most recent.
+            # From the prompt's end to its start, so that the start is the most recent.
             self._oldest_first.move_to_end([slot], self._uses[slot])
 
     def discard(self, slots: Sequence[int]) -> None:
@@ -83,7 +84,7 @@ class LfuPolicy(CachePolicy):
 
 
 def hits_of(policy: str) -> int:
-    """Serve two shared documents between prompts that come once; count the blocks found."""
+    """Serve two shared documents among prompts that are used once; count the hits."""
     config = {"cpu_bytes_to_use": SLOTS * 4096, "block_bytes": 4096, "eviction_policy": policy}
     manager = CPUOffloadingSpec(config).get_manager()
     hits = 0

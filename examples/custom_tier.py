@@ -1,7 +1,7 @@
-"""A tier of your own: an async class, a line of configuration, and a conformance suite.
+"""A custom tier: an async class, a line of configuration, and the conformance suite.
 
-This one keeps blocks compressed. Run it as a script to see it used; run it under pytest, and the
-whole contract of a tier is tested, cancellation and faults included:
+The tier keeps compressed blocks. Run the file as a script for a demonstration. Run it under pytest
+to test the whole contract of a tier, including cancellation and faults:
 
     pytest examples/custom_tier.py
 """
@@ -59,7 +59,7 @@ class CompressedTier(AsyncTier):
             if key not in self._blocks
         ]
 
-        def compress() -> dict[OffloadKey, bytes]:  # off the loop: it takes its time
+        def compress() -> dict[OffloadKey, bytes]:  # slow, so it must not run on the loop
             return {key: zlib.compress(slots[slot].data, self._level) for key, slot in pairs}
 
         self._blocks.update(await env.io.run(Direction.STORE, compress))
@@ -100,7 +100,7 @@ class CompressedTier(AsyncTier):
 
 
 class TestCompressedTier(TierConformance):
-    """Everything that a tier must do; the fixture is all there is to write."""
+    """Tests the whole contract of a tier; only the fixture has to be written."""
 
     @pytest.fixture
     def tier(self) -> Callable[[], AsyncTier]:
@@ -123,14 +123,14 @@ def main() -> None:
         assert granted is not None
         slots = np.asarray(manager.get_primary_kv_view())
         for number, slot in enumerate(granted.store_spec.block_ids):
-            slots[slot] = number  # a device would copy its blocks here
+            slots[slot] = number  # a server would copy device blocks here
         manager.complete_store(keys, request)
         manager.on_schedule_end()
         while manager.has_pending_work():
             manager.wait_for_progress(1.0)
             manager.on_schedule_end()
 
-        manager.reset_cache()  # the primary forgets; the tier does not
+        manager.reset_cache()  # empties the primary; the tier keeps its blocks
         manager.on_reset_flushed()
         while any(manager.lookup(key, request) is not LookupResult.HIT for key in keys):
             manager.on_schedule_end()

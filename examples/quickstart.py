@@ -1,4 +1,4 @@
-"""Load what is known, compute the rest, store that: the README's example. Start it twice."""
+"""Load cached blocks, compute and store the rest: the README's example. Run it twice."""
 
 import asyncio
 from pathlib import Path

@@ -1,8 +1,8 @@
 """A continuous-batching scheduler in sixty lines, with its KV cache offloaded to host memory.
 
-Plain calls, no `async`: the adapter decides, the worker copies beside the forward pass. The device
-is a tensor on the CPU with room for three requests; the second round of prompts finds in host
-memory what the first has computed.
+The scheduler makes synchronous calls: the connector decides, and the worker copies during the
+forward pass. The device is a tensor on the CPU with room for three requests. The second round of
+prompts finds the first round's blocks in host memory.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ TOKENS_PER_BLOCK, DEVICE_BLOCKS, BLOCK_BYTES, OUTPUT_TOKENS = 4, 20, 64, 3
 
 @dataclass(eq=False)
 class Request:
-    """What the adapter needs to know of a request: see `SchedulerRequest`."""
+    """A request with the attributes that the connector reads: see `SchedulerRequest`."""
 
     request_id: str
     tokens: list[int]
@@ -48,7 +48,7 @@ class Request:
 
 
 class Scheduler:
-    """Starts requests while there are device blocks, computes what is missing, sees them end."""
+    """Starts requests while device blocks are free, and tracks them until they finish."""
 
     def __init__(self, connector: OffloadingConnectorScheduler) -> None:
         self.connector = connector
@@ -58,13 +58,13 @@ class Scheduler:
         self.running: list[Request] = []
 
     def schedule(self) -> StepOutput:
-        """Decide one step; what it computes is in the output."""
+        """Schedule one step and return its work."""
         for _ in range(len(self.waiting)):
             request = self.waiting.popleft()
             need = -(-(request.num_prompt_tokens + OUTPUT_TOKENS) // TOKENS_PER_BLOCK)
             tokens, waits = self.connector.get_num_new_matched_tokens(request, 0)
             if tokens is None or len(self.free) < need:
-                self.waiting.append(request)  # not known yet, or no room: ask again
+                self.waiting.append(request)  # undecided, or no room: ask again
                 continue
             request.blocks = [self.free.pop() for _ in range(need)]
             self.connector.update_state_after_alloc(request, [request.blocks], tokens)
@@ -77,7 +77,7 @@ class Scheduler:
         return StepOutput(missing)
 
     def update(self, loaded: set[str], invalid: set[int]) -> None:
-        """Take in what a step has brought: tokens, ended loads, ended requests."""
+        """Process a step's results: tokens, finished loads, finished requests."""
         for request in list(self.running):
             request.num_computed_tokens = request.num_tokens
             request.tokens.append(request.num_tokens % 251)
@@ -93,7 +93,7 @@ class Scheduler:
 
 
 def forward(kv_cache: torch.Tensor, request: Request) -> None:
-    """Compute a request's missing KV; check what it builds on."""
+    """Compute a request's missing KV, and check the loaded KV before it."""
     for index, block_hash in enumerate(request.block_hashes):
         expected = torch.tensor(list(block_hash * 2), dtype=torch.uint8)
         if index < request.num_computed_tokens // TOKENS_PER_BLOCK:
@@ -121,7 +121,7 @@ def main() -> None:
         worker.start_kv_transfers(meta)
         for request in scheduler.running:
             forward(kv_cache, request)
-        worker.prepare_store_kv(meta)  # copied beside the next step
+        worker.prepare_store_kv(meta)  # copied during the next step
         report, loaded = worker.build_output()
         connector.update_connector_output(report)
         scheduler.update(loaded, connector.take_invalid_blocks())

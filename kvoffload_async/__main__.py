@@ -1,6 +1,6 @@
 """Runs the command: `python -m kvoffload_async`."""
 
-from kvoffload_async.cli import main
+from kvoffload_async.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -6,13 +6,20 @@ text with a unit (`"4GiB"`, `"512 MB"`).
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import StrEnum
 from fractions import Fraction
-from typing import Any, Final, NoReturn
+from itertools import pairwise
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 from kvoffload_async.errors import ConfigError, UnknownNameError
 
@@ -26,6 +33,8 @@ _MAX_SECONDS: Final = 1e9
 _MAX_RATE: Final = 1e12
 _MAX_INTEGER: Final = (1 << 63) - 1
 """Largest size or number that fits a signed 64-bit integer."""
+MAX_THREADS: Final = 1024
+"""Maximum I/O threads of one tier: each takes memory, and most would wait."""
 _MAX_LABEL_CHARS: Final = 200
 _MAX_EXPLAINED: Final = 100_000
 """Maximum number of timelines kept; each takes up to 30 KiB."""
@@ -93,15 +102,18 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def reject_unknown(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Raise UnknownNameError for the first given key that is not allowed."""
+def reject_unknown(
+    given: Iterable[str],
+    allowed: Iterable[str],
+    where: str,
+    error: type[UnknownNameError] = UnknownNameError,
+) -> None:
+    """Raise an UnknownNameError for the first given key that is not allowed."""
     names = sorted(allowed)
     for key in given:
         if key not in names:
             hint = nearest(str(key), names)
-            raise UnknownNameError(
-                f"{where}: unknown key {shown(key)}{hint}; allowed: {', '.join(names)}"
-            )
+            raise error(f"{where}: unknown key {shown(key)}{hint}; allowed: {', '.join(names)}")
 
 
 def _reject(key: str, value: object, allowed: str) -> NoReturn:
@@ -203,13 +215,67 @@ def parse_generation(value: object, key: str) -> str:
     return parse_label(value, key)
 
 
-def parse_write_back(value: object, key: str) -> str:
-    """Return the mode of stores that overrun the tiers, "wait" or "drop"; raises ConfigError."""
-    allowed = ("wait", "drop")
-    if value not in allowed:
-        hint = nearest(value, allowed) if isinstance(value, str) else ""
-        _reject(key, value, f'"wait" or "drop"{hint}')
-    return str(value)
+E = TypeVar("E", bound=StrEnum)
+T = TypeVar("T")
+
+
+def one_of(allowed: type[E]) -> Callable[[object, str], E]:
+    """Return a parser for the names of an enumeration; it returns the member."""
+    names = [str(member) for member in allowed]
+
+    def parse(value: object, key: str) -> E:
+        if not isinstance(value, str) or value not in names:
+            hint = nearest(value, names) if isinstance(value, str) else ""
+            raise ConfigError(
+                f"{key}: {shown(value)} is unknown{hint}; allowed: {', '.join(names)}"
+            )
+        return allowed(value)
+
+    return parse
+
+
+def instance_of(cls: type[T]) -> Callable[[object, str], T]:
+    """Return a parser for objects of a class, which no configuration file can contain."""
+
+    def parse(value: object, key: str) -> T:
+        if not isinstance(value, cls):
+            _reject(key, value, f"a {cls.__name__}")
+        return value
+
+    return parse
+
+
+def parse_directory(value: object, key: str) -> str:
+    """Return the normalized absolute path of a directory; raises ConfigError."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or "\0" in path or not _is_path(path):
+        _reject(key, value, "an absolute path")
+    if not Path(path).is_absolute():
+        remedy = str(Path.cwd() / path)
+        raise ConfigError(f"{key}: {path!r} is not an absolute path; write {remedy!r}")
+    return os.path.normpath(path)
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return bool(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
+
+
+def parse_url(value: object, key: str) -> str:
+    """Return a URL; raises ConfigError, whose message does not show the URL."""
+    if not isinstance(value, str) or not value.isprintable() or "://" not in value:
+        raise ConfigError(f"{key}: it is not valid; it must be a URL, such as scheme://host/path")
+    return value
+
+
+def parse_file(value: object, key: str) -> str:
+    """Return the absolute path of a file; raises ConfigError, whose message does not show it."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        raise ConfigError(f"{key}: it must be the absolute path of a file")
+    return path
 
 
 def parse_socket_path(value: object, key: str) -> str:
@@ -231,89 +297,208 @@ def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(value)
 
 
-def _option(
+REQUIRED: Final = inspect.Parameter.empty
+"""The default of an option that has none."""
+
+
+def option(
     parse: Parser,
-    default: Any,  # noqa: ANN401 - a dataclass field of any type
+    default: Any = REQUIRED,  # noqa: ANN401 - a dataclass field of any type
     *,
+    remedy: str = "",
+    key: str = "",
     is_shown: bool = True,
+    is_internal: bool = False,
 ) -> Any:  # noqa: ANN401 - the same
-    return field(default=default, repr=is_shown, metadata={"parse": parse})
+    """Declare a field of an `Options` class as an option.
+
+    The string literal below the field is the option's description in the reference.
+
+    Args:
+        parse: Validates and converts a value.
+        default: The default as a user would write it; without one the option is required.
+        remedy: Of a required option: what to give, for the message that reports it missing.
+        key: Name of the option, if the field has another name.
+        is_shown: Whether `repr` shows the value.
+        is_internal: Whether only Python code may set it: no signature, hint or reference has it.
+    """
+    is_given = default is not None and default is not REQUIRED
+    value = parse(default, key) if is_given else default
+    return field(
+        default=MISSING if value is REQUIRED else value,
+        repr=is_shown,
+        metadata={
+            "parse": parse,
+            "default": default,
+            "remedy": remedy,
+            "key": key,
+            "is_internal": is_internal,
+        },
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadConfig:
-    """Every setting of an engine.
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option, as the reference and `kvoffload tiers` show it.
 
     Attributes:
-        cpu_bytes_to_use: Memory of the primary tier, in bytes, over all workers.
-        block_bytes: Bytes of one offload unit (`blocks_per_chunk` device blocks) on one worker;
-            `OffloadEngine` finds it from its `kv_caches`.
-        block_size: Tokens of one device block.
-        blocks_per_chunk: Device blocks of one offload unit.
-        num_workers: Workers that share the primary; a row holds a cell for each.
-        model: Name of the model whose KV blocks these are. `OffloadEngine` and tiers on disk need
-            one.
-        fingerprint: The content of the model's weights, and everything else that KV bytes depend
-            on and that the name does not say; see docs/kv-identity.md.
-        generation: Which weights the blocks are of, an integer or a label; `invalidate` changes it.
-        eviction_policy: Name of the primary's cache policy, "lru" or "arc".
-        store_threshold: A block is stored at its n-th offer; above 1 only without tiers.
-        max_tracker_size: Keys whose offers are remembered.
-        accept_prefix: Store the longest head of a batch that fits, over all KV-cache groups,
-            instead of all or nothing; under vLLM for models of one group.
-        enable_kv_cache_events: Record events for `take_events`.
-        reserved_fraction: Part of the primary that tiers' transfers and what is retained for
-            requests never occupy. The rest is divided equally among the tiers; of its share a tier
-            keeps the same part for each direction.
-        promotion_fraction: Part of the primary that one tier's promotions, and what is retained
-            for waiting requests, may occupy until loaded, as far as its share reaches.
-        cascade_fraction: Part of the primary that may be in cascade to one tier at once, as far
-            as its share reaches; more blocks wait.
-        write_back: What a store does that would evict blocks which a tier is still to get, as no
-            others are left: "wait" until the tiers have taken them, within its deadline, or "drop"
-            them. By default `OffloadEngine` waits and a scheduler's manager drops; one that is to
-            wait refuses such a store, and the scheduler offers it again in the next step.
-        deferral_timeout_s: Seconds that a request may be deferred in all.
-        breaker_fault_threshold: Faults in a row after which a tier is suspended.
-        breaker_retry_s: Seconds until a tier that was suspended is tried again.
-        drain_timeout_s: Seconds that `reset_cache` waits for running jobs.
-        shutdown_timeout_s: Seconds that `shutdown` waits for running jobs.
-        prefault: Touch the primary's memory at the start.
-        explain_requests: How many of the last requests to keep timelines of, for `explain` and
-            tracing; 0: none.
-        check_invariants: Check every invariant at the end of every step; for debugging.
-        status_socket: Path of a Unix socket on which the running engine says how it is, to
-            `kvoffload top`; only this user can connect. By default `KVOFFLOAD_STATUS_SOCKET`.
-        secondary_tiers: One object a tier, in the order of lookup; see `SecondaryTierFactory`.
+        name: Its key in the configuration.
+        default: Its default, or `REQUIRED`.
+        summary: Its description on one line; empty if there is none.
     """
 
-    cpu_bytes_to_use: int = _option(parse_size_bytes, None)
-    block_bytes: int = _option(parse_size_bytes, None)
-    block_size: int = _option(at_least(1), 16)
-    blocks_per_chunk: int = _option(at_least(1), 1)
-    num_workers: int = _option(at_least(1), 1)
-    model: str | None = _option(or_none(parse_name), None)
-    fingerprint: str | None = _option(or_none(parse_label), None)
-    generation: str | None = _option(or_none(parse_generation), None)
-    eviction_policy: str = _option(parse_name, "lru")
-    store_threshold: int = _option(at_least(0), 0)
-    max_tracker_size: int = _option(at_least(1), 64_000)
-    accept_prefix: bool = _option(parse_bool, default=True)
-    enable_kv_cache_events: bool = _option(parse_bool, default=False)
-    reserved_fraction: float = _option(parse_part, 0.25)
-    promotion_fraction: float = _option(parse_fraction, 0.5)
-    cascade_fraction: float = _option(parse_fraction, 0.5)
-    write_back: str | None = _option(or_none(parse_write_back), None)
-    deferral_timeout_s: float = _option(parse_seconds, 30.0)
-    breaker_fault_threshold: int = _option(at_least(1), 3)
-    breaker_retry_s: float = _option(parse_seconds, 5.0)
-    drain_timeout_s: float = _option(parse_seconds, 30.0)
-    shutdown_timeout_s: float = _option(parse_seconds, 30.0)
-    prefault: bool = _option(parse_bool, default=True)
-    explain_requests: int = _option(at_least(0, _MAX_EXPLAINED), 0)
-    check_invariants: bool = _option(parse_bool, default=False)
-    status_socket: str | None = _option(or_none(parse_socket_path), None)
-    secondary_tiers: tuple[Mapping[str, Any], ...] = _option(_tier_list, (), is_shown=False)
+    name: str
+    default: object
+    summary: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of a class that declares options, each with a field made by `option`.
+
+    Other fields are derived values, for `take` to pass on.
+    """
+
+    @classmethod
+    def declared(cls) -> dict[str, Field[Any]]:
+        """Return the options' fields by key, required options first."""
+        options = [field for field in fields(cls) if "parse" in field.metadata]
+        options.sort(key=lambda field: field.metadata["default"] is not REQUIRED)
+        return {field.metadata["key"] or field.name: field for field in options}
+
+    @classmethod
+    def described(cls) -> list[Option]:
+        """Return every option that is not internal, with its description.
+
+        Raises:
+            OSError: The source of the class is not installed.
+        """
+        texts: dict[str, str] = {}
+        for base in reversed(cls.__mro__[:-1]):
+            texts |= _strings_below_fields(base)
+        return [
+            Option(key, field.metadata["default"], texts.get(field.name, ""))
+            for key, field in cls.declared().items()
+            if not field.metadata["is_internal"]
+        ]
+
+    @classmethod
+    def take(cls, given: Mapping[str, Any], **derived: Any) -> Self:  # noqa: ANN401 - of any type
+        """Validate and convert the given values of this class's options; ignore other keys.
+
+        Args:
+            given: Values by key, as a user gave them.
+            **derived: Values of the fields that are not options.
+
+        Raises:
+            ConfigError: A required option is missing, or a value is invalid.
+        """
+        declared = cls.declared()
+        parsed = {
+            declared[key].name: declared[key].metadata["parse"](given[key], key)
+            for key in given
+            if key in declared
+        }
+        for key, missing in declared.items():
+            if missing.default is MISSING and key not in given:
+                raise ConfigError(f"{key}: missing; give {missing.metadata['remedy']}")
+        return cls(**parsed, **derived)
+
+
+def _strings_below_fields(cls: type) -> dict[str, str]:
+    """Return the string literals below the fields in a class's source, each on one line."""
+    (source,) = ast.parse(dedent(inspect.getsource(cls))).body
+    return {
+        target.id: " ".join(text.split())
+        for statement, following in pairwise(getattr(source, "body", ()))
+        if isinstance(target := getattr(statement, "target", None), ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(text := getattr(following.value, "value", None), str)
+    }
+
+
+class WriteBack(StrEnum):
+    """What a store does if it would evict blocks that tiers have not received yet."""
+
+    WAIT = "wait"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig(Options):
+    """Every setting of an engine."""
+
+    cpu_bytes_to_use: int = option(
+        parse_size_bytes, remedy='the memory of the primary tier, such as "4GiB"'
+    )
+    """Size of the primary tier in bytes, for all workers together."""
+    block_bytes: int = option(
+        parse_size_bytes, remedy='the bytes of one offload unit on one worker, such as "256KiB"'
+    )
+    """Bytes of one offload unit (`blocks_per_chunk` device blocks) on one worker; `OffloadEngine`
+    derives it from its `kv_caches`."""
+    block_size: int = option(at_least(1), 16)
+    """Tokens per device block."""
+    blocks_per_chunk: int = option(at_least(1), 1)
+    """Device blocks per offload unit."""
+    num_workers: int = option(at_least(1), 1)
+    """Workers that share the primary tier; a row holds one cell per worker."""
+    model: str | None = option(or_none(parse_name), None)
+    """Name of the model that the KV blocks belong to. `OffloadEngine` and tiers on disk require
+    it."""
+    fingerprint: str | None = option(or_none(parse_label), None)
+    """Label of everything beside the model's name that determines KV bytes, such as a hash of the
+    weights and settings; see docs/kv-identity.md."""
+    generation: str | None = option(or_none(parse_generation), None)
+    """Version of the weights, an integer or a label; `invalidate` changes it."""
+    eviction_policy: str = option(parse_name, "lru")
+    """Name of the primary tier's eviction policy, "lru" or "arc"."""
+    store_threshold: int = option(at_least(0), 0)
+    """Store a block only when it is offered for the n-th time; above 1 only without secondary
+    tiers."""
+    max_tracker_size: int = option(at_least(1), 64_000)
+    """Keys whose offers are counted for `store_threshold`."""
+    accept_prefix: bool = option(parse_bool, default=True)
+    """If a batch does not fit, store its longest prefix that fits, over all KV-cache groups,
+    instead of nothing; under vLLM only for models with one group."""
+    enable_kv_cache_events: bool = option(parse_bool, default=False)
+    """Record events for `take_events`."""
+    reserved_fraction: float = option(parse_part, 0.25)
+    """Fraction of the primary that tier transfers and blocks retained for waiting requests never
+    occupy. The rest is divided equally among the tiers. Within its share, a tier reserves this
+    fraction for each direction."""
+    promotion_fraction: float = option(parse_fraction, 0.5)
+    """Fraction of the primary that one tier's promotions, and blocks retained for waiting requests,
+    may occupy until they are loaded; also limited by the tier's share."""
+    cascade_fraction: float = option(parse_fraction, 0.5)
+    """Fraction of the primary that may be cascading to one tier at once, also limited by the tier's
+    share; further blocks wait."""
+    write_back: str | None = option(or_none(one_of(WriteBack)), None)
+    """Applies when a store can only evict blocks that a tier has not stored yet. "wait": the store
+    waits for the tiers, up to its deadline. "drop": the blocks are evicted. By default,
+    `OffloadEngine` waits and a scheduler's manager drops. A manager set to "wait" refuses the
+    store, and the scheduler offers it again in the next step."""
+    deferral_timeout_s: float = option(parse_seconds, 30.0)
+    """Maximum total seconds for which a request's lookups are deferred."""
+    breaker_fault_threshold: int = option(at_least(1), 3)
+    """Consecutive faults after which a tier is suspended."""
+    breaker_retry_s: float = option(parse_seconds, 5.0)
+    """Seconds after which a suspended tier is tried again."""
+    drain_timeout_s: float = option(parse_seconds, 30.0)
+    """Seconds that `reset_cache` waits for running jobs."""
+    shutdown_timeout_s: float = option(parse_seconds, 30.0)
+    """Seconds that `shutdown` waits for running jobs."""
+    prefault: bool = option(parse_bool, default=True)
+    """Touch the primary tier's memory at startup."""
+    explain_requests: int = option(at_least(0, _MAX_EXPLAINED), 0)
+    """Number of recent requests whose timelines are kept for `explain` and tracing; 0: none."""
+    check_invariants: bool = option(parse_bool, default=False)
+    """Check all invariants at the end of every step; for debugging."""
+    status_socket: str | None = option(or_none(parse_socket_path), None)
+    """Path of the Unix socket that serves the engine's status to `kvoffload top`; only this user
+    can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
+    secondary_tiers: tuple[Mapping[str, Any], ...] = option(_tier_list, (), is_shown=False)
+    """Tier configurations, in lookup order; see `SecondaryTierFactory`."""
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> OffloadConfig:
@@ -325,28 +510,11 @@ class OffloadConfig:
         """
         if not isinstance(raw, Mapping):
             _reject("config", raw, "an object of keys and values")
-        parsers = {option.name: option.metadata["parse"] for option in fields(cls)}
-        reject_unknown(raw, parsers, "config")
-        config = cls(**{key: parsers[key](raw[key], key) for key in raw})
-        for key in ("cpu_bytes_to_use", "block_bytes"):
-            if getattr(config, key) is None:
-                raise ConfigError(f"{key}: missing; give {_required_hint(key)}")
+        reject_unknown(raw, cls.declared(), "config")
+        config = cls.take(raw)
         if config.store_threshold > 1 and config.secondary_tiers:
             raise ConfigError(
-                f"store_threshold: {config.store_threshold} does not go with secondary_tiers; "
-                "leave it out, or use a primary alone"
+                f"store_threshold: {config.store_threshold} cannot be combined with "
+                "secondary_tiers; omit one of the two"
             )
         return config
-
-
-def accepted_keys() -> set[str]:
-    """Return the keys that `OffloadConfig.parse` accepts."""
-    return {option.name for option in fields(OffloadConfig)}
-
-
-def _required_hint(key: str) -> str:
-    """Return the description of a required key for the message that reports it missing."""
-    return {
-        "cpu_bytes_to_use": 'the memory of the primary tier, such as "4GiB"',
-        "block_bytes": 'the bytes of one offload unit on one worker, such as "256KiB"',
-    }[key]

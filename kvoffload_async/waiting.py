@@ -1,10 +1,12 @@
-"""Waits that continue through a cancellation, for calls that still access shared memory."""
+"""A limiter, and waits that continue through a cancellation, for calls that still access memory."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -19,15 +21,15 @@ class LastingFuture(asyncio.Future[T]):
     Not thread-safe; call only from the event loop's thread.
     """
 
-    def __init__(self, withdraw: Callable[[], object] = lambda: False) -> None:
-        """Create a future on the running loop.
+    def __init__(self, withdraw: Callable[[], object] | None = None) -> None:
+        """Create a future of the running loop.
 
         Args:
             withdraw: Called on a cancellation before the end. If it returns true, the operation is
                 no longer in flight, and the future is cancelled at once.
         """
         super().__init__(loop=asyncio.get_running_loop())
-        self._withdraw: Callable[[], object] | None = withdraw
+        self._withdraw = withdraw
         """Cleared at the end to break a reference cycle with the callback."""
 
     def cancel(self, msg: Any = None) -> bool:  # noqa: ANN401 - as in the base class
@@ -78,3 +80,95 @@ async def until_done(future: asyncio.Future[T]) -> T:
         raise
     finally:
         del future  # break the cycle: exception, traceback, frame, future
+
+
+class Permit:
+    """Admission by a `Limiter`; a context manager that gives it back at the end, unless kept."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._is_kept = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        if not self._is_kept:
+            self._release()
+
+    def keep(self) -> Callable[[], None]:
+        """Keep the permit beyond its context; return the function that gives it back."""
+        self._is_kept = True
+        return self._release
+
+
+class Limiter:
+    """Admits a number of callers at once, with a number of bytes in all: first come, first served.
+
+    A caller with more bytes than the bound waits for all of them, and so is admitted alone.
+    Neither `asyncio.Semaphore` nor `anyio.CapacityLimiter` counts bytes beside callers.
+
+    Thread: the loop's.
+    """
+
+    def __init__(self, permits: int, num_bytes: int = 0) -> None:
+        """Admit `permits` callers, at least 1, with `num_bytes`."""
+        self._max_bytes = num_bytes
+        self._free_permits = permits
+        self._free_bytes = num_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """The bytes of the callers that are admitted."""
+        return self._max_bytes - self._free_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next caller without bytes has to wait."""
+        return bool(self._waiting) or not self._free_permits
+
+    async def acquire(self, num_bytes: int = 0) -> Permit:
+        """Wait for admission; a cancelled wait changes nothing."""
+        wanted = min(num_bytes, self._max_bytes)
+        if not self._waiting and self._fits(wanted):
+            self._take(wanted)
+        else:
+            admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((wanted, admitted))
+            try:
+                await admitted
+            except asyncio.CancelledError:
+                if admitted.cancelled():
+                    self._admit()  # a caller behind it may fit
+                else:
+                    self._give_back(wanted)
+                raise
+        return Permit(partial(self._give_back, wanted))
+
+    def open(self) -> None:
+        """Add a permit for each caller that waits."""
+        self._free_permits += len(self._waiting)
+        self._admit()
+
+    def _fits(self, wanted: int) -> bool:
+        return self._free_permits > 0 and self._free_bytes >= wanted
+
+    def _take(self, wanted: int) -> None:
+        self._free_permits -= 1
+        self._free_bytes -= wanted
+
+    def _give_back(self, wanted: int) -> None:
+        self._free_permits += 1
+        self._free_bytes += wanted
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            wanted, admitted = self._waiting[0]
+            if not admitted.done():  # else the wait was cancelled
+                if not self._fits(wanted):
+                    return
+                self._take(wanted)
+                admitted.set_result(None)
+            self._waiting.popleft()

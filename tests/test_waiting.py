@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from kvoffload_async.waiting import LastingFuture, all_done, until_done
+from kvoffload_async.testing import VirtualRunner
+from kvoffload_async.waiting import LastingFuture, Limiter, all_done, until_done
 
 MINUTE = 60.0
 
@@ -176,3 +177,106 @@ def test_until_done_returns_the_result_or_raises_the_error_or_the_cancellation()
             await until_done(inner)
 
     asyncio.run(asyncio.wait_for(check(), MINUTE))
+
+
+def test_calls_pass_in_their_order_as_far_as_bytes_and_calls_allow():
+    runner, order = VirtualRunner(), []
+    limiter = Limiter(2, 100)
+
+    async def call(name, num_bytes):
+        with await limiter.acquire(num_bytes):
+            order.append(name)
+            await asyncio.sleep(1.0)
+
+    async def all_calls():
+        async with asyncio.TaskGroup() as group:
+            for name, num_bytes in (("a", 60), ("b", 60), ("c", 10), ("d", 500)):
+                group.create_task(call(name, num_bytes))
+
+    runner.run(all_calls(), 10.0)
+    assert order == ["a", "b", "c", "d"]
+    assert runner.loop.time() == 3.0
+    assert limiter.bytes_in_flight == 0
+    runner.close()
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+def test_who_is_cancelled_gives_back_what_it_had_and_who_waits_behind_it_goes_on(cancelled):
+    runner, ended = VirtualRunner(), []
+    limiter = Limiter(4, 100)
+
+    async def call(number, num_bytes):
+        with await limiter.acquire(num_bytes):
+            await asyncio.sleep(1.0)
+            ended.append(number)
+
+    async def all_calls():
+        loop = asyncio.get_running_loop()
+        sizes = enumerate((100, 100, 50))
+        tasks = [loop.create_task(call(number, size)) for number, size in sizes]
+        await asyncio.sleep(0.5)
+        tasks[cancelled].cancel()
+        await asyncio.wait(tasks)
+
+    runner.run(all_calls(), 10.0)
+    assert ended == [number for number in range(3) if number != cancelled]
+    assert limiter.bytes_in_flight == 0
+    runner.close()
+
+
+def test_who_is_cancelled_as_its_turn_comes_gives_it_back():
+    runner = VirtualRunner()
+    limiter = Limiter(1, 1)
+
+    async def wait():
+        with await limiter.acquire(1):
+            raise AssertionError("it was cancelled before")
+
+    async def all_calls():
+        with await limiter.acquire(1):
+            task = asyncio.get_running_loop().create_task(wait())
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        with await limiter.acquire(1):
+            pass
+
+    runner.run(all_calls(), 10.0)
+    assert limiter.bytes_in_flight == 0
+    runner.close()
+
+
+def test_a_kept_permit_is_given_back_by_its_keeper():
+    runner = VirtualRunner()
+    limiter = Limiter(1)
+
+    async def hold():
+        with await limiter.acquire() as permit:
+            give_back = permit.keep()
+        assert limiter.is_busy
+        waiting = asyncio.create_task(limiter.acquire())
+        await turns()
+        assert not waiting.done()
+        give_back()
+        with await waiting:
+            assert limiter.is_busy
+        assert not limiter.is_busy
+
+    runner.run(hold(), 10.0)
+    runner.close()
+
+
+def test_an_opened_limiter_admits_every_caller_that_waits():
+    runner = VirtualRunner()
+    limiter = Limiter(1)
+
+    async def hold():
+        with await limiter.acquire():
+            waiting = [asyncio.create_task(limiter.acquire()) for _ in range(3)]
+            await turns()
+            limiter.open()
+            await asyncio.wait(waiting)
+            assert all(task.exception() is None for task in waiting)
+
+    runner.run(hold(), 10.0)
+    runner.close()

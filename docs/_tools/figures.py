@@ -1,7 +1,7 @@
-"""Writes the figures of a bench into the page of benchmarks, and the README's lines of speed.
+"""Writes the figures of a benchmark run into the benchmarks page and the README's throughput rows.
 
-`python docs/_tools/figures.py bench.json`, with what `kvoffload bench --json bench.json` has
-written; the page of benchmarks has the whole command.
+Run `python docs/_tools/figures.py bench.json` with the output of `kvoffload bench --json
+bench.json`; the benchmarks page has the whole command.
 """
 
 import json
@@ -35,7 +35,7 @@ def page(text: str, report: Report) -> str:
 
 
 def readme(text: str, report: Report) -> str:
-    """Return the README with the speeds of the smallest and the largest blocks."""
+    """Return the README with the throughput of the smallest and the largest blocks."""
     first, last = report["sizes"][0], report["sizes"][-1]
 
     def line(found: re.Match[str]) -> str:
@@ -63,9 +63,9 @@ def _figures(report: Report) -> Iterator[str]:
     yield (
         f"{machine['date'][:10]}: {machine['processors']} x {machine['processor']}, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}, load "
-        f"{machine['load_average']:.1f}; kvoffload-async {machine['kvoffload_async']}, blocks "
-        f"moved by {machine['block_io']}. {settings['in_flight']} jobs of "
-        f"{settings['keys_per_job']} blocks under way, medians of {settings['rounds']} rounds."
+        f"{machine['load_average']:.1f}; kvoffload-async {machine['kvoffload_async']}, block "
+        f"I/O: {machine['block_io']}. {settings['in_flight']} jobs of "
+        f"{settings['keys_per_job']} blocks in flight, medians of {settings['rounds']} rounds."
     )
     (first, *_) = [baseline for baseline in baselines.values() if baseline]
     kinds = list(report["sizes"][0]["baselines"][first["directory"]])
@@ -86,9 +86,9 @@ def _figures(report: Report) -> Iterator[str]:
                 ]
             )
     for figure, title in (
-        ("cpu_s_per_gib", "CPU seconds a GiB"),
-        ("owner_us_per_key", "the owner's microseconds a block"),
-        ("switches_per_job", "switches a job"),
+        ("cpu_s_per_gib", "CPU seconds per GiB"),
+        ("owner_us_per_key", "owner's microseconds per block"),
+        ("switches_per_job", "context switches per job"),
     ):
         yield ""
         yield from _head([f"{title}, store / load", *names])
@@ -137,7 +137,7 @@ def _size(size: Report) -> str:
 
 
 def main() -> None:
-    """Rewrite both."""
+    """Update the benchmarks page and the README."""
     report = json.loads(Path(sys.argv[1]).read_text())
     for path, written in ((PAGE, page), (README, readme)):
         path.write_text(written(path.read_text(), report))

@@ -1,4 +1,4 @@
-"""What MkDocs does beyond its plugins: pages that lie beside `docs/` become part of the site."""
+"""MkDocs hooks that add the pages outside `docs/` to the site."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _LINK = re.compile(r"(?<=\]\()([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages beside `docs/`, with their links as they are from within."""
+    """Add the pages outside `docs/`, with their links adapted."""
     for name, page in BESIDE.items():
         text = _LINK.sub(_from_within, (ROOT / name).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=text))
@@ -24,7 +24,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Rebuild what is served when one of those pages changes."""
+    """Watch those pages too, so that the development server rebuilds when they change."""
     config.watch += [str(ROOT / name) for name in BESIDE]
 
 

@@ -1,4 +1,4 @@
-"""Writes the pages of the reference that are made from the code; `--check` only compares them.
+"""Generates reference pages from the code; `--check` only compares them.
 
 python docs/_tools/reference.py
 """
@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,27 @@ import typer.main
 
 from kvoffload_async import OffloadConfig
 from kvoffload_async.cli.app import app
-from kvoffload_async.cli.catalogue import REQUIRED, TierOption, common_options, tier_entries
-from kvoffload_async.observe.metrics import METRICS as METRIC_LIST
+from kvoffload_async.cli.catalogue import common_options, tier_entries
+from kvoffload_async.config import REQUIRED, Option
+from kvoffload_async.observe.prometheus import METRICS as METRIC_LIST
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Made from the code by docs/_tools/reference.py. -->\n\n"
-REQUIRED_KEYS = {"cpu_bytes_to_use", "block_bytes"}
-_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 CONFIGURATION = """# Configuration
 
-One object, of which two keys are required: a JSON object in a file, a `dict` in Python. Sizes are
-integers or text such as `"4GiB"`; what ends in `_s` is seconds. An unknown key is an error that
-names the nearest one.
+A configuration is one object: a JSON object in a file, or a `dict` in Python. Two keys are
+required. A size is an integer in bytes or text such as `"4GiB"`. Keys that end in `_s` are in
+seconds. An unknown key is an error, whose message names the most similar key.
 
-`kvoffload check-config FILE` checks a configuration as everything that opens it does, shows what
-follows from it, and creates nothing. Beside each tier's own options it compares the primary with
-this machine's memory, capacities with their disks, and the tiers' directories with each other.
+`kvoffload check-config FILE` validates a configuration and prints the derived settings, without
+creating anything. It also checks that the primary fits into this machine's memory, that the
+capacities fit onto their disks, and that the tiers' directories do not overlap.
 
-Which tier and policy to take is in [Choose tiers and policies](../howto/choosing.md), how much
-memory and disk in [Size primary and tiers](../howto/sizing.md), and what `model`, `fingerprint`,
-`namespace`, `rank` and `run_config` mean for whose blocks are served in
-[Identity of a block](../kv-identity.md).
+See [Choose tiers and policies](../howto/choosing.md) and
+[Size primary and tiers](../howto/sizing.md) for advice. [Identity of a block](../kv-identity.md)
+explains how `model`, `fingerprint`, `namespace`, `rank` and `run_config` keep blocks apart.
 
 ## The engine
 
@@ -46,29 +43,28 @@ memory and disk in [Size primary and tiers](../howto/sizing.md), and what `model
 TIERS = """
 ## Every tier
 
-A tier is an object in `secondary_tiers` with a `type`, one of those below or that of a
-[tier of your own](../howto/tier.md), and these options:
+A tier is an object in `secondary_tiers`. Its `type` is one of the types below, or that of
+[your own tier](../howto/tier.md). All tiers have these options:
 
 """
 METRICS = """# Metrics
 
-What a scrape of [`OffloadCollector`](../howto/metrics.md) gives. Every metric has the label
-`engine`, the name that it was registered under. Counters begin at 0 with the engine. A histogram
-has `_bucket`, `_sum` and `_count`, and its buckets end at {bounds} seconds. What has no value is
-left out: the size of a tier that does not say, the copies of a manager without a device.
+These metrics are exported by [`OffloadCollector`](../howto/metrics.md). Every metric has the label
+`engine`, the name under which the engine was registered. Counters start at 0 with the engine. A
+histogram has `_bucket`, `_sum` and `_count`; its bucket bounds are {bounds} seconds. A metric
+without a value is omitted, for instance the size of a tier that does not report it.
 
-To begin with, there are a [dashboard](../metrics/dashboard.json) for Grafana and
-[alert rules](../metrics/alerts.yml).
+A [dashboard](../metrics/dashboard.json) for Grafana and [alert rules](../metrics/alerts.yml) are
+provided.
 
 """
 CLI = """# Command line
 
-`kvoffload`, or `python -m kvoffload_async`. What is wrong with the input is said in one line on
-standard error.
+Run `kvoffload` or `python -m kvoffload_async`. An error is printed as one line on standard error.
 
 | exit status | meaning |
 |---|---|
-| 0 | fine |
+| 0 | success |
 | 1 | a check failed |
 | 2 | bad input |
 | 130 | interrupted |
@@ -77,7 +73,7 @@ standard error.
 
 
 def main() -> None:
-    """Write the pages, or name those that are stale."""
+    """Write the stale pages, or with `--check` only name them."""
     stale = [path for path, text in pages().items() if not _says(path, text)]
     if "--check" in sys.argv:
         sys.exit("stale: " + ", ".join(path.name for path in stale) if stale else 0)
@@ -86,7 +82,7 @@ def main() -> None:
 
 
 def pages() -> dict[Path, str]:
-    """Return what each page must say."""
+    """Return the expected text of each page."""
     return {
         REFERENCE / "configuration.md": NOTE + "".join(_configuration()),
         REFERENCE / "cli.md": NOTE + CLI + "\n".join(_commands()),
@@ -100,15 +96,7 @@ def _says(path: Path, text: str) -> bool:
 
 def _configuration() -> Iterator[str]:
     yield CONFIGURATION
-    summaries = dict(_ATTRIBUTE.findall(inspect.getdoc(OffloadConfig) or ""))
-    yield _option_table(
-        TierOption(
-            option.name,
-            REQUIRED if option.name in REQUIRED_KEYS else option.default,
-            summaries[option.name],
-        )
-        for option in fields(OffloadConfig)
-    )
+    yield _option_table(OffloadConfig.described())
     yield TIERS
     yield _option_table(common_options())
     for entry in tier_entries():
@@ -117,7 +105,7 @@ def _configuration() -> Iterator[str]:
             yield "\n" + _option_table(entry.options)
 
 
-def _option_table(options: Iterable[TierOption]) -> str:
+def _option_table(options: Iterable[Option]) -> str:
     rows = ((f"`{o.name}`", _value(o.default), _as_json(o.summary)) for o in options)
     return _table(("key", "default", "meaning"), rows)
 
@@ -127,8 +115,8 @@ def _value(default: object) -> str:
 
 
 def _as_json(summary: str) -> str:
-    """Return a docstring's text for people who write JSON; a page that it names becomes a link."""
-    summary = summary.replace("][", "]&#91;")  # else a reference of Markdown
+    """Return a docstring's text with JSON's literals, and with links to the pages that it names."""
+    summary = summary.replace("][", "]&#91;")  # Markdown would read a reference link
     for word, said in {"None": "`null`", "True": "`true`", "False": "`false`"}.items():
         summary = re.sub(rf"\b{word}\b", said, summary)
     return re.sub(r"docs/([\w/-]+\.md)", r"[\1](../\1)", summary)
@@ -200,7 +188,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as code; Markdown's own cannot have a bar within a table everywhere."""
+    """Return a text as code; a bar in backticks is not portable within tables."""
     return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 

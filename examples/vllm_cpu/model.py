@@ -34,7 +34,7 @@ CONTROL = 3  # the token type of markers such as <|im_end|>, which the text neve
 
 
 def find_gguf(package: str) -> Path:
-    """The GGUF file that a package installed; the package itself is never imported."""
+    """Return the GGUF file that a package installed, without importing the package."""
     for file in importlib.metadata.files(package) or ():
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
@@ -66,7 +66,7 @@ def weights_of(tensor: gguf.ReaderTensor, heads: dict[str, int]) -> torch.Tensor
 
 
 def config_of(field: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says, from the file's metadata."""
+    """Return the contents of config.json, from the file's metadata."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -90,7 +90,7 @@ def config_of(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_of(field: dict[str, Any]) -> dict[str, Any]:
-    """What tokenizer.json says: byte-level pairs, each digit a token of its own."""
+    """Return the contents of tokenizer.json: byte-level BPE, one token per digit."""
     tokens = field["tokenizer.ggml.tokens"]
     kinds = field["tokenizer.ggml.token_type"]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -119,7 +119,7 @@ def tokenizer_of(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_model(source: Path, folder: Path) -> None:
-    """Writes the model folder; one that is complete already stays as it is."""
+    """Write the model folder, unless it is already complete."""
     done = folder / "config.json"
     if done.exists():
         return
@@ -145,7 +145,7 @@ def write_model(source: Path, folder: Path) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_of(field)))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
-    done.write_text(json.dumps(config_of(field), indent=2))  # last: its presence means complete
+    done.write_text(json.dumps(config_of(field), indent=2))  # last: marks completion
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shows real vLLM taking a prompt's KV cache from a tier of this package, also after a restart.
+"""Shows vLLM loading a prompt's KV cache from a tier of this package, also after a restart.
 
 One prompt of about 1,300 tokens, three times: cold; after the prefix cache was reset; and after
 the server was stopped and started again. Each time: how long the first token took, how many of the
@@ -24,18 +24,18 @@ PRIMARY_BYTES = 1 << 28
 MODEL = Path(sys.prefix) / "smollm2"  # where setup.sh has put it
 LOG = Path(sys.prefix) / "server.log"
 DEFAULT_TIER = {"HostTieringOffloadingSpec": "FsTier", "KVOffloadSpec": "fs"}
-REMOTE = ("mooncake", "object", "valkey")  # their blocks are on servers
+REMOTE = ("mooncake", "object", "valkey")  # these keep blocks on servers
 SHOWN = ("external_prefix_cache_", "prefix_cache_hits", "kv_offload_")
 
 
 def make_prompt() -> str:
-    """About 1,300 tokens; what comes next depends on all of them."""
+    """Return a prompt of about 1,300 tokens, all of which affect the answer."""
     lines = [f"Box {n} holds {7 * n % 50} apples and {11 * n % 60} nails." for n in range(1, 85)]
     return "\n".join([*lines, "", "Box 12 holds"])
 
 
 def tier_options(name: str, root_dir: Path, given: list[str]) -> dict[str, Any]:
-    """A tier as it stands in the JSON; classes are this package's, small names are built in."""
+    """Return a tier's JSON configuration; `name` is a class of this package or a built-in tier."""
     options: dict[str, Any] = {"type": name}
     if name.removesuffix("Tier").lower() not in REMOTE:
         options["root_dir"] = str(root_dir)
@@ -65,7 +65,7 @@ def show_counters(title: str, counters: Mapping[str, float]) -> None:
 
 
 def ask(server: Server, label: str) -> tuple[Answer, int]:
-    """Have the prompt continued; the answer, and how many tokens came from the tier."""
+    """Send the prompt; return the answer and the number of tokens from the tier."""
     name = "external_prefix_cache_hits"
     before = server.counters()[name]
     answer = server.complete(make_prompt())
@@ -75,7 +75,7 @@ def ask(server: Server, label: str) -> tuple[Answer, int]:
 
 
 def complaints(cold: Answer, warm: dict[str, tuple[Answer, int]]) -> list[str]:
-    """What was promised and did not come true."""
+    """Return the expectations that were not met."""
     cacheable = (cold.prompt_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
     found = []
     for label, (answer, hits) in warm.items():
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> list[str]:
     LOG.write_bytes(b"")
     print("\nstarting the server", flush=True)
     with Server(arguments.model, LOG, transfer) as server:
-        server.complete("Hello")  # too short to be offloaded; whatever is lazy happens here
+        server.complete("Hello")  # too short to be offloaded; triggers lazy initialisation
         print(f"\n{'':16}first token   prompt  from tier   tokens")
         cold, _ = ask(server, "cold")
         server.reset()
@@ -118,12 +118,12 @@ def run(arguments: argparse.Namespace, scratch: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--spec", choices=sorted(DEFAULT_TIER), default="HostTieringOffloadingSpec")
-    parser.add_argument("--tier", help="a class of this package, or a built-in of the spec's")
-    parser.add_argument("--option", action="append", default=[], help="KEY=JSON, for the tier")
-    parser.add_argument("--root-dir", type=Path, help="where the tier writes; kept")
+    parser.add_argument("--tier", help="a class of this package, or a built-in tier of the spec")
+    parser.add_argument("--option", action="append", default=[], help="KEY=JSON of the tier")
+    parser.add_argument("--root-dir", type=Path, help="the tier's directory; kept")
     parser.add_argument("--model", type=Path, default=MODEL, help="the model folder")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit runs what stops the server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit stops the server
     with tempfile.TemporaryDirectory(prefix="kvoffload-vllm-") as scratch:
         try:
             found = run(arguments, Path(scratch))

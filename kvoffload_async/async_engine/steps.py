@@ -239,7 +239,7 @@ class Stores:
         await self._ready(deadline_s)
         if self._has_all(keys):  # nothing is to be copied: no permit is waited for
             return self._prepare(request, keys)
-        async with self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
+        with await self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
             await self._ready(deadline_s)
             granted = self._prepare(request, keys)
             if granted is not None and granted.keys_to_store:

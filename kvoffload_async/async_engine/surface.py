@@ -225,7 +225,7 @@ class OffloadEngine(EngineLifecycle):
             return 0
         claimed, generation = request.slots, request.primary_generation
         deadline_s = self._loop.time() + timeout_s
-        async with self._transfers.permit(Direction.LOAD, deadline_s, request.ctx) as permit:
+        with await self._transfers.permit(Direction.LOAD, deadline_s, request.ctx) as permit:
             await self._ready(deadline_s)
             self._require_valid(request)
             if request.slots is not claimed:

@@ -1,18 +1,13 @@
 """Copies between device and host: a bounded number at once, each followed to its end.
 
-A limiter admits few of many callers at once; its queue is bounded, and nobody waits for ever.
+Callers wait for a permit, up to their deadline; the number of those that wait is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-)
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -27,6 +22,7 @@ from kvoffload_async.statistics import EngineStatistics, OffloadingStatistics
 from kvoffload_async.timeline import DEVICE, TransferDirection
 from kvoffload_async.transport.settling import failed, outcome_of
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, ReqContext, as_block_ids
+from kvoffload_async.waiting import Limiter, Permit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,71 +51,11 @@ class EngineBounds:
             raise ConfigError(f"waiting_calls: {self.waiting_calls} is not valid; at least 0")
 
 
-class Permit:
-    """Permission to run; given back by who holds it last."""
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release = release
-        self.is_kept = False
-
-    def keep(self) -> Callable[[], None]:
-        """Keep the permit beyond the limiter's context; return what gives it back."""
-        self.is_kept = True
-        return self._release
-
-
-class Limiter:
-    """A bounded number of permits, with a bounded queue for them."""
-
-    def __init__(self, name: str, permits: int, waiting: int) -> None:
-        self.name = name
-        self._permits = asyncio.Semaphore(permits)
-        self._room = waiting
-        self.waiting = 0
-        """Callers that wait, for a permit or, without one, for room."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the next caller has to wait."""
-        return self._permits.locked()
-
-    @asynccontextmanager
-    async def permit(self, deadline_s: float) -> AsyncIterator[Permit]:
-        """Hold a permit; BusyError if the queue is full, TimeoutError at the deadline."""
-        if not self._permits.locked():
-            await self._permits.acquire()  # at once
-        else:
-            with self.counted():
-                async with asyncio.timeout_at(deadline_s):
-                    await self._permits.acquire()
-        permit = Permit(self._permits.release)
-        try:
-            yield permit
-        finally:
-            if not permit.is_kept:
-                self._permits.release()
-
-    def open(self) -> None:
-        """Let everybody in who waits."""
-        for _ in range(self.waiting):
-            self._permits.release()
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a caller that waits, for a permit or without one; BusyError if too many do."""
-        if self.waiting >= self._room:
-            raise BusyError(f"too many {self.name} are waiting")
-        self.waiting += 1
-        try:
-            yield
-        finally:
-            self.waiting -= 1
-
-
 _WAYS: Final[dict[Direction, TransferDirection]] = {
     Direction.LOAD: "load",
     Direction.STORE: "store",
 }
+_CALLS: Final = {Direction.LOAD: "loads", Direction.STORE: "stores"}
 
 Ended = Callable[[BaseException | None], None]
 """Called once, with why the copy failed, if it has, when its bytes have stopped moving."""
@@ -150,23 +86,34 @@ class Transfers:
         self._durations = {Direction.LOAD: Histogram(), Direction.STORE: Histogram()}
         self._failed_copies = 0
         self._limiters = {
-            Direction.LOAD: Limiter("loads", bounds.concurrent_loads, bounds.waiting_calls),
-            Direction.STORE: Limiter("stores", bounds.concurrent_stores, bounds.waiting_calls),
+            Direction.LOAD: Limiter(bounds.concurrent_loads),
+            Direction.STORE: Limiter(bounds.concurrent_stores),
         }
+        self._most_waiting = bounds.waiting_calls
+        self._num_waiting = dict.fromkeys(self._limiters, 0)
 
-    def permit(
-        self, direction: Direction, deadline_s: float, ctx: ReqContext
-    ) -> AbstractAsyncContextManager[Permit]:
-        """Wait for a permit; see `Limiter.permit`."""
+    async def permit(self, direction: Direction, deadline_s: float, ctx: ReqContext) -> Permit:
+        """Wait for a permit; BusyError if too many calls wait, TimeoutError at the deadline."""
         limiter = self._limiters[direction]
-        if self._recorder is not None and limiter.is_busy:
+        if not limiter.is_busy:
+            return await limiter.acquire()
+        if self._recorder is not None:
             self._recorder.advance(self._clock())
-            self._recorder.note(ctx, "waits", reason=f"other {limiter.name} to end")
-        return limiter.permit(deadline_s)
+            self._recorder.note(ctx, "waits", reason=f"other {_CALLS[direction]} to end")
+        with self.waiting(direction):
+            async with asyncio.timeout_at(deadline_s):
+                return await limiter.acquire()
 
-    def waiting(self, direction: Direction) -> AbstractContextManager[None]:
-        """Count a call that waits for something else than a permit; see `Limiter.counted`."""
-        return self._limiters[direction].counted()
+    @contextmanager
+    def waiting(self, direction: Direction) -> Iterator[None]:
+        """Count a call that waits, for a permit or without one; BusyError if too many wait."""
+        if self._num_waiting[direction] >= self._most_waiting:
+            raise BusyError(f"too many {_CALLS[direction]} are waiting")
+        self._num_waiting[direction] += 1
+        try:
+            yield
+        finally:
+            self._num_waiting[direction] -= 1
 
     async def run(
         self,
@@ -233,8 +180,8 @@ class Transfers:
             tiers=manager.tiers,
             planner=manager.planner,
             copies=len(self._running),
-            waiting_loads=self._limiters[Direction.LOAD].waiting,
-            waiting_stores=self._limiters[Direction.STORE].waiting,
+            waiting_loads=self._num_waiting[Direction.LOAD],
+            waiting_stores=self._num_waiting[Direction.STORE],
             runtime=manager.runtime,
             missed_events=missed_events,
             failed_copies=self._failed_copies,
@@ -270,7 +217,7 @@ class Transfers:
         return record_end
 
     def stop(self) -> None:
-        """Let everybody who waits for a permit look: the engine is being closed."""
+        """Give every call that waits a permit, so that it finds that the engine is being closed."""
         for limiter in self._limiters.values():
             limiter.open()
 

@@ -15,19 +15,20 @@ import struct
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from inspect import Parameter
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
-from kvoffload_async.config import OffloadConfig, nearest, parse_size_bytes, reject_unknown
+from kvoffload_async.config import (
+    REQUIRED,
+    OffloadConfig,
+    nearest,
+    parse_size_bytes,
+    reject_unknown,
+)
 from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_factory import (
-    SecondaryTierFactory,
-    accepted_options,
-    constructor_parameters,
-)
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 from kvoffload_async.registry import load_class
 from kvoffload_async.types import (
     BlockIds,
@@ -262,7 +263,9 @@ _CAPACITY: Final = "capacity_bytes"
 _TIER_SPARE_BYTES: Final = 16 << 20
 """Space besides the blocks: indexes, journals, and a tier's minimum size."""
 _MODEL: Final = "bench"
-_SPEC: Final = SimpleNamespace(config=OffloadConfig(model=_MODEL))
+_SPEC: Final = SimpleNamespace(
+    config=OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model=_MODEL)
+)
 """Replaces a spec: names the model of the benchmark's blocks."""
 
 
@@ -308,11 +311,9 @@ class OwnTier:
         self.name: str = config["type"]
         self.options: Mapping[str, Any] = {k: v for k, v in config.items() if k != "type"}
         cls = _class_of(config)
-        accepted = accepted_options(cls)
+        accepted = options_of(cls)
         self._sizes_itself = (
-            _CAPACITY in accepted
-            and _CAPACITY not in config
-            and constructor_parameters(cls)[_CAPACITY].default is Parameter.empty
+            _CAPACITY in accepted and _CAPACITY not in config and accepted[_CAPACITY] is REQUIRED
         )
         self.place = None
         if _DIRECTORY in accepted:
@@ -365,7 +366,7 @@ class OwnTier:
 
 
 def _geometry(block_bytes: int) -> OffloadConfig:
-    return OffloadConfig(model=_MODEL, block_bytes=block_bytes)
+    return OffloadConfig(cpu_bytes_to_use=0, block_bytes=block_bytes, model=_MODEL)
 
 
 def _class_of(config: Mapping[str, Any]) -> type:

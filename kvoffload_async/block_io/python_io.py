@@ -1,4 +1,4 @@
-"""The Python implementation: vectored calls on an `IoRunner`'s threads, hashing between them."""
+"""The Python implementation: vectored calls and hashing on an `IoRunner`'s threads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,21 +24,20 @@ from kvoffload_async.block_io.contract import (
     Moved,
     Run,
 )
-from kvoffload_async.block_io.transfer_queue import Part, TransferQueue
-from kvoffload_async.errors import TierError, TierUnavailableError
+from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.types import OffloadKey
 
 _ALIGNMENT_BYTES: Final = 4096
-"""What O_DIRECT asks of memory, at most."""
+"""Maximum memory alignment that O_DIRECT requires."""
 
 
 class Rows:
-    """The primary's buffer, row by row. Thread: any, until `release`.
+    """The primary's buffer by row. Thread: any, until `release`.
 
     Attributes:
         row_bytes: Bytes of a row.
         slot_bytes: Bytes of a slot.
-        is_aligned: Whether rows may be given to O_DIRECT as they are.
+        is_aligned: Whether rows can be passed to O_DIRECT calls directly.
     """
 
     def __init__(self, kv_view: memoryview, slot_bytes: int) -> None:
@@ -48,18 +48,18 @@ class Rows:
         self.is_aligned = not self._pad and _address_of(self._flat) % _ALIGNMENT_BYTES == 0
 
     def each(self, numbers: Sequence[int]) -> list[memoryview]:
-        """Return rows one by one."""
+        """Return a view of each row."""
         flat, size = self._flat, self.row_bytes
         return [flat[number * size : (number + 1) * size] for number in numbers]
 
     def padded(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Return what as many slots are written from, or read into."""
+        """Return the buffers for the rows' slots, with padding."""
         if not self._pad:
             return rows
         return [buffer for row in rows for buffer in (row, self._pad)]
 
     def release(self) -> None:
-        """Let go of the primary's memory."""
+        """Release the primary's memory."""
         self._flat.release()
 
 
@@ -70,14 +70,20 @@ def _address_of(view: memoryview) -> int:
 _IOV_MAX: Final = 1024
 
 _SHARES: Final = 4
-"""How many parts an idle thread gets of a batch, about."""
+"""Approximate number of parts per idle thread when a batch is divided."""
 
 _LEAST_SHARE: Final = 4
-"""Which share of a whole part these are at least."""
+"""Minimum size of such a part, as a fraction of a full one."""
+
+_CALL_BYTES: Final = 16 << 20
+"""Bytes that a thread copies before it takes the next call, possibly of the other direction."""
 
 
 class PythonBlockIo(BlockIo):
-    """Moves blocks by the calls of a `FileOps`, on Python threads."""
+    """Copies blocks with a `FileOps`, on the threads of an `IoRunner`.
+
+    Idle threads share a batch: each takes one part after the other.
+    """
 
     name: ClassVar[str] = "python"
 
@@ -92,17 +98,14 @@ class PythonBlockIo(BlockIo):
         threads: int,
         piece_bytes: int,
     ) -> None:
-        """Make the queues, on the loop that awaits them; see `create_block_io`."""
+        """Map the rows; see `create_block_io`."""
+        self._io = io
         self._rows = Rows(kv_view, slot_bytes)
         self._digests = digests
         self._mover = _Mover(calls, self._rows)
+        self._threads = threads
         self._part_slots = max(1, piece_bytes // slot_bytes)
-        loads, stores = (
-            TransferQueue(direction, io, threads, piece_bytes)
-            for direction in (Direction.LOAD, Direction.STORE)
-        )
-        loads.other_direction, stores.other_direction = stores, loads
-        self._queues = {Direction.LOAD: loads, Direction.STORE: stores}
+        self._num_under_way = 0
 
     async def extents(
         self,
@@ -113,97 +116,121 @@ class PythonBlockIo(BlockIo):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        batch = _Batch(self._mover, self._part_slots, rows, runs, is_direct=is_direct)
-        batch.is_store = direction is Direction.STORE
+        batch = _Batch(self._mover, rows, is_store=direction is Direction.STORE)
+        batch.is_direct = is_direct
         if keys is not None:
             batch.want_digests(self._digests, keys)
-        await self._queues[direction].move(batch)
-        return Moved(batch.errors, batch.digests())
+        batch.divide(runs, self._part_slots, 0 if self._num_under_way else self._threads)
+        self._num_under_way += 1
+        try:
+            while batch.parts:
+                helpers = min(self._threads, len(batch.parts)) - 1
+                await self._io.run(direction, batch.move, helpers=helpers, withdraw=batch.withdraw)
+        finally:
+            self._num_under_way -= 1
+        return Moved(batch.errors, b"".join(batch.digests))
 
     @property
     def is_aligned(self) -> bool:
-        """Whether rows may be moved past the page cache as they are."""
+        """Whether rows can bypass the page cache without a bounce buffer."""
         return self._rows.is_aligned
 
     async def close(self) -> None:
-        for queue in self._queues.values():
-            await queue.close()
         self.release()
 
     def release(self) -> None:
-        """Let go of the buffer; nothing may be under way."""
+        """Release the buffer; no batch may be running."""
         self._mover.close()
         self._rows.release()
 
 
-class _Batch:
-    """Extents on their way; see `transfer_queue.Batch`."""
+class _Part(NamedTuple):
+    """A part of a batch: index of its first block, its runs, and its bytes."""
 
-    def __init__(
-        self,
-        mover: _Mover,
-        part_slots: int,
-        rows: Sequence[int],
-        runs: Sequence[Run],
-        *,
-        is_direct: bool,
-    ) -> None:
-        self.is_store = False
-        self.error: BaseException | None = None
+    start: int
+    runs: Sequence[Run]
+    num_bytes: int
+
+
+class _Batch:
+    """Blocks being copied.
+
+    Attributes:
+        parts: Parts that no thread has begun.
+        errors: See `Moved`.
+        digests: The checksums; empty if not requested.
+    """
+
+    def __init__(self, mover: _Mover, rows: Sequence[int], *, is_store: bool) -> None:
+        self.parts: deque[_Part] = deque()
         self.errors: dict[int, int] = {}
+        self.digests: list[bytes] = []
+        self.is_direct = False
         self._mover = mover
-        self._part_slots = part_slots
         self._numbers = rows
-        self._runs = runs
-        self._is_direct = is_direct
+        self._is_store = is_store
         self._digester: BlockDigests | None = None
         self._keys: Sequence[OffloadKey] = ()
-        self._digests: list[bytes] = []
+        self._num_moving = 0
+        self._mutex = threading.Lock()
+        """Guards the taking of parts; held only briefly."""
 
     def want_digests(self, digester: BlockDigests, keys: Sequence[OffloadKey]) -> None:
-        """Compute checksums of what is moved."""
+        """Compute checksums of the blocks."""
         self._digester, self._keys = digester, keys
-        self._digests = [bytes(DIGEST_BYTES)] * len(keys)
+        self.digests = [bytes(DIGEST_BYTES)] * len(keys)
 
-    def digests(self) -> bytes:
-        """Return the checksums."""
-        return b"".join(self._digests)
-
-    def parts(self, idle_threads: int) -> Sequence[Part]:
-        size = whole = self._part_slots
+    def divide(self, runs: Sequence[Run], part_slots: int, idle_threads: int) -> None:
+        """Divide the batch into parts; smaller ones if threads are idle."""
+        size = part_slots
         if idle_threads:
             share = -(-len(self._numbers) // (_SHARES * idle_threads))
-            size = max(1, whole // _LEAST_SHARE, min(whole, share))
+            size = max(1, part_slots // _LEAST_SHARE, min(part_slots, share))
         slot_bytes = self._mover.rows.slot_bytes
-        return [
-            Part(start, runs, runs[0].fd if self.is_store else None, count * slot_bytes)
-            for start, count, runs in _parts(self._runs, size, slot_bytes)
-        ]
+        self.parts.extend(
+            _Part(start, part, count * slot_bytes)
+            for start, count, part in _parts(runs, size, slot_bytes)
+        )
 
-    def move(self, part: Part) -> None:
-        if self.error is not None:
-            return
-        try:
-            start = part.start
-            for run in part.runs:
-                self._move(start, run)
-                start += run.length
-        except BaseException as error:  # noqa: BLE001 - a defect fails its batch, and no other
-            self.fail(error)
+    def move(self) -> None:
+        """Copy parts, up to `_CALL_BYTES`; may run in several threads. Thread: an I/O thread."""
+        left_bytes = _CALL_BYTES
+        while left_bytes > 0 and (part := self._begin_part()) is not None:
+            try:
+                start = part.start
+                for run in part.runs:
+                    self._move(start, run)
+                    start += run.length
+            except BaseException as error:
+                self.withdraw()
+                raise TierUnavailableError(f"copying blocks raised {error!r}") from error
+            finally:
+                with self._mutex:
+                    self._num_moving -= 1
+            left_bytes -= part.num_bytes
 
-    def fail(self, error: BaseException) -> None:
-        if self.error is None:
-            self.error = error if isinstance(error, TierError) else _as_defect(error)
+    def withdraw(self) -> bool:
+        """Begin no further part; return whether none is being copied. Thread: any."""
+        with self._mutex:
+            self.parts.clear()
+            return not self._num_moving
+
+    def _begin_part(self) -> _Part | None:
+        with self._mutex:
+            if not self.parts:
+                return None
+            self._num_moving += 1
+            return self.parts.popleft()
 
     def _move(self, start: int, run: Run) -> None:
         stop, whole = start + run.length, run.length
         rows = self._mover.rows.each(self._numbers[start:stop])
         try:
-            if self.is_store:
-                self._hash(start, rows)  # first: then the bytes are written from the cache
-                self._mover.write(run, rows, is_direct=self._is_direct)
+            if self._is_store:
+                self._hash(start, rows)  # first, so that the write finds the bytes in the CPU cache
+                self._mover.write(run, rows, is_direct=self.is_direct)
                 return
-            whole = self._mover.read(run, rows, is_direct=self._is_direct)
+            whole = self._mover.read(run, rows, is_direct=self.is_direct)
         except OSError as error:
             code = errno.EIO if error.errno is None else error.errno
             self.errors.update(dict.fromkeys(range(start, stop), code))
@@ -214,13 +241,13 @@ class _Batch:
     def _hash(self, start: int, rows: Sequence[memoryview]) -> None:
         if self._digester is not None:
             part = slice(start, start + len(rows))
-            self._digests[part] = self._digester.digests(self._keys[part], rows)
+            self.digests[part] = self._digester.digests(self._keys[part], rows)
 
 
 def _parts(
     runs: Sequence[Run], size: int, slot_bytes: int
 ) -> Iterator[tuple[int, int, Sequence[Run]]]:
-    """Yield parts of so many slots, of one file each: index of the first, how many, their runs."""
+    """Yield parts of at most `size` slots in one file: index of the first, count, runs."""
     start = count = 0
     part: list[Run] = []
     for fd, first, length in runs:
@@ -239,10 +266,10 @@ def _parts(
 
 
 class _Mover:
-    """Moves one run with as few calls as it takes. Thread: an I/O thread.
+    """Copies one run with as few calls as possible. Thread: an I/O thread.
 
     Attributes:
-        rows: The buffer's.
+        rows: The buffer's rows.
     """
 
     def __init__(self, calls: FileCalls, rows: Rows) -> None:
@@ -251,12 +278,16 @@ class _Mover:
         self._bounce: deque[mmap.mmap] = deque()
 
     def close(self) -> None:
-        """Unmap what was borrowed."""
+        """Unmap the bounce buffers."""
         while self._bounce:
             self._bounce.pop().close()
 
     def write(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> None:
-        """Write rows; raises OSError."""
+        """Write rows.
+
+        Raises:
+            OSError: They could not be written.
+        """
         if not is_direct or self.rows.is_aligned:
             self._transfer(run, self.rows.padded(rows), is_write=True)
             return
@@ -269,10 +300,10 @@ class _Mover:
                 self._transfer(run, [staged], is_write=True)
 
     def read(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> int:
-        """Read into rows; return how many blocks are whole.
+        """Read into rows; return the number of complete blocks.
 
         Raises:
-            OSError: Some could not be read; no row may be believed.
+            OSError: A read failed; no row is valid.
         """
         if not is_direct or self.rows.is_aligned:
             return self._whole(rows, self._transfer(run, self.rows.padded(rows), is_write=False))
@@ -286,13 +317,13 @@ class _Mover:
             return count
 
     def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
-        """Return how many slots lie within the first bytes of a transfer; the last needs no pad."""
+        """Return the number of slots within a transfer's bytes; the last one needs no padding."""
         slot_bytes, row_bytes = self.rows.slot_bytes, self.rows.row_bytes
         return min(len(rows), (done_bytes + slot_bytes - row_bytes) // slot_bytes)
 
     @contextlib.contextmanager
     def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
-        """Lend page-aligned memory; parts are of about one size, so it is used again."""
+        """Borrow page-aligned memory; it is reused, because parts have similar sizes."""
         try:
             memory = self._bounce.pop()
         except IndexError:
@@ -306,7 +337,7 @@ class _Mover:
             self._bounce.append(memory)
 
     def _transfer(self, run: Run, buffers: Sequence[memoryview], *, is_write: bool) -> int:
-        """Move all bytes; return how many, which are fewer only at the end of a file read."""
+        """Transfer all bytes; return their number, which is smaller only at the end of a file."""
         move = self._calls.pwritev if is_write else self._calls.preadv
         done = 0
         for start in range(0, len(buffers), _IOV_MAX):
@@ -331,16 +362,10 @@ def _array(memory: mmap.mmap, offset: int, size_bytes: int) -> npt.NDArray[np.ui
 
 
 def _behind(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
-    """Return what is left of buffers behind their first bytes."""
+    """Return the remaining buffers after the first `done_bytes`."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if done_bytes < len(buffer):
             rest.append(buffer[done_bytes:])
         done_bytes = max(0, done_bytes - len(buffer))
     return rest
-
-
-def _as_defect(error: BaseException) -> TierUnavailableError:
-    failure = TierUnavailableError(f"moving blocks raised {error!r}")
-    failure.__cause__ = error
-    return failure

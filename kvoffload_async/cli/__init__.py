@@ -1,8 +1,5 @@
-"""The `kvoffload` command: parses, shows progress, prints.
+"""The `kvoffload` command: argument parsing, progress display and printed output.
 
-No knowledge of formats on disk, and nothing that a program could want to call.
+The package knows no on-disk format. The libraries behind the commands are `replay`, `bench` and
+`facade.maintenance`.
 """
-
-from kvoffload_async.cli.app import main
-
-__all__ = ["main"]

@@ -1,4 +1,4 @@
-"""The commands; `ending` says what their exit status means."""
+"""The commands of `kvoffload`; the exit statuses are defined in `ending`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from kvoffload_async.cli.ending import (
     complain,
     errors_as_one_line,
 )
-from kvoffload_async.cli.fleet import publish_fleet, replay_on_fleet
 from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import (
     STDOUT,
@@ -33,7 +32,15 @@ from kvoffload_async.cli.output import (
     check_writable,
     write_figures,
 )
-from kvoffload_async.cli.replay_report import PLOT, bar_per_pass, print_table, publish_pictures
+from kvoffload_async.cli.replay_report import (
+    PLOT,
+    TimelineOutput,
+    bar_per_pass,
+    print_table,
+    publish_fleet,
+    publish_pictures,
+    replay_on_fleet,
+)
 from kvoffload_async.cli.settings import (
     BUILT_IN_PASSES,
     CONFIG_VARIABLE,
@@ -44,18 +51,18 @@ from kvoffload_async.cli.settings import (
     resolve,
 )
 from kvoffload_async.cli.store import store_app
-from kvoffload_async.cli.timelines import TimelineOutput
 from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.fleet import FleetOptions, FleetReport
 from kvoffload_async.replay.fleet.plan import RANDOM, SPREADS
+from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport
 from kvoffload_async.replay.run import DEVICES, ENGINES, PassReports, ReplayOptions, replay_passes
 from kvoffload_async.replay.source import ChatWorkload, TraceFile
 
 app = typer.Typer(
     cls=OneLineGroup,
-    help="A multi-tier KV-cache offload engine: replays traces, looks after what tiers leave.",
+    help="A multi-tier KV-cache offload engine for LLM serving: replay traces, benchmark tiers, "
+    "monitor engines, maintain stores.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -71,7 +78,7 @@ def main() -> None:
 
 
 def _print_version(wanted: bool) -> None:
-    """Print versions, and end."""
+    """Print the versions and exit, if `wanted`."""
     if wanted:
         with errors_as_one_line():
             moves = implementation()
@@ -89,11 +96,11 @@ def common(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Print versions, and what moves blocks: native code or Python, and why.",
+            help="Print versions, and whether native code or Python moves blocks.",
         ),
     ] = False,
 ) -> None:
-    """Take what is not of one command."""
+    """Handle the options that precede a command."""
 
 
 @app.command()
@@ -101,8 +108,8 @@ def replay(
     trace: Annotated[
         Path | None,
         typer.Argument(
-            help="JSON lines with hash_ids, - for standard input; without it, a built-in chat "
-            "workload."
+            help="Trace file of JSON lines with hash_ids; - reads standard input. Default: a "
+            "built-in chat workload."
         ),
     ] = None,
     *,
@@ -111,19 +118,25 @@ def replay(
         typer.Option(min=1, metavar="N", help="Capacity of the primary tier, in blocks."),
     ] = None,
     primary_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help='The same, in bytes, such as "1GiB".')
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help='Alternative to --primary-blocks: capacity in bytes, such as "1GiB".',
+        ),
     ] = None,
     block_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes of one block; by default 16KiB.")
+        str | None, typer.Option(metavar="SIZE", help="Size of one block. Default: 16KiB.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="lru|arc", help="Eviction policy; by default lru.")
+        str | None,
+        typer.Option(metavar="lru|arc", help="Eviction policy of the primary tier. Default: lru."),
     ] = None,
     tier: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TYPE[:key=value,...]",
-            help="A secondary tier; repeat it for more, in the order of lookup. See `tiers`.",
+            help="A secondary tier. Repeat the option for more tiers, in lookup order. "
+            "`kvoffload tiers` lists types and keys.",
         ),
     ] = None,
     config: Annotated[
@@ -131,7 +144,8 @@ def replay(
         typer.Option(
             metavar="FILE",
             envvar=CONFIG_VARIABLE,
-            help="JSON or YAML of engine settings, - for standard input; flags override it.",
+            help="Engine configuration, JSON or YAML; - reads standard input. Options of the "
+            "command line override it.",
         ),
     ] = None,
     limit: Annotated[
@@ -142,52 +156,54 @@ def replay(
         typer.Option(
             min=1,
             metavar="N",
-            help="Replay N times, each time on a new engine over the same tiers; by default 1, "
-            "and 2 for the built-in workload over its own tier.",
+            help="Replay the trace N times, each time with a new engine over the same tiers. "
+            "Default: 1; 2 for the built-in workload with its built-in tier.",
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, metavar="K", help="Requests in flight at once.")
+        int, typer.Option(min=1, metavar="K", help="Number of concurrent requests.")
     ] = 1,
     engine: Annotated[
         str,
         typer.Option(
             metavar="sync|async",
-            help="sync: a scheduler's adapter, step by step; async: OffloadEngine, on a loop.",
+            help="API to drive: sync, the connector for schedulers, step by step; or async, "
+            "OffloadEngine on an event loop.",
         ),
     ] = "sync",
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda", help="Where the simulated device memory lies.")
+        str, typer.Option(metavar="cpu|cuda", help="Location of the simulated device memory.")
     ] = "cpu",
     device_blocks: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Blocks that the device has room for, which it also keeps between requests; by "
-            "default enough for the requests in flight, and it keeps nothing.",
+            help="Give the device N blocks and a prefix cache. Default: enough blocks for the "
+            "concurrent requests, and no prefix cache.",
         ),
     ] = None,
     layers: Annotated[
-        int, typer.Option(min=1, metavar="L", help="Tensors of the device memory.")
+        int, typer.Option(min=1, metavar="L", help="Number of tensors in device memory.")
     ] = 2,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not compare the loaded bytes.")
+        bool, typer.Option("--no-verify", help="Do not compare loaded blocks with stored ones.")
     ] = False,
     fleet: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="N processes, each with a primary and a slab of its own, share the other tiers: "
-            "three passes, alone, in lockstep, and free-running.",
+            help="Replay on N processes. Each has its own primary and slab tier; all other tiers "
+            "are shared. Three passes: nothing shared, shared in lockstep, shared free-running.",
         ),
     ] = None,
     spread: Annotated[
         str,
         typer.Option(
             metavar="random|affinity",
-            help="Which process of a fleet gets a request: any, or the one that knows its prefix.",
+            help="Routing within a fleet: random, or affinity, to the process that has seen at "
+            "least half of the prompt.",
         ),
     ] = RANDOM,
     fleet_kill: Annotated[
@@ -195,48 +211,51 @@ def replay(
         typer.Option(
             min=1,
             metavar="K",
-            help="Kill the process that gets the K-th request while it works, and replace it.",
+            help="Kill the process that handles the K-th request, and start a replacement.",
         ),
     ] = None,
     json: Annotated[
         str | None,
-        typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
+        typer.Option(metavar="PATH|-", help="Write the figures as JSON; - is standard output."),
     ] = None,
     explain: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="N",
-            help="Print what request N went through, in each pass; the first one is 0.",
+            help="Print the timeline of request N in each pass; the first request is 0.",
         ),
     ] = None,
     trace_out: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Write what every request went through, as trace events that Perfetto opens.",
+            help="Write the timelines of all requests as trace events for Perfetto.",
         ),
     ] = None,
     status_socket: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Serve the engine's status there, for `kvoffload top`."),
+        typer.Option(
+            metavar="PATH", help="Serve the engine's status on this socket, for `kvoffload top`."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="PNG", help="Draw how it went; needs kvoffload-async[plot]."),
+        typer.Option(metavar="PNG", help="Plot the replay over time; needs kvoffload-async[plot]."),
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
             metavar="HTML",
-            help="Write figures and pictures as one page; needs kvoffload-async[plot].",
+            help="Write a page with figures and plots; needs kvoffload-async[plot].",
         ),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Replay a serving trace through the whole engine, with real bytes.
+    """Replay a serving trace through the whole engine.
 
-    Without a trace and a tier: a built-in workload over files in a temporary directory, twice.
+    The replay moves real data, and compares every loaded block with the stored one. Without a
+    trace and a tier, it replays a built-in workload twice over files in a temporary directory.
     """
     flags = Flags(
         primary_blocks=primary_blocks,
@@ -264,9 +283,9 @@ def replay(
         spec = timelines.recording(resolve(flags, scratch), concurrency)
         num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if str(trace) == STDIN == str(config):
-            raise InputError("- is both TRACE and --config; standard input can be read once")
+            raise InputError("TRACE and --config are both -; standard input can be read only once")
         if trace and num_passes > 1 and not trace.is_file():
-            raise InputError(f"--passes {num_passes}: {trace} is no file that can be read again")
+            raise InputError(f"--passes {num_passes}: {trace} cannot be read more than once")
         _check_choice("--spread", spread, SPREADS)
         options = ReplayOptions(
             concurrency=concurrency,
@@ -318,11 +337,15 @@ def check_config(
     file: Annotated[
         Path,
         typer.Argument(
-            envvar=CONFIG_VARIABLE, help="JSON or YAML of settings; - for standard input."
+            envvar=CONFIG_VARIABLE,
+            help="Engine configuration, JSON or YAML; - reads standard input.",
         ),
     ],
 ) -> None:
-    """Check a configuration, and show what follows from it; nothing is started."""
+    """Validate a configuration and print derived settings.
+
+    The command does not start an engine and creates no files.
+    """
     with errors_as_one_line():
         spec = TieringOffloadingSpec(read_config(file))
         Console().print(geometry_table(spec))
@@ -330,7 +353,7 @@ def check_config(
 
 @app.command()
 def tiers() -> None:
-    """List the registered tiers and the options that they take."""
+    """List the registered tier types and their options."""
     console = Console()
     for entry in tier_entries():
         console.print(Text.assemble((entry.name, "bold"), f": {entry.summary}"))
@@ -342,7 +365,7 @@ def tiers() -> None:
 
 def _check_choice(option: str, value: str, allowed: Collection[str]) -> None:
     if value not in allowed:
-        raise InputError(f"{option} {value}: it must be {' or '.join(allowed)}")
+        raise InputError(f"{option} {value}: expected {' or '.join(allowed)}")
 
 
 def _publish(reports: PassReports, json: str | None) -> None:

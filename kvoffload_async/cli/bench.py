@@ -1,4 +1,4 @@
-"""`kvoffload bench`: from the command line to the figures, and their tables."""
+"""`kvoffload bench`: parses the options, runs the benchmark and prints its tables."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ _COLUMNS: Final = (
 )
 _ALL: Final = tuple(range(len(_COLUMNS)))
 _NARROW: Final = (0, 2, 3, 4, 6, 8)
-"""What a terminal of 80 columns has room for; `--json` has the rest."""
+"""The columns that fit into a terminal of 80 characters; `--json` writes all."""
 
 Figures = Mapping[str, Figure]
 
 
 def print_tables(report: Report, console: Console) -> None:
-    """Print everything, wide enough where that is no terminal."""
+    """Print all tables; at full width if the output is not a terminal."""
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     columns = _ALL if console.width >= _FILE_WIDTH else _NARROW
@@ -114,7 +114,9 @@ def _cells(figures: Figures) -> list[str]:
 
 
 def _rest_table(report: Report) -> Table:
-    table = _table("Single calls, in us", "submit a large store", "a load", "idle poll", "lookup")
+    table = _table(
+        "Single calls, in us", "submit large store", "submit large load", "idle poll", "lookup"
+    )
     for size in report.sizes:
         rows = _Rows(table, size)
         for name, standing in size.contenders.items():
@@ -131,7 +133,7 @@ def _rest_table(report: Report) -> Table:
 
 def _against_table(report: Report) -> Table:
     table = _table(
-        "Times a peer's speed, its owner's time a key, its CPU time a GiB",
+        "Relative to a peer: throughput, owner's time per key, CPU time per GiB",
         *_TITLES.values(),
         *("owner, store", "owner, load"),
         *("CPU, store", "CPU, load"),
@@ -155,21 +157,21 @@ def _against_table(report: Report) -> Table:
 def _remarks(report: Report) -> Iterator[str]:
     settings = report.settings
     yield (
-        f"Medians of {settings['rounds']} rounds, everybody in turn in each, on "
+        f"Medians of {settings['rounds']} rounds; each round measures all contenders in turn on "
         f"{'full' if settings['steady'] else 'empty'} stores"
-        f"{' that are kept from round to round' if settings['keep'] else ''}; "
-        f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks under way. ms: of a "
-        "job, until its result is seen. us: of the owner's thread, in all calls. x base: as a "
-        f"multiple of {_baseline_text(report)}, and x plain: of plain writes or reads, by "
-        f"{settings['threads']} threads; for the owner's time, of the time that these take. "
-        "switches: voluntary ones a job, of Python threads but the owner's, as when they wait for "
-        "the interpreter's lock. Every loaded block was compared with what was stored, after the "
-        "clock had stopped."
+        f"{' that are kept between rounds' if settings['keep'] else ''}, with "
+        f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks in flight. ms: latency "
+        "of a job until its result is seen. us: time of the owner's thread, in all calls. x base: "
+        f"ratio to {_baseline_text(report)}; x plain: ratio to plain writes or reads; both with "
+        f"{settings['threads']} threads. The owner's x base is the ratio to the time that the "
+        "baseline takes. switches: voluntary context switches per job of all Python threads but "
+        "the owner's, for instance while they wait for the GIL. Every loaded block was compared "
+        "with the stored one after the clock had stopped."
     )
     machine = report.machine
     yield (
         f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
-        f"load {machine['load_average']:.1f}; blocks are moved by: {machine['block_io']}"
+        f"load {machine['load_average']:.1f}; block I/O: {machine['block_io']}"
     )
     for name, facts in report.contenders.items():
         options = "".join(f", {key}={value}" for key, value in facts["options"].items())
@@ -177,7 +179,7 @@ def _remarks(report: Report) -> Iterator[str]:
 
 
 class _Rows:
-    """Adds the rows of one block size, which is named in the first of them."""
+    """Adds the rows of one block size; the first row is labelled with the size."""
 
     def __init__(self, table: Table, size: SizeReport) -> None:
         table.add_section()
@@ -222,7 +224,7 @@ def _short(value: float) -> str:
 
 
 DEFAULT_TIERS: Final = ("slab", "fs")
-"""What is measured if nobody asks for anything."""
+"""The tiers that are measured if neither --tier nor --peer is given."""
 
 _PLOT: Final = "kvoffload_async.bench.plot"
 
@@ -233,93 +235,91 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="TYPE[:key=value,...]",
-            help="A tier to measure, as in a replay; repeat it for more. Without root_dir it lies "
-            "in a temporary directory.",
+            help="A tier to measure. Repeat the option for more tiers. Default root_dir: a "
+            "temporary directory.",
         ),
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME[:key=value,...]",
-            help=f"Another engine's tier to measure beside them: {', '.join(PEERS)}.",
+            help=f"A tier of another engine to compare with: {', '.join(PEERS)}.",
         ),
     ] = None,
     block_bytes: Annotated[
-        str, typer.Option(metavar="SIZE,...", help="Block sizes, one after the other.")
+        str, typer.Option(metavar="SIZE,...", help="Block sizes to measure.")
     ] = "64KiB,256KiB,1MiB,4MiB",
     total_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="What is stored and loaded in one pass, at most.")
+        str, typer.Option(metavar="SIZE", help="Maximum data stored and loaded in one pass.")
     ] = "128MiB",
     keys_per_job: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Blocks of each of the many jobs.")
+        int, typer.Option(min=1, metavar="N", help="Blocks per job, in passes with many jobs.")
     ] = 16,
     one_job: Annotated[
         int,
         typer.Option(
             min=0,
             metavar="N",
-            help="Blocks of a single large job, measured as well; no more than --total-bytes has. "
-            "0: none.",
+            help="Blocks of a single large job, which is measured separately; limited by "
+            "--total-bytes. 0: none.",
         ),
     ] = 256,
     in_flight: Annotated[
-        int, typer.Option(min=1, max=1024, metavar="N", help="Jobs under way at once.")
+        int, typer.Option(min=1, max=1024, metavar="N", help="Concurrent jobs.")
     ] = 16,
-    rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How often all of it is measured.")
-    ] = 5,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds of measurement.")] = 5,
     threads: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=64,
             metavar="N",
-            help="Threads of the baseline; by default as many as a tier's.",
+            help="Threads of the baseline. Default: as many as a tier uses.",
         ),
     ] = None,
     direct_baseline: Annotated[
         bool,
-        typer.Option("--direct-baseline", help="The baseline bypasses the page cache (O_DIRECT)."),
+        typer.Option("--direct-baseline", help="Bypass the page cache (O_DIRECT) in the baseline."),
     ] = False,
     steady: Annotated[
         bool,
         typer.Option(
             "--steady",
-            help="Fill what has a capacity before it is measured, so that it writes over what it "
-            "has, as it will most of its life; the baseline does too.",
+            help="Fill bounded tiers before measuring, so that writes replace old blocks, as in "
+            "long-running deployments. The baseline overwrites its file too.",
         ),
     ] = False,
     keep: Annotated[
         bool,
         typer.Option(
             "--keep",
-            help="Give everybody one store for all rounds of a block size, in place of a new one "
-            "each: what is never removed takes new memory every time, as where a server only adds.",
+            help="Reuse one store per block size instead of a new one each round. An unbounded "
+            "store then grows every round, as on a server that only adds blocks.",
         ),
     ] = False,
     warm_up: Annotated[
         bool,
         typer.Option(
-            help="Touch memory for the page cache before a store is opened: a virtual machine may "
-            "have given it back, and is ten times slower at first.",
+            help="Touch free memory before opening a store: a virtual machine may have returned "
+            "it to the host, which makes the first writes up to ten times slower.",
         ),
     ] = True,
     json: Annotated[
         str | None,
-        typer.Option(metavar="PATH|-", help="Write the figures as JSON; - for standard output."),
+        typer.Option(metavar="PATH|-", help="Write the figures as JSON; - is standard output."),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="PNG", help="Draw the figures; needs kvoffload-async[plot]."),
+        typer.Option(metavar="PNG", help="Plot the figures; needs kvoffload-async[plot]."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure tiers on this machine, each beside what the machine can do.
+    """Benchmark tiers against a raw I/O baseline.
 
-    Every round measures in turn: memcpy; plain reads and writes of a preallocated file, in joined
-    calls; every tier and peer, on a new store, or with --keep on that of the round before, in a
-    directory that is removed afterwards. Bytes stay in the page cache where a tier does not bypass
-    it. Every loaded block is compared with what was stored, after the clock has stopped.
+    Each round measures in turn: memcpy; the baseline, which reads and writes a preallocated file;
+    and every tier and peer, in a temporary directory. Each round uses a new store, unless --keep
+    is given. Data stays in the page cache unless a tier bypasses it. Every loaded block is
+    compared with the stored one after the clock has stopped.
     """
     console = Console(stderr=True)
     with (

@@ -1,46 +1,28 @@
-"""The registered tiers and their options, and the tables of `tiers` and `check-config`."""
+"""The registered tiers and their options; the tables of `tiers` and `check-config`."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload_async.config import without_secrets
+from kvoffload_async.config import REQUIRED, Option, without_secrets
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import (
+    EngineTierOptions,
     SecondaryTierFactory,
-    accepted_options,
-    constructor_parameters,
+    options_of,
 )
+from kvoffload_async.facade.tier_options import TierOptions
 
-REQUIRED = inspect.Parameter.empty
-
-# The first is made by the factory, from its own two keys; the second is for tests.
-_INTERNAL = {"backpressure_detector", "ops"}
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class TierOption:
-    """One option of a tier's constructor.
-
-    Attributes:
-        name: Its key in the configuration.
-        default: What holds if it is not given, or `REQUIRED`.
-        summary: What it means, or empty where the constructor's docstring does not say.
-    """
-
-    name: str
-    default: object
-    summary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,43 +31,25 @@ class TierEntry:
 
     Attributes:
         name: Its `type` in the configuration.
-        summary: One line; of a tier that cannot be used, why.
-        options: Its own options, without those that every tier takes.
-        is_usable: Whether its class could be imported.
+        summary: One line; the reason if the tier cannot be used.
+        options: Its own options, without those common to all tiers.
+        is_usable: Whether its class can be imported.
     """
 
     name: str
     summary: str
-    options: tuple[TierOption, ...] = ()
+    options: tuple[Option, ...] = ()
     is_usable: bool = True
 
 
 def tier_entries() -> list[TierEntry]:
-    """Return every registered tier; one that cannot be imported says so."""
+    """Return every registered tier, including those that cannot be imported."""
     return [_entry(name) for name in SecondaryTierFactory.names()]
 
 
-def common_options() -> tuple[TierOption, ...]:
-    """Return the options that every tier takes, those included that never reach it."""
-    backpressure = (
-        TierOption("backpressure_cls", None, '"ema" spares a slow tier some stores.'),
-        TierOption(
-            "backpressure", None, "`high_water_s_per_mib` and `low_water_s_per_mib` of that."
-        ),
-    )
-    opening = (
-        TierOption(
-            "required",
-            True,
-            "False: the engine starts without a tier that cannot be opened, and tries it again.",
-        ),
-        TierOption(
-            "reopen_pause_s",
-            60.0,
-            "Longest pause between two tries, in seconds; they double from 1 on.",
-        ),
-    )
-    return (*_options(SecondaryTierManager, set()), *backpressure, *opening)
+def common_options() -> list[Option]:
+    """Return the options common to all tiers, including those handled by the factory."""
+    return TierOptions.described() + EngineTierOptions.described()
 
 
 def _entry(name: str) -> TierEntry:
@@ -94,33 +58,31 @@ def _entry(name: str) -> TierEntry:
     except (ImportError, AttributeError, ConfigError) as error:
         return TierEntry(name, f"cannot be used: {error}", is_usable=False)
     lines = (inspect.getdoc(cls) or "").splitlines()
-    common = accepted_options(SecondaryTierManager)
-    return TierEntry(name, lines[0] if lines else "", _options(cls, common))
+    return TierEntry(name, lines[0] if lines else "", tuple(_own_options(cls)))
 
 
-def _options(cls: type, without: set[str]) -> tuple[TierOption, ...]:
-    parameters = constructor_parameters(cls)
+def _own_options(cls: type) -> Iterator[Option]:
+    """Yield the options of a tier class that not every tier takes."""
     summaries = _summaries(cls)
-    names = accepted_options(cls) - without - _INTERNAL
-    return tuple(
-        TierOption(name, parameter.default, summaries.get(name, ""))
-        for name, parameter in parameters.items()
-        if name in names
-    )
+    for name, default in options_of(cls).items():
+        if name not in options_of(SecondaryTierManager):
+            yield Option(name, default, summaries.get(name, ""))
 
 
 def _summaries(cls: type) -> dict[str, str]:
-    """Return what the docstrings of class and constructor say of each argument, as one line."""
+    """Return the description of each option: declared, or in the `Args` of class or constructor."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         for owner in (base, base.__dict__.get("__init__")):
             _, _, arguments = (inspect.getdoc(owner) or "").partition("\nArgs:\n")
             found |= {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(arguments)}
+    if issubclass(cls, SecondaryTierManager):
+        found |= {option.name: option.summary for option in cls.declares.described()}
     return found
 
 
 def geometry_table(spec: TieringOffloadingSpec) -> Table:
-    """Return what a configuration comes to."""
+    """Return a table of a configuration's derived settings."""
     config = spec.config
     used_bytes = spec.num_blocks * spec.stride_bytes
     table = Table(title="Configuration", show_header=False, title_justify="left")
@@ -130,7 +92,7 @@ def geometry_table(spec: TieringOffloadingSpec) -> Table:
     table.add_row("row stride", f"{spec.stride_bytes:,} bytes")
     table.add_row("block", f"{config.block_bytes:,} bytes on {config.num_workers} worker(s)")
     table.add_row("memory", f"{used_bytes:,} of {config.cpu_bytes_to_use:,} bytes")
-    table.add_row("tokens a block", f"{config.block_size * config.blocks_per_chunk:,}")
+    table.add_row("tokens per block", f"{config.block_size * config.blocks_per_chunk:,}")
     table.add_row("eviction policy", config.eviction_policy)
     if config.status_socket is not None:
         table.add_row("status socket", Text(config.status_socket))
@@ -144,8 +106,8 @@ def geometry_table(spec: TieringOffloadingSpec) -> Table:
     return table
 
 
-def option_table(options: Sequence[TierOption]) -> Table:
-    """Return a tier's options."""
+def option_table(options: Sequence[Option]) -> Table:
+    """Return a table of a tier's options."""
     table = Table("option", "default", "")
     for option in options:
         default = "required" if option.default is REQUIRED else json.dumps(option.default)

@@ -1,6 +1,6 @@
-"""How a command ends. Exit status: 0 fine, 1 a check failed, 2 bad input, 130 interrupted.
+"""How a command ends. Exit status: 0 success, 1 a check failed, 2 bad input, 130 interrupted.
 
-Ctrl-C is a request to stop, so that it never lands in the middle of an engine's call.
+Ctrl-C only requests a stop, so it never interrupts a call of the engine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from kvoffload_async.errors import ConfigError, InputError, OffloadError
 
 
 class Interrupt:
-    """While entered, the first SIGINT only sets `is_requested`; a second one is a real one.
+    """Context manager: the first SIGINT sets `is_requested`, a second one interrupts.
 
-    Where SIGINT is ignored, as a shell has it for what a script runs in its background, it stays
-    ignored.
+    If SIGINT is ignored, as for background jobs of a shell script, it stays ignored.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class Interrupt:
         self._is_installed = False
 
     def __enter__(self) -> Self:
-        is_main = threading.current_thread() is threading.main_thread()  # others may not
+        is_main = threading.current_thread() is threading.main_thread()  # required by `signal`
         if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._previous = signal.signal(signal.SIGINT, self._handle)
             self._is_installed = True
@@ -57,17 +56,17 @@ EXIT_BAD_INPUT: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
-def complain(what: object) -> None:
-    """Write one line to standard error, whatever characters it has."""
-    line = " ".join(str(what).split()).encode(errors="backslashreplace").decode()
-    # What a server or a file's name says must not reach the terminal as a command to it.
+def complain(message: object) -> None:
+    """Print an error as one line to standard error, with unprintable characters escaped."""
+    line = " ".join(str(message).split()).encode(errors="backslashreplace").decode()
+    # Texts of servers and names of files must not reach the terminal as escape sequences.
     line = "".join(c if c.isprintable() else "\ufffd" for c in line)
     typer.echo(f"kvoffload: error: {line}", err=True)
 
 
 @contextmanager
 def errors_as_one_line() -> Iterator[None]:
-    """Turn what can be expected to go wrong into one line and an exit status."""
+    """Turn expected errors into one line on standard error and an exit status."""
     try:
         yield
     except (InputError, ConfigError) as error:
@@ -79,18 +78,18 @@ def errors_as_one_line() -> Iterator[None]:
 
 
 class OneLineGroup(TyperGroup):
-    """Commands whose usage errors are one line, as every other error."""
+    """A command group that prints usage errors as one line, like every other error."""
 
     def main(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401 - the base's signature
         try:
             status = super().main(*args, **{**extra, "standalone_mode": False})
         except Exception as error:
-            # By its shape: which package the class comes from depends on typer's version.
+            # Recognised by its method: the error's package depends on typer's version.
             format_message = getattr(error, "format_message", None)
             if format_message is None:
                 raise
             message = format_message()
-            if message.startswith("Usage:"):  # no command was given: this is the help
+            if message.startswith("Usage:"):  # no command was given: the message is the help
                 typer.echo(message, err=True)
             else:
                 complain(message)

@@ -1,6 +1,6 @@
-"""Input written by hand: JSON, YAML with what JSON can say, and `TYPE:key=value,...` for a tier.
+"""Strict parsers for hand-written input: JSON, YAML limited to JSON's types, and tier options.
 
-All of it is read strictly, so that every mistake has its message.
+A tier option is `TYPE:key=value,...`. Every mistake raises an error that names it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvoffload_async.config import HIDDEN, without_user_info
 from kvoffload_async.errors import InputError
 
 _MAX_DEPTH: Final = 32
-"""Of objects and lists in each other; a configuration needs five."""
+"""Maximum nesting of objects and lists; a configuration needs five levels."""
 
 
 class JsonInputError(ValueError):
-    """A text is not what JSON allows, or what this package reads of it; the message says why."""
+    """A text is not valid JSON, or uses JSON that this package does not accept."""
 
 
 def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     """Return the value of a JSON text.
 
     Raises:
-        JsonInputError: It is no JSON, an object has a key twice, a number is none that can be
-            written down, or it is nested too deeply.
+        JsonInputError: The text is not JSON, an object has a duplicate key, a number is not finite
+            or too long, or the nesting is too deep.
     """
     check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
     try:
@@ -53,13 +53,13 @@ _STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def check_depth(steps: Iterable[int]) -> None:
-    """Raise JsonInputError where objects and lists are nested too deeply.
+    """Raise JsonInputError if objects and lists are nested too deeply.
 
-    Before anything recurses into them: at Python's limit of recursion, finalizers and callbacks of
-    the garbage collector fail, too, whosever they are.
+    Call this before any recursive parser: at Python's recursion limit, unrelated finalizers and
+    garbage-collector callbacks fail too.
 
     Args:
-        steps: 1 where an object or list begins, -1 where it ends.
+        steps: 1 for each start of an object or list, -1 for each end.
     """
     if any(depth > _MAX_DEPTH for depth in accumulate(steps)):
         raise _too_deep()
@@ -79,7 +79,7 @@ def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reject_number(text: str) -> NoReturn:
-    raise JsonInputError(f"{text} is no number that JSON has; write a finite one")
+    raise JsonInputError(f"{text} is not a JSON number; write a finite one")
 
 
 def _as_float(text: str) -> float:
@@ -100,7 +100,7 @@ _MAX_DIGITS: Final = 100
 
 
 def check_value(value: object) -> None:
-    """Raise JsonInputError if a value is nested too deeply, or is none that JSON has."""
+    """Raise JsonInputError if a value is nested too deeply, or not of a JSON type."""
     level = [value]
     for _ in range(_MAX_DEPTH + 1):
         below: list[object] = []
@@ -120,12 +120,12 @@ def check_value(value: object) -> None:
 
 
 def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
-    """Return the value of a YAML text, of the types that JSON has.
+    """Return the value of a YAML text, limited to JSON's types.
 
     Raises:
-        JsonInputError: It is no YAML, it has an alias or a tag, a mapping has a key twice or one
-            that is no text, a value is none that JSON has, it is nested too deeply, or PyYAML is
-            not installed.
+        JsonInputError: The text is not YAML, it has an alias or a tag, a mapping has a duplicate
+            key or a key that is not text, a value is not of a JSON type, the nesting is too deep,
+            or PyYAML is not installed.
     """
     try:
         yaml = importlib.import_module("yaml")
@@ -146,12 +146,12 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
 
 
 def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's own
-    """Yield 1 where a mapping or list begins and -1 where it ends; refuse an alias.
+    """Yield 1 for each start of a mapping or list and -1 for each end; reject aliases.
 
-    PyYAML's parser keeps a list of its states, and its composer calls itself.
+    PyYAML's parser is iterative, unlike its composer, so it can check the depth first.
     """
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):  # a few lines of them can blow up
+        if isinstance(event, yaml.AliasEvent):  # nested aliases expand exponentially
             raise JsonInputError("an alias (*name) is not allowed; write the value again")
         if isinstance(event, yaml.CollectionStartEvent):
             yield 1
@@ -160,7 +160,7 @@ def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's ow
 
 
 def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
-    """Refuse keys that hide one another, and those that are no text."""
+    """Reject duplicate keys, and keys that are not text."""
     if isinstance(node, yaml.SequenceNode):
         for one in node.value:
             _check_keys(one, yaml)
@@ -168,7 +168,7 @@ def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
         keys: set[str] = set()
         for key, one in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                raise JsonInputError(f"the key {key.value!r} is no text; quote it")
+                raise JsonInputError(f"the key {key.value!r} is not text; quote it")
             if key.value in keys:
                 raise JsonInputError(f"the key {key.value!r} is given twice; keep one of them")
             keys.add(key.value)
@@ -179,13 +179,14 @@ _SECRET: Final = re.compile("((?:secret|password|token|account_key|sas_key)[a-z_
 
 
 def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
-    """Return a tier's configuration; `flag` is where the text was given.
+    """Return the configuration of a tier that was given as the value of `flag`.
 
-    A value is what JSON says where it is a JSON scalar (`4`, `0.5`, `true`, `"text"`, `null`), else
-    the text itself. A comma always ends a value; what needs one goes into a configuration file.
+    A value that is a JSON scalar (`4`, `0.5`, `true`, `"text"`, `null`) is parsed as JSON; any
+    other value is text. A comma always ends a value, so a value with a comma needs a
+    configuration file.
 
     Raises:
-        InputError: There is no type, or an option is not `key=value`, or comes twice.
+        InputError: The type is missing, or an option is not `key=value`, or is given twice.
     """
     shown = _SECRET.sub(rf"\1{HIDDEN}", without_user_info(text))
     tier_type, _, rest = text.partition(":")
@@ -206,6 +207,6 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
 def _scalar(text: str) -> object:
     try:
         value = parse_json(text)
-    except JsonInputError:  # `NaN` and `Infinity` among them: they stay text
+    except JsonInputError:  # `NaN` and `Infinity` stay text too
         return text
     return text if isinstance(value, list | dict) else value

@@ -1,4 +1,4 @@
-"""Where the log of the package goes while a command runs: to standard error, once a line."""
+"""Writes the package's log to standard error while a command runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from rich.console import Console
 
 from kvoffload_async.runtime.log_level import PACKAGE_LOGGER, level_from_environment
 
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show what the engine does, as it does it.")
-]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the log at level DEBUG.")]
 
 
 class _OnConsole(logging.Handler):
-    """Writes lines above a progress bar, if there is one, and never into it."""
+    """Writes log lines above the progress bar, if one is shown."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -28,16 +26,16 @@ class _OnConsole(logging.Handler):
         try:
             line = self.format(record)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        except Exception:  # noqa: BLE001 - as every handler does: logging must not end the command
+        except Exception:  # noqa: BLE001 - logging must not end the command, as in every handler
             self.handleError(record)
 
 
 @contextmanager
 def logging_to(console: Console, *, verbose: bool) -> Iterator[None]:
-    """Show warnings, or with `verbose` everything that the engine does.
+    """Print the package's log: warnings by default, everything with `verbose`.
 
     Raises:
-        ConfigError: The environment names a level that there is not.
+        ConfigError: `KVOFFLOAD_LOG_LEVEL` names an unknown level.
     """
     level = level_from_environment() or logging.WARNING
     if verbose:
@@ -53,7 +51,7 @@ def logging_to(console: Console, *, verbose: bool) -> Iterator[None]:
     before, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(level)
-    logger.propagate = False  # each line once, whatever the root logger has
+    logger.propagate = False  # each line once, whichever handlers the root logger has
     try:
         yield
     finally:

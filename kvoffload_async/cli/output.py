@@ -1,4 +1,4 @@
-"""Where a command's figures go besides the terminal, and how values are shown to people."""
+"""Output files of the commands, and the formatting of values for people."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STDOUT: Final = "-"
 
 
 def check_writable(option: str, name: str | None) -> None:
-    """Find out before a long run, not after it.
+    """Check, before a long run, that an output file can be written.
 
     Raises:
-        InputError: It is a directory, or its directory does not exist.
+        InputError: The name is a directory, or its parent directory does not exist.
     """
     if name is not None and name != STDOUT:
         with as_unwritable(option, name):
@@ -36,7 +36,7 @@ def check_writable(option: str, name: str | None) -> None:
 
 
 def write_figures(option: str, name: str, text: str) -> None:
-    """Write to standard output or a file; raises InputError where that is not possible."""
+    """Write a text to standard output or to a file; raises InputError if that fails."""
     if name == STDOUT:
         sys.stdout.write(text + "\n")
         return
@@ -46,7 +46,7 @@ def write_figures(option: str, name: str, text: str) -> None:
 
 @contextmanager
 def as_unwritable(option: str, name: str) -> Iterator[None]:
-    """Turn the system's refusal into one that names the option."""
+    """Turn an OSError into an InputError that names the option."""
     try:
         yield
     except OSError as error:
@@ -57,10 +57,10 @@ _PAGES: Final = (".html", ".htm")
 
 
 def drawing_module(option: str, name: str) -> Any:  # noqa: ANN401 - a module
-    """Import a module that draws.
+    """Import a module that draws with matplotlib.
 
     Raises:
-        InputError: There is no matplotlib.
+        InputError: matplotlib is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -71,10 +71,11 @@ def drawing_module(option: str, name: str) -> Any:  # noqa: ANN401 - a module
 
 
 def check_picture(option: str, path: Path | None, module: str) -> None:
-    """Check that a picture can be drawn and written there, if there is to be one.
+    """Check that a plot can be drawn and written to a path; None is accepted.
 
     Raises:
-        InputError: It cannot.
+        InputError: The path cannot be written, its suffix is not a known image format, or
+            matplotlib is not installed.
     """
     if path is None:
         return
@@ -82,26 +83,27 @@ def check_picture(option: str, path: Path | None, module: str) -> None:
     known = drawing_module(option, module).check_suffix(path)
     if known is not None:
         raise InputError(
-            f"{option} {path}: {path.suffix!r} is no kind of picture; use one of {known}"
+            f"{option} {path}: {path.suffix!r} is not an image format; use one of {known}"
         )
 
 
 def check_page(option: str, path: Path | None, module: str) -> None:
-    """Check that a page with pictures can be written there, if there is to be one.
+    """Check that an HTML page with plots can be written to a path; None is accepted.
 
     Raises:
-        InputError: It cannot.
+        InputError: The path cannot be written, its suffix is not that of HTML, or matplotlib is
+            not installed.
     """
     if path is None:
         return
     check_writable(option, str(path))
     if path.suffix.lower() not in _PAGES:
-        raise InputError(f"{option} {path}: {path.suffix!r} is no kind of page; use .html")
+        raise InputError(f"{option} {path}: {path.suffix!r} is not a page format; use .html")
     drawing_module(option, module)
 
 
 def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Iterator[Table]:
-    """Yield a table for each kind of store, with a column for each store."""
+    """Yield one table per kind of store, with one column per store."""
     for kind in dict.fromkeys(type(store) for store, _ in summaries):
         columns = [(store.name, found) for store, found in summaries if type(store) is kind]
         table = Table(title=columns[0][1].title, title_justify="left")
@@ -114,5 +116,5 @@ def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Ite
 
 
 def shown(name: str) -> str:
-    """Return a file's name as text that every terminal takes."""
+    """Return a text with unprintable characters replaced, safe for every terminal."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name)

@@ -1,4 +1,4 @@
-"""How far a long job has come: a progress bar on a terminal, never where the results go."""
+"""The progress bar of long commands; shown only if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFRESH_S = 0.1
 def progress_bar(
     console: Console, fraction_done: Callable[[], float], title: str
 ) -> Iterator[Callable[[], None]]:
-    """Show how much has been done; yields what is to be called once a step."""
+    """Show a progress bar; yields the function to call after each step."""
     if not console.is_terminal:
         yield lambda: None
         return
@@ -36,7 +36,7 @@ def progress_bar(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # By itself as well: the first step may come late, and a person looks whether it is alive.
+    # The bar also refreshes itself, because the first step may take long.
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=1.0)
         due_s = 0.0
@@ -52,7 +52,7 @@ def progress_bar(
 
 
 class Gauge:
-    """Counts what is done of what is to be done; both grow.
+    """Counts expected work and work done; both only grow.
 
     Attributes:
         on_change: Called after every change.
@@ -64,16 +64,16 @@ class Gauge:
         self.on_change: Callable[[], None] = lambda: None
 
     def expect(self, amount: int) -> None:
-        """There is more to do."""
+        """Add to the expected work."""
         self._total += amount
         self.on_change()
 
     def advance(self, amount: int) -> None:
-        """Some of it is done."""
+        """Add to the work done."""
         self._done += amount
         self.on_change()
 
     @property
     def fraction_done(self) -> float:
-        """The share, from 0 to 1; 0 while nothing is known."""
+        """Work done as a fraction of the expected work, from 0 to 1; 0 if none is expected."""
         return self._done / self._total if self._total else 0.0

@@ -1,34 +1,50 @@
-"""The figures of a replay: its tables, how far it is, its pictures and the page with them."""
+"""Output of `kvoffload replay`: tables, progress bar, plots, HTML report and timelines.
+
+With `--fleet`, also the checks of its options, and its run.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload_async.cli.output import as_unwritable, drawing_module
+from kvoffload_async.cli.output import (
+    STDOUT,
+    as_unwritable,
+    check_writable,
+    drawing_module,
+    shown,
+    write_figures,
+)
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.settings import STDIN
+from kvoffload_async.cli.settings import STDIN, ScratchFolder
+from kvoffload_async.errors import InputError
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.observe.trace_events import TraceEventFile
+from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport, run_fleet
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import Follow, PassReports
+from kvoffload_async.replay.run import SYNC, Follow, PassReports, ReplayOptions
 from kvoffload_async.replay.source import RequestSource
+from kvoffload_async.timeline import RequestTimeline
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
 
 
 def bar_per_pass(console: Console, num_passes: int) -> Follow:
-    """Return what shows a progress bar for each pass, if the console is a terminal."""
+    """Return a `Follow` that shows a progress bar per pass, if the console is a terminal."""
 
     @contextmanager
     def follow(source: RequestSource, number: int) -> Iterator[Callable[[], None]]:
@@ -40,7 +56,7 @@ def bar_per_pass(console: Console, num_passes: int) -> Follow:
 
 
 def print_table(console: Console, reports: PassReports) -> None:
-    """Print the figures for people, a column a pass."""
+    """Print the figures as tables, with one column per pass."""
     passes = reports.passes
     names = [pass_name(number) for number in range(1, len(passes) + 1)]
     table = Table(
@@ -59,12 +75,12 @@ def print_table(console: Console, reports: PassReports) -> None:
 
 
 def pass_name(number: int) -> str:
-    """Return what a pass is called, from 1 on."""
+    """Return the name of a pass; passes are numbered from 1."""
     return {1: "first pass", 2: "warm pass"}.get(number, f"pass {number}")
 
 
 def figure_rows(report: Report) -> list[tuple[str, str]]:
-    """Return what each figure is called, and the figure as a text."""
+    """Return the name and the formatted value of each figure."""
     jobs = (report.jobs_submitted, report.job_results, report.job_failures)
     refused = (report.stores_refused, report.promotions_refused)
     moved = (size_text(report.bytes_stored), size_text(report.bytes_loaded))
@@ -89,9 +105,9 @@ def figure_rows(report: Report) -> list[tuple[str, str]]:
         ("eviction policy", report.policy),
         ("engine", report.engine),
         ("wall time", f"{report.wall_s:.2f} s"),
-        ("block references a second", f"{report.block_refs_per_s:,.0f}"),
+        ("block references per second", f"{report.block_refs_per_s:,.0f}"),
         ("steps", f"{report.steps:,}"),
-        ("owner's time a step", ", ".join(owner_us)),
+        ("owner's time per step", ", ".join(owner_us)),
     ]
 
 
@@ -119,7 +135,7 @@ def _joined(counts: Sequence[int]) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size for people."""
+    """Return a size with a unit."""
     if num_bytes < _MIB:
         return f"{num_bytes / 1024:,.0f} KiB"
     return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"
@@ -128,7 +144,7 @@ def size_text(num_bytes: int) -> str:
 PLOT: Final = "kvoffload_async.replay.plot"
 
 _MAX_NAME: Final = 60
-"""Letters of a trace's name in a picture."""
+"""Maximum length of a trace's name in a plot."""
 _TIER_FIGURES: Final = {
     "stored_bytes": "stored",
     "loaded_bytes": "loaded",
@@ -156,17 +172,17 @@ th, td { text-align: right; padding: .2rem .75rem .2rem 0; border-bottom: 1px so
 tr > :first-child { text-align: left; font-weight: 600; }
 """
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-"""A browser loads nothing for the page, and runs nothing in it."""
+"""Content security policy: the browser loads nothing for the page and runs no script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What a picture is of.
+    """Title of a plot or page.
 
     Attributes:
-        trace: What was replayed, as its file is called; anything may be in it.
+        trace: Name of the trace; may contain any characters.
         sizes: The policy, and the sizes of the primary and the tiers.
-        origin: When, where and with what.
+        origin: Date, machine and version.
     """
 
     trace: str
@@ -175,11 +191,11 @@ class Headline:
 
     @classmethod
     def of(cls, trace: Path | None, reports: PassReports) -> Self:
-        """Return that of a replay that has just ended."""
+        """Return the headline of a replay that has just ended."""
         name = "the built-in chat workload" if trace is None else trace.name
         if str(trace) == STDIN:
             name = "standard input"
-        # A file's name may have bytes that are no text.
+        # A file name may contain bytes that cannot be decoded.
         name = name.encode(errors="backslashreplace").decode()
         now = datetime.now(UTC)
         return cls(name, _sizes(reports), f"{now:%Y-%m-%d %H:%M} UTC, {_machine()}")
@@ -188,10 +204,10 @@ class Headline:
 def publish_pictures(
     reports: PassReports, trace: Path | None, plot: Path | None, page: Path | None
 ) -> None:
-    """Write a picture, and a page, of a replay that has just ended and that has samples.
+    """Write the plot and the page of a replay that has just ended and recorded samples.
 
     Raises:
-        InputError: One of them cannot be written.
+        InputError: A file cannot be written.
     """
     headline = Headline.of(trace, reports)
     if plot is not None:
@@ -244,9 +260,9 @@ def _page(reports: PassReports, headline: Headline) -> Iterable[str]:
     yield f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
     yield f"<h1>{escape(title)}</h1>\n<p>{escape(headline.sizes)}</p>"
     if reports.interrupted:
-        yield '<p class="complaint">Interrupted: this is what there was until then.</p>'
+        yield '<p class="complaint">Interrupted: figures up to the interruption.</p>'
     yield from (f'<p class="complaint">{escape(text)}</p>' for text in reports.complaints)
-    yield '<h2>How it went</h2>\n<div class="panels">'
+    yield '<h2>Over time</h2>\n<div class="panels">'
     for (name, explanation, _), svg in zip(plot.PANELS, plot.svgs(reports.passes), strict=True):
         named = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
         yield f"<figure>{named}<figcaption>{escape(explanation)}</figcaption></figure>"
@@ -283,3 +299,189 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
     for row in rows:
         yield f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>"
     yield "</table></div>"
+
+
+_TITLES = {"alone": "each alone", "lockstep": "shared, in lockstep", "free": "shared, free-running"}
+
+
+def replay_on_fleet(
+    spec: TieringOffloadingSpec,
+    open_source: Callable[[], RequestSource],
+    fleet: FleetOptions,
+    given: ReplayOptions,
+    *,
+    passes: int | None,
+    scratch: ScratchFolder,
+    console: Console,
+) -> FleetReport:
+    """Replay on a fleet and return the figures of its three passes.
+
+    Args:
+        spec: Configuration of one process.
+        open_source: Returns the requests.
+        fleet: Options of the fleet.
+        given: Options of any replay.
+        passes: Value of `--passes`, which a fleet does not take.
+        scratch: Directory for the processes' slabs.
+        console: Shows the progress bar.
+
+    Raises:
+        InputError: An option cannot be combined with `--fleet`; also the errors of `run_fleet`.
+    """
+    for option, is_plain in (
+        ("--passes", passes in {None, 1}),
+        ("--engine", given.engine == SYNC),
+        ("--device", given.device == "cpu"),
+        ("--device-blocks", given.device_blocks is None),
+        ("--concurrency", given.concurrency == 1),
+        ("--plot or --report", not given.has_samples),
+        ("--explain or --trace-out", not spec.config.explain_requests),
+        ("--status-socket", spec.config.status_socket is None),
+    ):
+        if not is_plain:
+            raise InputError(f"{option} cannot be combined with --fleet; omit it")
+    with closing(open_source()) as source:
+        requests = list(source)
+    done = 0.0
+
+    def set_done(fraction: float) -> None:
+        nonlocal done
+        done = fraction
+        on_step()
+
+    with progress_bar(console, lambda: done, "fleet") as on_step:
+        options = replace(
+            fleet,
+            verify=given.verify,
+            layers=given.layers,
+            should_stop=given.should_stop,
+            on_step=set_done,
+        )
+        return run_fleet(spec.config, requests, options, Path(scratch.path))
+
+
+def publish_fleet(report: FleetReport, json: str | None) -> None:
+    """Print the figures as tables and, if `json` is given, write them as JSON."""
+    if json != STDOUT:
+        _print_tables(Console(), report)
+    if json is not None:
+        write_figures("--json", json, report.to_json())
+
+
+def _print_tables(console: Console, report: FleetReport) -> None:
+    title = f"{report.fleet} processes, {report.spread}"
+    table = Table(title=f"{title}, interrupted" if report.interrupted else title)
+    table.title_justify = "left"
+    table.add_column(style="bold")
+    for name in ("hit ratio", "jobs / results / failed", "corrupt", "killed", "wall time"):
+        table.add_column(name, justify="right")
+    for one in report.passes:
+        total = one.total
+        jobs = (total.jobs_submitted, total.job_results, total.job_failures)
+        table.add_row(
+            _TITLES[one.name],
+            f"{total.hit_ratio:.4f}",
+            " / ".join(f"{count:,}" for count in jobs),
+            f"{total.corrupt_blocks:,}",
+            f"{one.killed:,}",
+            f"{one.wall_s:.1f} s",
+        )
+    table.add_row("one unbounded cache", f"{report.unbounded:.4f}", "", "", "", "")
+    console.print(table)
+    costs = Table("tier", "", title="Traffic of shared tiers", title_justify="left")
+    for name in ("requests", "GiB stored", "GiB loaded"):
+        costs.add_column(name, justify="right")
+    for one in report.passes:
+        for tier, cost in one.costs.items():
+            costs.add_row(
+                tier,
+                _TITLES[one.name],
+                f"{cost['requests']:,.0f}",
+                f"{cost['stored_gib']:.3f}",
+                f"{cost['loaded_gib']:.3f}",
+            )
+    console.print(costs)
+
+
+_MORE_REQUESTS: Final = 64
+"""Timelines kept beside those in flight, for requests whose last copies have not ended."""
+
+
+class TimelineOutput:
+    """Collects the timelines of a replay; as a context manager, closes the file on exit."""
+
+    def __init__(self, explained: int | None, trace_out: str | None) -> None:
+        """Print the timeline of request `explained`; write all to the file `trace_out`."""
+        self._explained = explained
+        self._name = trace_out
+        self._file: TraceEventFile | None = None
+        self._error: OSError | None = None
+        self._texts: list[str] = []
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the replay must record timelines."""
+        return self._explained is not None or self._name is not None
+
+    def __enter__(self) -> Self:
+        """Check that the file can be written; `recording` creates it.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        if self._name is not None:
+            if self._name == STDOUT:
+                raise InputError("--trace-out -: expected a file")
+            check_writable("--trace-out", self._name)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            with as_unwritable("--trace-out", str(self._name)):
+                self._file.close()
+
+    def recording(self, spec: TieringOffloadingSpec, concurrency: int) -> TieringOffloadingSpec:
+        """Return a spec whose engines record enough timelines, and create the file.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        if not self.is_wanted:
+            return spec
+        if self._name is not None:
+            with as_unwritable("--trace-out", self._name):
+                self._file = TraceEventFile(Path(self._name))
+        needed = 2 * concurrency + _MORE_REQUESTS
+        kept = max(spec.config.explain_requests, needed)
+        return TieringOffloadingSpec(replace(spec.config, explain_requests=kept))
+
+    def watch(self, number: int, timeline: RequestTimeline) -> None:
+        """Process a finished timeline of pass `number`."""
+        name, _, _ = timeline.req_id.partition("/")
+        if name == f"request-{self._explained}":
+            self._texts.append(f"pass {number}, {timeline}")
+        if self._file is not None and self._error is None:
+            try:
+                self._file.add(timeline, f"pass {number}")
+            except OSError as error:  # the replay continues; `publish` raises the error
+                self._error = error
+
+    def publish(self, console: Console) -> None:
+        """Print the timelines of the explained request.
+
+        Raises:
+            InputError: There was no such request, or the file could not be written.
+        """
+        for text in self._texts:  # they may contain error texts with any characters
+            lines = "\n".join(map(shown, text.split("\n")))
+            console.print(f"\n{lines}", markup=False, highlight=False, soft_wrap=True)
+        if self._explained is not None and not self._texts:
+            raise InputError(f"--explain {self._explained}: the replay had no such request")
+        if self._error is not None:
+            with as_unwritable("--trace-out", str(self._name)):
+                raise self._error

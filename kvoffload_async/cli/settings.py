@@ -1,6 +1,6 @@
-"""From flags and a configuration file to the one configuration of a replay.
+"""Builds the configuration of a replay from command-line options and a configuration file.
 
-The tier of the built-in workload has a directory of its own, which is removed with the replay.
+The built-in workload's tier uses a temporary directory, which is removed after the replay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvoffload_async.runtime.buffer import row_stride_bytes
 
 
 class ScratchFolder:
-    """Made when it is first asked for, removed at the end, however that comes about."""
+    """A temporary directory, created on first use and removed on exit."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -40,14 +40,14 @@ class ScratchFolder:
 
     @property
     def is_used(self) -> bool:
-        """Whether somebody has asked for it."""
+        """Whether the directory has been created."""
         return self._folder is not None
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The directory's path; creates the directory on first use."""
         if self._folder is None:
-            # A copy that still hangs may write into it while it goes.
+            # A hung copy may still write into the directory during the cleanup.
             self._folder = tempfile.TemporaryDirectory(
                 prefix="kvoffload-replay-", ignore_cleanup_errors=True
             )
@@ -56,11 +56,11 @@ class ScratchFolder:
 
 STDIN = "-"
 CONFIG_VARIABLE = "KVOFFLOAD_CONFIG"
-"""The environment variable that names a configuration where no option does."""
+"""The environment variable that names the configuration file if no option does."""
 YAML_SUFFIXES = frozenset({".yaml", ".yml"})
 DEFAULT_BLOCK_BYTES = 16 * 1024
 MODEL = "replay"
-"""Whose blocks these are, where nobody says: their bytes follow from their keys alone."""
+"""Default model name: a replay derives the bytes of a block from its key alone."""
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
 BUILT_IN_TIER = "fs"
@@ -69,7 +69,7 @@ BUILT_IN_PASSES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """What the command line says of the engine; None or empty for what it does not say."""
+    """The command line's engine options; None or empty for options that are not given."""
 
     primary_blocks: int | None = None
     primary_bytes: str | None = None
@@ -79,16 +79,17 @@ class Flags:
     config: Path | None = None
     status_socket: Path | None = None
     is_built_in: bool = True
-    """Whether the built-in workload runs, which has a tier and a primary of its own."""
+    """Whether the built-in workload runs, which has a default tier and primary size."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the keys of a configuration, unchecked: YAML where the name says so, else JSON.
+    """Return a configuration's keys without validating them.
 
-    `-` is standard input, and JSON if it begins as an object does, else YAML.
+    The suffix of the name selects YAML; otherwise the file is JSON. `-` is standard input: JSON if
+    the text begins with `{`, else YAML.
 
     Raises:
-        InputError: It cannot be read, or is no object.
+        InputError: The file cannot be read, or does not contain one object.
     """
     is_stdin = str(path) == STDIN
     name = "standard input" if is_stdin else str(path)
@@ -103,24 +104,24 @@ def read_config(path: Path) -> dict[str, Any]:
     except JsonInputError as error:
         raise InputError(f"{name}: {error}") from error
     if not isinstance(config, dict):
-        what = "YAML mapping" if is_yaml else "JSON object"
-        raise InputError(f"{name}: it must be a {what} of keys and values")
+        expected = "YAML mapping" if is_yaml else "JSON object"
+        raise InputError(f"{name}: expected a {expected} of keys and values")
     return config
 
 
 def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
-    """Return the spec of a replay: flags over the file over the defaults.
+    """Return the spec of a replay; flags override the file, which overrides the defaults.
 
     Args:
-        flags: What the command line says.
-        scratch: Where the tier of the built-in workload lies, if nobody asks for another.
+        flags: Options of the command line.
+        scratch: Directory for the built-in workload's tier, if no other tier is configured.
 
     Raises:
-        InputError: The file is unusable, or two flags contradict each other.
-        ConfigError: A key or a value is unusable; the message names it.
+        InputError: The file is invalid, or two flags contradict each other.
+        ConfigError: A key or a value is invalid; the message names it.
     """
     if flags.primary_blocks is not None and flags.primary_bytes is not None:
-        raise InputError("--primary-blocks and --primary-bytes exclude each other; give one")
+        raise InputError("--primary-blocks and --primary-bytes are mutually exclusive; give one")
     config = read_config(flags.config) if flags.config else {}
     if flags.block_bytes is not None:
         config["block_bytes"] = parse_size_bytes(flags.block_bytes, "--block-bytes")
@@ -142,7 +143,7 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
 
 
 def _size_primary(config: dict[str, Any], flags: Flags) -> None:
-    """Give the primary exactly the wanted number of blocks, whatever a row is padded to."""
+    """Size the primary for exactly the wanted number of blocks, padding of rows included."""
     num_blocks = flags.primary_blocks
     if num_blocks is None:
         if "cpu_bytes_to_use" in config:

@@ -1,4 +1,4 @@
-"""`kvoffload store inspect|verify|gc|repair`: looks into directories of tiers, and cleans up."""
+"""`kvoffload store inspect|verify|gc|repair`: maintenance of the stores that tiers keep."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
 
 @dataclass(slots=True)
 class StoreReport:
-    """What one store has come to.
+    """The findings about one store.
 
     Attributes:
         store: The store.
-        summary: Its figures; None if it was stopped before.
-        problems: The first of what is wrong with it.
-        num_unlisted: How much more is.
+        summary: The store's figures; None if the command was stopped before the store's end.
+        problems: The first problems found, up to the listing limit.
+        num_unlisted: Number of further problems.
     """
 
     store: StoreMaintenance
@@ -64,11 +64,11 @@ class StoreReport:
 
     @property
     def stopped_after(self) -> str:
-        """Where the work was stopped; empty where it was not, or begins anew."""
+        """Position for `--after`; empty if the work was not stopped, or cannot be resumed."""
         return "" if self.summary is None else self.summary.stopped_after
 
     def take_in(self, finding: Finding, max_listed: int | None) -> None:
-        """Note a finding; problems up to a number."""
+        """Record a finding; problems are listed up to `max_listed`, and counted beyond that."""
         if isinstance(finding, Summary):
             self.summary = finding
         elif isinstance(finding, Problem):
@@ -90,7 +90,11 @@ def look_after(
     verbose: bool,
     shows_part: bool = False,
 ) -> None:
-    """Look after every store in a directory, tell what was found, and end with a status."""
+    """Call a maintenance operation on every store in a directory and print the findings.
+
+    Raises:
+        typer.Exit: The command was interrupted, the input is bad, or a store has a problem.
+    """
     console = Console(stderr=True)
     with (
         errors_as_one_line(),
@@ -102,7 +106,7 @@ def look_after(
             reports = _run(directory, call, key_file, control)
         stopped_after = next(filter(None, (report.stopped_after for report in reports)), "")
         if stopped_after:
-            typer.echo(f"kvoffload: stopped; go on with --after {shown(stopped_after)}", err=True)
+            typer.echo(f"kvoffload: stopped; resume with --after {shown(stopped_after)}", err=True)
         if interrupt.is_requested and not (shows_part or stopped_after):
             raise typer.Exit(EXIT_INTERRUPTED)
         _publish(directory, reports, as_json=as_json)
@@ -136,10 +140,10 @@ def _followed(
 def _run(
     directory: str, call: Call, key_file: Path | None, control: MaintenanceControl
 ) -> list[StoreReport]:
-    """Return what every store has come to, and what is wrong with it.
+    """Run the operation and return a report per store.
 
     Raises:
-        InputError: There is no store, or it cannot be read.
+        InputError: There is no store, or a store cannot be read.
     """
     try:
         return asyncio.run(_find_and_call(directory, call, key_file, control))
@@ -153,7 +157,7 @@ async def _find_and_call(
 ) -> list[StoreReport]:
     reports: list[StoreReport] = []
     was_stopped = False
-    # All are called before the first one starts: that checks the options.
+    # All operations are created before the first one runs, because that validates the options.
     stores = await find_stores(directory)
     if key_file is not None:
         for store in stores:
@@ -162,7 +166,7 @@ async def _find_and_call(
     for store, iterator in calls:
         if was_stopped or (control.should_stop() and not store.resumes):
             break
-        was_stopped = control.should_stop()  # this one is still called, and says where to go on
+        was_stopped = control.should_stop()  # this store is still called, to report its position
         reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
             logger.info("%s: a store of the %s tier", shown(store.name), store.tier_type)
@@ -196,8 +200,8 @@ Directory = Annotated[
     str,
     typer.Argument(
         metavar="DIR|URL",
-        help="The tier's root_dir; of a slab store, its own folder will do. Or an object tier's "
-        "url: credentials, region and endpoint come from the environment.",
+        help="root_dir of a tier, the folder of one slab store, or the url of an object tier. For "
+        "a URL, credentials, region and endpoint come from the environment.",
         show_default=False,
     ),
 ]
@@ -205,7 +209,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 ListsAll = Annotated[
     bool,
     typer.Option(
-        "--all", help=f"Name everything that is wrong, not the first {MAX_LISTED} of each store."
+        "--all", help=f"List all problems, not only the first {MAX_LISTED} of each store."
     ),
 ]
 OlderThan = Annotated[
@@ -213,7 +217,7 @@ OlderThan = Annotated[
     typer.Option(
         min=0,
         metavar="SECONDS",
-        help="Age from which temporary files of unknown writers, and unknown files, may go.",
+        help="Minimum age for removing temporary files of unknown writers, and unknown files.",
     ),
 ]
 KeyFile = Annotated[
@@ -221,7 +225,8 @@ KeyFile = Annotated[
     typer.Option(
         "--integrity-key-file",
         metavar="FILE",
-        help="The integrity_key_file of the tiers that keep the blocks, to verify them with.",
+        help="Key file of the tiers that wrote the blocks (their integrity_key_file), if any; "
+        "needed to verify the blocks.",
         show_default=False,
     ),
 ]
@@ -230,7 +235,7 @@ After = Annotated[
     typer.Option(
         "--after",
         metavar="NAME",
-        help="Of an object store: go on where an earlier run was stopped, as it has said.",
+        help="Object stores only: resume an interrupted run after the NAME that it printed.",
         show_default=False,
     ),
 ]
@@ -240,8 +245,8 @@ _MAX_MANIFEST_BYTES: Final = 1 << 20
 
 store_app = typer.Typer(
     name="store",
-    help="Look after what fs and slab tiers keep in a directory, while tiers are open on it too; "
-    "only gc and repair of a slab store need it for themselves.",
+    help="Maintain the stores of fs, slab and object tiers.\n\nTiers may have a store open "
+    "meanwhile; only gc and repair of a slab store need exclusive access.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -255,7 +260,7 @@ def inspect(
     lists_all: ListsAll = False,
     verbose: Verbose = False,
 ) -> None:
-    """Count what is there, by namespace and slab store; changes nothing."""
+    """Count blocks and other files in each store. Read-only."""
     look_after(
         directory,
         "inspect",
@@ -276,7 +281,7 @@ def verify(
     lists_all: ListsAll = False,
     verbose: Verbose = False,
 ) -> None:
-    """Read every block, and check its length and checksum; changes nothing."""
+    """Read every block and check its length and checksum. Read-only."""
     look_after(
         directory,
         "verify",
@@ -295,17 +300,17 @@ def gc(
     *,
     older_than: OlderThan = 3600.0,
     corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Read every block, and remove the corrupt ones.")
+        bool, typer.Option("--corrupt", help="Read every block and remove the corrupt ones.")
     ] = False,
     unknown_files: Annotated[
-        bool, typer.Option("--unknown-files", help="Remove files that are no blocks.")
+        bool, typer.Option("--unknown-files", help="Remove files that are not blocks.")
     ] = False,
     max_age: Annotated[
         float | None,
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Of an object store: remove blocks that were written or renewed longer ago.",
+            help="Object stores only: remove blocks that were last written or renewed longer ago.",
             show_default=False,
         ),
     ] = None,
@@ -313,12 +318,13 @@ def gc(
         str | None,
         typer.Option(
             metavar="BYTES",
-            help='Of an object store: remove the oldest blocks beyond this size, such as "1TiB".',
+            help="Object stores only: remove the oldest blocks until the rest fits this size, such "
+            'as "1TiB".',
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; tell what would be removed.")
+        bool, typer.Option("--dry-run", help="Report what would be removed; remove nothing.")
     ] = False,
     key_file: KeyFile = None,
     after: After = "",
@@ -326,10 +332,10 @@ def gc(
     lists_all: ListsAll = False,
     verbose: Verbose = False,
 ) -> None:
-    """Remove leftovers of crashed writers, stale temporary files and empty directories.
+    """Remove leftovers of crashed writers.
 
-    Files of living writers stay. With --corrupt, corrupt blocks are removed as well; with
-    --unknown-files, files that are no blocks. The byte count that fs tiers share is corrected.
+    Leftovers are temporary files, writer entries and empty directories. Files of running writers
+    are kept. The byte count that fs tiers share is corrected.
     """
     with errors_as_one_line():
         options = GcOptions(
@@ -344,8 +350,8 @@ def gc(
     def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
         if (max_age, keep) != (None, None) and not store.bounds_blocks:
             raise InputError(
-                f"--max-age and --keep are for object stores; a {store.tier_type} tier bounds its "
-                "store itself, by capacity_bytes"
+                f"--max-age and --keep are for object stores; bound a {store.tier_type} store by "
+                "its tier's capacity_bytes"
             )
         return _resumable(store, control).gc(options, control)
 
@@ -370,8 +376,8 @@ def repair(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="manifest.json of a slab store of the same model and block size, of any rank, "
-            "for one that has lost its own.",
+            help="Replacement for a lost manifest.json of a slab store: that of another rank with "
+            "the same model and block size.",
         ),
     ] = None,
     key_file: KeyFile = None,
@@ -379,11 +385,10 @@ def repair(
     lists_all: ListsAll = False,
     verbose: Verbose = False,
 ) -> None:
-    """Keep all blocks that verify, and drop the rest.
+    """Keep all blocks that verify, and remove the rest.
 
-    Of a slab store, manifest and journal are written anew where they are damaged. A namespace of
-    the fs tier has neither and needs no repair: of that, corrupt blocks are removed, as by `gc
-    --corrupt`.
+    In a slab store, rewrite the manifest and the journal if they are damaged. An fs store has
+    neither, so only its corrupt blocks are removed, as by `gc --corrupt`.
     """
     with errors_as_one_line():
         content = None if manifest is None else _read(manifest)
@@ -407,9 +412,9 @@ def repair(
 
 
 def _resumable(store: StoreMaintenance, control: MaintenanceControl) -> StoreMaintenance:
-    """Return the store; raises InputError where it was to go on, and cannot."""
+    """Return the store; raises InputError if `--after` is given but the store cannot resume."""
     if control.resume_after and not store.resumes:
-        raise InputError(f"--after is for object stores; that of a {store.tier_type} begins anew")
+        raise InputError(f"--after is for object stores; a {store.tier_type} store cannot resume")
     return store
 
 

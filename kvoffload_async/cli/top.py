@@ -1,4 +1,4 @@
-"""`kvoffload top`: a running engine, live, on one screen from 80 columns and 24 lines on."""
+"""`kvoffload top`: a live view of a running engine, for terminals of at least 80 x 24."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvoffload_async.statistics import (
 )
 
 WIDE: Final = 110
-"""Columns from which on a tier's row has more of them."""
+"""Terminal width from which the tier table shows its additional columns."""
 MAX_TIERS: Final = 8
 MAX_SLOWEST: Final = 5
 _BAR_CHARS: Final = 24
@@ -44,14 +44,14 @@ _LEAST_LATENCIES: Final = 4
 def picture(
     readings: Readings, *, width: int, height: int, path: str, complaint: str = ""
 ) -> RenderableType:
-    """Return the screen.
+    """Return the contents of the screen.
 
     Args:
-        readings: At least one.
-        width: Columns.
-        height: Lines.
-        path: Whose socket it is.
-        complaint: Why there is no newer reading.
+        readings: The readings so far, at least one.
+        width: Columns of the screen.
+        height: Lines of the screen.
+        path: Path of the engine's socket.
+        complaint: Why the last reading failed; empty if it did not.
     """
     stats = readings.last.statistics
     top: list[RenderableType] = [
@@ -184,7 +184,7 @@ def _tier(
 
 
 def _slowest(readings: Readings) -> Table | None:
-    """Return the slowest requests, where the engine records them."""
+    """Return the table of the slowest requests; None if the engine records none."""
     if not readings.last.slowest:
         return None
     table = _table()
@@ -248,7 +248,7 @@ def _count(number: float) -> str:
 
 
 def _short(number: float, factor: int = 1000) -> str:
-    """Return a number in at most four characters; with a factor of 1024, of bytes."""
+    """Return a number in at most four characters; for bytes, pass a factor of 1024."""
     unit = 0
     while number >= 999.5 and unit < len(_LETTERS) - 1:  # noqa: PLR2004 - else it is 1000
         number /= factor
@@ -258,7 +258,7 @@ def _short(number: float, factor: int = 1000) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    """Return a size in three digits or so."""
+    """Return a size with about three digits."""
     unit = 0
     while num_bytes >= 999.5 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - else it is 1000
         num_bytes /= 1024
@@ -268,7 +268,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Return a duration in three digits or so."""
+    """Return a duration with about three digits."""
     for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
         value = seconds * factor
         if value < 999.5 or unit == "s":  # noqa: PLR2004 - else it is 1000
@@ -286,17 +286,17 @@ def top(
     *,
     interval: Annotated[
         float,
-        typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Seconds between two readings."),
+        typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Refresh interval in seconds."),
     ] = 1.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one reading as JSON, and end.")
+        bool, typer.Option("--json", help="Print one reading as JSON and exit.")
     ] = False,
 ) -> None:
-    """Show a running engine: its tiers, rates, hit ratios, latencies and breakers.
+    """Show the live statistics of a running engine.
 
-    Rates are those since the last reading, everything else is of the last minute; at first, both
-    are since the engine's begin. Where the output is no terminal, one picture is printed. Ctrl-C
-    ends it.
+    The screen shows tiers, rates, hit ratios, latencies and breakers. Rates cover the time since
+    the last reading, other counts the last minute. The first reading covers the time since the
+    engine's start. If the output is not a terminal, one reading is printed. Press Ctrl-C to exit.
     """
     path = str(socket)
     try:
@@ -319,7 +319,7 @@ def top(
 
 
 def _watch(console: Console, readings: Readings, path: str, interval_s: float) -> None:
-    """Show one reading after the other; an engine that does not answer may come back."""
+    """Refresh the screen until Ctrl-C; keep trying while the engine does not answer."""
     pause = threading.Event()
     complaint = ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -332,7 +332,7 @@ def _watch(console: Console, readings: Readings, path: str, interval_s: float) -
 
 
 def _read_again(readings: Readings, path: str) -> str:
-    """Take another reading, and return an empty text, or why there is none."""
+    """Take another reading; return an empty text, or why the reading failed."""
     try:
         readings.add(parse_report(ask(path), path))
     except (NoAnswerError, InputError) as error:

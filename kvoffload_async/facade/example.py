@@ -1,33 +1,33 @@
-"""The reference tier behind plain calls."""
+"""The manager of the reference tier."""
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any
 
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_options import TierOptions
-from kvoffload_async.tiers.example import ExampleTier
+from kvoffload_async.abc.tier import KVIdentity
+from kvoffload_async.facade.secondary import DeclaredTierManager
+from kvoffload_async.tiers.example import ExampleSettings, ExampleTier
 
 
-class ExampleSecondaryTierManager(SecondaryTierManager):
+class ExampleSecondaryTierManager(DeclaredTierManager[ExampleSettings]):
     """Keeps blocks in a dictionary: unlimited, real bytes, gone with the process.
 
-    Its options are those of every tier, and `custom_param`, which is only logged: it shows how an
-    option travels from the configuration to a tier.
+    Besides the options of every tier it takes `custom_param`, which is only logged.
     """
 
-    def __init__(
-        self,
-        offloading_spec: object,
-        primary_kv_view: memoryview,
-        tier_type: str = "example",
-        custom_param: int = 0,
-        **options: Unpack[TierOptions],
-    ) -> None:
-        """See `SecondaryTierManager`."""
-        self._example = ExampleTier(custom_param)
-        super().__init__(offloading_spec, primary_kv_view, tier_type, self._example, **options)
+    kind = "example"
+    declares = ExampleSettings
+    tier: ExampleTier
+
+    @classmethod
+    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> ExampleSettings:
+        return ExampleSettings.take(options)
+
+    @classmethod
+    def create_tier(cls, settings: ExampleSettings) -> ExampleTier:
+        return ExampleTier(settings.custom_param)
 
     def get_num_blocks(self) -> int:
         """Return how many blocks are kept."""
-        return self._example.get_num_blocks()
+        return self.tier.get_num_blocks()

@@ -1,113 +1,54 @@
-"""What the tiers behind a network share: their options, the values of these, and their managers."""
+"""The managers of the tiers behind a network: `valkey`, `object` and `mooncake`."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Final, Unpack
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
-from kvoffload_async.abc.tier import AsyncTier, KVIdentity
+from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import KVIdentity, TierPlace
 from kvoffload_async.config import (
+    Options,
     at_least,
+    is_encodable,
+    option,
     or_none,
-    parse_seconds,
+    parse_bool,
     parse_size_bytes,
+    parse_url,
     shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_options import (
-    TierOptions,
-    config_of,
-    defaults_of,
-    identity_of,
-    parse_key_file,
+from kvoffload_async.facade.secondary import DeclaredTierManager
+from kvoffload_async.facade.tier_options import TierOptions, require_model
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.files.settings import IntegrityOptions
+from kvoffload_async.tiers.mooncake.cells import Geometry
+from kvoffload_async.tiers.mooncake.process import (
+    HelperSettings,
+    MooncakeConnection,
+    MooncakeOptions,
 )
-from kvoffload_async.tiers.remote.settings import Redactor, RemoteSettings
+from kvoffload_async.tiers.mooncake.tier import MooncakeTier
+from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES
+from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
+from kvoffload_async.tiers.remote.settings import (
+    MAX_CONNECTIONS,
+    Redactor,
+    RemoteSettings,
+    read_file,
+)
+from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
 
-MAX_CONNECTIONS: Final = 256
-
-_MAX_RETRIES: Final = 10
-_MOST_REMEMBERED_S: Final = 3600.0
-_MAX_SECRET_BYTES: Final = 4096
-MAX_CERTIFICATE_BYTES: Final = 1 << 20
-
-
-def _span(value: object, key: str) -> float:
-    """Return seconds that may be none; raises ConfigError."""
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not 0 <= value <= _MOST_REMEMBERED_S
-    ):
-        raise ConfigError(
-            f"{key}: {shown(value)} is not valid; it must be a number of seconds from 0 to "
-            f"{_MOST_REMEMBERED_S:g}"
-        )
-    return float(value)
-
-
-def parse_url(value: object, key: str = "url") -> str:
-    """Return a URL; raises ConfigError, whose message does not show it."""
-    if not isinstance(value, str) or not value.isprintable() or "://" not in value:
-        raise ConfigError(f"{key}: it is not valid; it must be a URL, such as scheme://host/path")
-    return value
-
-
-def parse_file(value: object, key: str) -> str | None:
-    """Return the absolute path of a file, or None if there is none; raises ConfigError."""
-    if value is None:
-        return None
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not Path(path).is_absolute():
-        raise ConfigError(f"{key}: it must be the absolute path of a file")
-    return path
-
-
-def read_secret(value: object, key: str) -> str | None:
-    """Return the secret in a file, without line ends behind it; None: no file was given.
-
-    Raises:
-        ConfigError: It is no such file, or has nothing in it.
-    """
-    content = read_file(value, key, _MAX_SECRET_BYTES)
-    if content is None:
-        return None
-    try:
-        secret = content.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{key}: {value!r} is no text; give a file with a secret") from None
-    if not secret:
-        raise ConfigError(f"{key}: {value!r} is empty; give a file with a secret")
-    return secret
-
-
-def read_file(value: object, key: str, most_bytes: int) -> bytes | None:
-    """Return what is in a file; None: no file was given.
-
-    Raises:
-        ConfigError: It cannot be read, or is empty or too long.
-    """
-    path = parse_file(value, key)
-    if path is None:
-        return None
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(most_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
-    if not content or len(content) > most_bytes:
-        raise ConfigError(
-            f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
-        )
-    return content
+R = TypeVar("R", bound=RemoteSettings)
 
 
 def check_installed(library: str, extra: str) -> None:
-    """Check that a tier's client library is there; raises ConfigError."""
+    """Check that a tier's client library is installed; raises ConfigError."""
     if importlib.util.find_spec(library) is None:
         raise ConfigError(
             f"type: {extra!r} needs the library {library}, which is not installed; "
@@ -115,98 +56,252 @@ def check_installed(library: str, extra: str) -> None:
         )
 
 
-def remote_settings(options: Mapping[str, Any], secrets: Iterable[str]) -> RemoteSettings:
-    """Return what the options mean, all of which are there; raises ConfigError."""
-    return RemoteSettings(
-        ttl_s=or_none(parse_seconds)(options["ttl_s"], "ttl_s"),
-        connections=at_least(1, MAX_CONNECTIONS)(options["connections"], "connections"),
-        bytes_in_flight=parse_size_bytes(options["bytes_in_flight"], "bytes_in_flight"),
-        call_timeout_s=parse_seconds(options["call_timeout_s"], "call_timeout_s"),
-        job_timeout_s=options.get("io_timeout_s", 30.0),
-        probe_timeout_s=options.get("probe_timeout_s", 2.0),
-        max_retries=at_least(0, _MAX_RETRIES)(options["max_retries"], "max_retries"),
-        remember_present_s=_span(options["remember_present_s"], "remember_present_s"),
-        negative_cache_ttl_s=_span(options["negative_cache_ttl_s"], "negative_cache_ttl_s"),
-        integrity_key=parse_key_file(options["integrity_key_file"]),
-        redact=Redactor(secrets),
+def _take(cls: type[R], options: Mapping[str, Any], identity: KVIdentity) -> R:
+    """Return a remote tier's options; raises ConfigError."""
+    common = TierOptions.take(options)
+    settings = cls.take(
+        options, job_timeout_s=common.io_timeout_s, probe_timeout_s=common.probe_timeout_s
     )
+    require_model(identity)
+    return settings
 
 
-class RemoteOptions(TierOptions, total=False):
-    """The options that every such tier takes; see `RemoteTierManager`."""
+class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
+    """Blocks in Valkey or Redis, shared by all hosts that use the server or cluster.
 
-    ttl_s: float | None
-    bytes_in_flight: int | str
-    call_timeout_s: float
-    max_retries: int
-    remember_present_s: float
-    negative_cache_ttl_s: float
-    integrity_key_file: str | None
+    The server limits its memory and evicts (`maxmemory`, `maxmemory-policy`). A block that it has
+    no room for is not stored, which does not count as a fault.
+    """
 
-
-class RemoteTierManager(SecondaryTierManager):
-    """Blocks behind a network, shared by all hosts that use the server."""
-
-    def __init__(
-        self,
-        offloading_spec: object,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        own: Mapping[str, Any],
-        /,
-        *,
-        ttl_s: float | None = None,
-        bytes_in_flight: int | str = "64MiB",
-        call_timeout_s: float = 5.0,
-        max_retries: int = 2,
-        remember_present_s: float = 10.0,
-        negative_cache_ttl_s: float = 1.0,
-        integrity_key_file: str | None = None,
-        **options: Unpack[TierOptions],
-    ) -> None:
-        """Connect; see `SecondaryTierManager` for the options that every tier takes.
-
-        Args:
-            offloading_spec: See `SecondaryTierManager`.
-            primary_kv_view: See `SecondaryTierManager`.
-            tier_type: See `SecondaryTierManager`.
-            own: The options of the kind of tier.
-            ttl_s: Seconds that a block lives unused, fewer than a rule of the server's own allows;
-                None: as long as the server keeps it.
-            bytes_in_flight: Payload on the way at once, in each direction.
-            call_timeout_s: Seconds for one call.
-            max_retries: How often a call that failed is repeated.
-            remember_present_s: Seconds that a positive answer is believed; 0: never.
-            negative_cache_ttl_s: Seconds that a negative answer is believed; 0: never.
-            integrity_key_file: Absolute path of a file with a key that checksums are made with.
-            **options: The options that every tier takes.
-
-        Raises:
-            ConfigError: An option is unusable, or the server refuses the credentials.
-            TierUnavailableError: The server cannot be reached.
-        """
-        given = {
-            **own,
-            "ttl_s": ttl_s,
-            "bytes_in_flight": bytes_in_flight,
-            "call_timeout_s": call_timeout_s,
-            "max_retries": max_retries,
-            "remember_present_s": remember_present_s,
-            "negative_cache_ttl_s": negative_cache_ttl_s,
-            "integrity_key_file": integrity_key_file,
-            **options,
-        }
-        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        identity = identity_of(options, config_of(offloading_spec), row_bytes)
-        tier = self._create_tier(given, identity)
-        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+    kind = "valkey"
+    declares = ValkeySettings
 
     @classmethod
-    @abstractmethod
-    def _create_tier(cls, options: Mapping[str, Any], identity: KVIdentity) -> AsyncTier:
-        """Return the tier for options of which none is missing; raises ConfigError."""
+    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> ValkeySettings:
+        check_installed("redis", "valkey")
+        settings = _take(ValkeySettings, options, identity)
+        address = settings.address
+        if settings.is_cluster and address.database:
+            raise ConfigError(
+                f"url: database {address.database} does not go with cluster; leave it out"
+            )
+        for key in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
+            if options.get(key) is not None and not address.has_tls:
+                raise ConfigError(
+                    f"{key}: goes with a URL of valkeys:// or rediss://; correct one of them"
+                )
+        password = settings.login.password
+        return replace(settings, redact=Redactor([password] if password else []))
 
     @classmethod
-    def _with_defaults(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options with the defaults of those that are not given."""
-        return {**defaults_of(RemoteTierManager), **defaults_of(cls), **options}
+    def create_tier(cls, settings: ValkeySettings) -> ValkeyTier:
+        return ValkeyTier(settings)
+
+    @classmethod
+    def places_of(cls, settings: ValkeySettings, identity: KVIdentity) -> list[TierPlace]:
+        return [TierPlace(settings.address.shown, is_exclusive=False, key="url")]
+
+
+_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+_VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
+_SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "service_account")
+_MAX_CERTIFICATE_BYTES: Final = 1 << 20
+
+
+def _parse_object_url(value: object, key: str) -> str:
+    url = parse_url(value, key)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"{key}: it is not valid; write s3://bucket/prefix") from None
+    if "@" in url or parts.query:
+        raise ConfigError(
+            f"{key}: it must have neither user nor query, since it is shown; give secrets as "
+            "options of their own, or in the environment"
+        )
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(
+            f"{key}: {shown(url)} is not valid; its scheme must be one of {', '.join(_SCHEMES)}"
+        )
+    if not (parts.path if parts.scheme == "file" else parts.netloc):
+        raise ConfigError(f"{key}: {shown(url)} is not valid; write s3://bucket/prefix")
+    return url
+
+
+def _parse_secret(value: object, key: str) -> str:
+    """Return a text, which no message shows."""
+    if not isinstance(value, str) or not value or not is_encodable(value):
+        raise ConfigError(f"{key}: it is not valid; it must be a text that is not empty")
+    return value
+
+
+def _parse_store_options(value: object, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{key}: it must be an object of obstore's options")
+    return value
+
+
+def _parse_pack_bytes(value: object, key: str) -> int:
+    num_bytes = or_none(parse_size_bytes)(value, key) or 0
+    if num_bytes > MOST_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"{key}: {shown(value)} is too much; it must be at most {MOST_PAYLOAD_BYTES >> 20} MiB"
+        )
+    return num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(Options):
+    """The options of an object store that obstore takes under the same names."""
+
+    endpoint: str | None = option(or_none(_parse_secret), None)
+    """URL of another server with the same protocol."""
+    region: str | None = option(or_none(_parse_secret), None)
+    """Region of the bucket."""
+    access_key_id: str | None = option(or_none(_parse_secret), None)
+    """Access key for S3."""
+    secret_access_key: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Secret of the access key."""
+    session_token: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Token of temporary credentials."""
+    skip_signature: bool | None = option(or_none(parse_bool), None)
+    """Send requests without credentials."""
+    virtual_hosted_style_request: bool | None = option(or_none(parse_bool), None)
+    """The bucket is part of the endpoint's host name."""
+    service_account: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Path of a service account's file, for Google Cloud Storage."""
+    account_name: str | None = option(or_none(_parse_secret), None)
+    """Storage account, for Azure."""
+    account_key: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Key of the storage account."""
+    sas_key: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Shared access signature, for Azure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectOptions(RemoteSettings, StoreOptions):
+    """The options of an `object` tier, and values derived from others."""
+
+    url: str = option(_parse_object_url, remedy="a URL such as s3://bucket/prefix")
+    """s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
+    file:///directory."""
+    store_options: Mapping[str, Any] = option(or_none(_parse_store_options), None, is_shown=False)
+    """Further options of the store by obstore's names, as an object."""
+    allow_http: bool = option(parse_bool, default=False)
+    """Allow unencrypted connections."""
+    ca_certificates: bytes | None = option(
+        or_none(read_file(_MAX_CERTIFICATE_BYTES)), None, key="tls_ca_file"
+    )
+    """Absolute path of certificates that verify the server, in addition to the system's."""
+    pack_bytes: int = option(_parse_pack_bytes, "1MiB")
+    """Maximum bytes of consecutive blocks of a prompt that are stored as one object: at most 64
+    blocks and 16 MiB; None: one object per block."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
+    """Concurrent calls with payload, in each direction."""
+
+
+class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
+    """Objects of blocks in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
+
+    Credentials that are not given come from the environment or from the machine's role. A lifecycle
+    rule of the bucket limits its size; see docs/howto/object.md.
+    """
+
+    kind = "object"
+    declares = ObjectOptions
+
+    @classmethod
+    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> ObjectSettings:
+        check_installed("obstore", "object")
+        from kvoffload_async.tiers.object.client import ObjectConnection  # noqa: PLC0415 - an extra
+
+        own = _take(ObjectOptions, options, identity)
+        given = dict(own.store_options or {})
+        for key in StoreOptions.declared():
+            if (value := getattr(own, key)) is None:
+                continue
+            if key in given:
+                raise ConfigError(
+                    f"{key}: is given twice, in store_options too; leave one of them out"
+                )
+            given[key] = value
+        connection = ObjectConnection(
+            own.url,
+            given,
+            allow_http=own.allow_http,
+            ca_certificates=own.ca_certificates,
+            call_timeout_s=own.call_timeout_s,
+        )
+        if not own.url.startswith("file:"):  # opening it would create the directory
+            connection.open()
+        remote = replace(own, redact=Redactor(_secrets(given)))
+        return ObjectSettings(connection=connection, pack_bytes=own.pack_bytes, remote=remote)
+
+    @classmethod
+    def create_tier(cls, settings: ObjectSettings) -> ObjectTier:
+        return ObjectTier(settings)
+
+    @classmethod
+    def places_of(cls, settings: ObjectSettings, identity: KVIdentity) -> list[TierPlace]:
+        return [TierPlace(settings.connection.url, is_exclusive=False, key="url")]
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Imported on demand, because the library is an extra.
+        from kvoffload_async.tiers.object.maintenance import (  # noqa: PLC0415
+            ObjectMaintenance,
+        )
+
+        return ObjectMaintenance
+
+
+def _secrets(store_options: Mapping[str, Any]) -> list[str]:
+    """Return the secrets in the options and in the environment, where the library looks too."""
+    given = {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
+    secrets = [
+        value
+        for key, value in (given | dict(store_options)).items()
+        if isinstance(value, str) and any(word in key.lower() for word in _SECRET_WORDS)
+    ]
+    # A URL contains only the decoded signature.
+    return secrets + [sig for text in secrets for sig in parse_qs(text.lstrip("?")).get("sig", ())]
+
+
+_MAX_LEAVE_S: Final = 5.0
+
+
+MooncakeSettings = tuple[MooncakeConnection, IntegrityKey | None, HelperSettings]
+
+
+class MooncakeTierManager(DeclaredTierManager[MooncakeSettings]):
+    """Blocks in a Mooncake Store, in the memory that its clients give to it.
+
+    The library runs in a helper process, which can access only a buffer that blocks are copied
+    through. The store limits its size and evicts. A block that it has no room for is not stored.
+    """
+
+    kind = "mooncake"
+    declares = MooncakeOptions
+
+    @classmethod
+    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> MooncakeSettings:
+        check_installed("mooncake", "mooncake")
+        require_model(identity)
+        common = TierOptions.take(options)
+        helper = HelperSettings.take(
+            options,
+            start_timeout_s=common.open_timeout_s,
+            leave_timeout_s=min(_MAX_LEAVE_S, common.close_timeout_s / 2),
+        )
+        Geometry.of(helper.buffer_bytes, identity.block_bytes)
+        key = IntegrityOptions.take(options).integrity_key
+        return MooncakeConnection.take(options), key, helper
+
+    @classmethod
+    def create_tier(cls, settings: MooncakeSettings) -> MooncakeTier:
+        return MooncakeTier(*settings)
+
+    @classmethod
+    def places_of(cls, settings: MooncakeSettings, identity: KVIdentity) -> list[TierPlace]:
+        connection, *_ = settings
+        return [TierPlace(f"mooncake://{connection.master}", is_exclusive=False, key="master")]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
+from kvoffload_async.config import Options
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
@@ -16,7 +19,13 @@ from kvoffload_async.core.readings import Figures, read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError, drop_tracebacks, text_of
 from kvoffload_async.facade.manager import counted
-from kvoffload_async.facade.tier_options import check_tier_options, config_of, identity_of
+from kvoffload_async.facade.tier_options import (
+    TierOptions,
+    config_of,
+    identity_of,
+    reject_unknown_options,
+    signature_of,
+)
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.statistics import TierStatistics
@@ -124,7 +133,17 @@ class SecondaryTierManager:
             as long to do so; then they have failed, whatever becomes of them.
     """
 
-    io_timeout_s: float = 30.0
+    io_timeout_s: float = TierOptions.io_timeout_s
+    declares: ClassVar[type[Options]] = Options
+    """Declares the options that the constructor takes besides those of `TierOptions`."""
+    __signature__: ClassVar[inspect.Signature | None] = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if vars(cls).keys() & {"__init__", "declares"}:
+            cls.__signature__ = None  # not the base's
+        if "declares" in vars(cls):
+            cls.__signature__ = signature_of(cls, cls.declares, TierOptions)
 
     def __init__(
         self,
@@ -132,85 +151,25 @@ class SecondaryTierManager:
         primary_kv_view: memoryview,
         tier_type: str,
         tier: AsyncTier,
-        *,
-        runtime: Bridge | None = None,
-        io_timeout_s: float = 30.0,
-        probe_timeout_s: float = 2.0,
-        open_timeout_s: float = 30.0,
-        close_timeout_s: float = 30.0,
-        n_read_threads: int | None = None,
-        n_write_threads: int = 1,
-        enable_kv_events: bool = False,
-        min_blocks: int = 1,
-        prefill_blocks_per_s: float | None = None,
-        backpressure_detector: Backpressure | None = None,
-        model: str | None = None,
-        fingerprint: str | None = None,
-        namespace: str | None = None,
-        rank: int = 0,
-        run_config: Mapping[str, Any] | None = None,
+        **options: Any,  # noqa: ANN401 - their classes declare the types
     ) -> None:
         """Open the tier; waits for that.
 
         Args:
             offloading_spec: The spec that the tier belongs to. Its `runtime` is shared, if it has
-                one; a tier on its own starts threads of its own.
+                one; otherwise the tier starts threads of its own.
             primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`, one byte an
                 item, C-contiguous.
             tier_type: The name under which the tier was configured.
             tier: What to wrap; owned from now on.
-            runtime: Where the tier runs, if not in the spec's runtime.
-            io_timeout_s: Seconds from a job's submission until it is reported failed.
-            probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
-            open_timeout_s: Seconds for opening; `slab` has 10 s more for each million blocks that
-                fit.
-            close_timeout_s: Seconds for `shutdown`, where the call does not say.
-            n_read_threads: I/O threads that prefer loads; None: one less than usable CPUs, 1 to 3.
-            n_write_threads: I/O threads that prefer stores.
-            enable_kv_events: Record events for `take_events`.
-            min_blocks: Blocks that a request must miss in the primary and the tiers before this
-                one, at least, for this one to be asked: where loading fewer takes longer than
-                computing them.
-            prefill_blocks_per_s: Blocks that the accelerator computes in a second of prefill. With
-                it, this tier is asked only for so many missed blocks that loading them, at the
-                latency and bandwidth measured lately, takes less time than computing them; None:
-                `min_blocks` alone decides.
-            backpressure_detector: See the class.
-            model: Name of the model whose blocks these are; by default the spec's.
-            fingerprint: Content of the model's weights and whatever else KV bytes depend on; by
-                default the spec's.
-            namespace: Keeps blocks apart from those of other namespaces.
-            rank: Which engine's blocks these are, where several have other bytes under one key.
-            run_config: Everything that the layout of a block's bytes depends on; by default the
-                spec's geometry and the slot size. What `model`, `fingerprint` and `namespace` say
-                is added to it.
+            **options: The options of every tier; see docs/reference/configuration.md.
 
         Raises:
             ConfigError: The tier cannot work with its options; nothing is left running.
             TierUnavailableError: The tier's place cannot be reached.
             TierTimeoutError: It did not open in time.
         """
-        labels: dict[str, Any] = {
-            "model": model,
-            "fingerprint": fingerprint,
-            "namespace": namespace,
-            "rank": rank,
-            "run_config": run_config,
-        }
-        check_tier_options(
-            {
-                "io_timeout_s": io_timeout_s,
-                "probe_timeout_s": probe_timeout_s,
-                "open_timeout_s": open_timeout_s,
-                "close_timeout_s": close_timeout_s,
-                "n_read_threads": n_read_threads,
-                "n_write_threads": n_write_threads,
-                "enable_kv_events": enable_kv_events,
-                "min_blocks": min_blocks,
-                "prefill_blocks_per_s": prefill_blocks_per_s,
-                **labels,
-            }
-        )
+        common = self.take_options(tier_type, options)
         shape = primary_kv_view.shape
         if shape is None or len(shape) != 2 or primary_kv_view.itemsize != 1:  # noqa: PLR2004 - 2-D
             raise StateError("primary_kv_view must have shape [num_slots, slot_bytes], in bytes")
@@ -218,14 +177,14 @@ class SecondaryTierManager:
         self.tier = tier
         self.medium: Medium = tier.capabilities.medium
         self.locality: Locality = tier.capabilities.locality
-        self.backpressure_detector = backpressure_detector
+        self.backpressure_detector = common.backpressure_detector
         self._policy = (
             OffloadPolicy.REQUEST_LEVEL
             if tier.capabilities.request_level
             else OffloadPolicy.BLOCK_LEVEL
         )
-        self.io_timeout_s = io_timeout_s
-        self._close_timeout_s = close_timeout_s
+        self.io_timeout_s = common.io_timeout_s
+        self._close_timeout_s = common.close_timeout_s
         self._report: CloseReport | None = None
         self._view = memoryview(primary_kv_view)
         self._row_bytes = shape[1]
@@ -233,13 +192,13 @@ class SecondaryTierManager:
         self.tier_state = create_state(
             tier_type,
             tier,
-            create_index(tier, min_blocks, prefill_blocks_per_s),
+            create_index(tier, common.min_blocks, common.prefill_blocks_per_s),
             shape[1],
-            enable_kv_events=enable_kv_events,
-            backpressure=backpressure_detector,
+            enable_kv_events=common.enable_kv_events,
+            backpressure=common.backpressure_detector,
         )
         self._events = self.tier_state.event_log
-        shared: Bridge | None = runtime or getattr(offloading_spec, "runtime", None)
+        shared: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
         self._host: RuntimeHost | None = None
         if shared is None:
             self._host = RuntimeHost()
@@ -253,14 +212,16 @@ class SecondaryTierManager:
             tier,
             kv_view=self._view,
             pool=self._bridge.create_pool(
-                read_threads(n_read_threads), n_write_threads, tier.bounds.concurrent_probes
+                read_threads(common.n_read_threads),
+                common.n_write_threads,
+                tier.bounds.concurrent_probes,
             ),
-            io_timeout_s=io_timeout_s,
-            probe_timeout_s=probe_timeout_s,
-            identity=identity_of(labels, config_of(offloading_spec), shape[1]),
+            io_timeout_s=common.io_timeout_s,
+            probe_timeout_s=common.probe_timeout_s,
+            identity=identity_of(common, config_of(offloading_spec), shape[1]),
         )
         try:
-            self._link.open(open_timeout_s)
+            self._link.open(common.open_timeout_s)
         except BaseException:
             self._release_view()
             if self._host is not None:
@@ -272,6 +233,18 @@ class SecondaryTierManager:
         jobs = counted(self.tier_state.jobs.unreported_count, "job")
         place = self._link.actor.place
         return f"<{type(self).__name__} {self.ownership}: {place}, {jobs} in flight>"
+
+    @classmethod
+    def take_options(cls, tier_type: str, options: Mapping[str, Any]) -> TierOptions:
+        """Return those of the constructor's options that every tier takes.
+
+        Raises:
+            UnknownOptionError: The constructor does not take an option.
+            ConfigError: A value is invalid.
+        """
+        names = TierOptions.declared() | cls.declares.declared()
+        reject_unknown_options(options, names, cls.declares, tier_type)
+        return TierOptions.take(options)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
@@ -452,3 +425,73 @@ class SecondaryTierManager:
             self._view.release()
         except BufferError:
             logger.warning("%s: the tier still holds the primary's buffer", self.tier_type)
+
+
+SecondaryTierManager.__signature__ = signature_of(SecondaryTierManager, TierOptions)
+
+S = TypeVar("S")
+
+
+class DeclaredTierManager(SecondaryTierManager, Generic[S]):
+    """A manager that creates its tier from the options that `declares` declares.
+
+    `S` is the class of the tier's settings, which are made from the options.
+    """
+
+    kind: ClassVar[str]
+    """Default of `tier_type`."""
+
+    def __init__(
+        self,
+        offloading_spec: object,
+        primary_kv_view: memoryview,
+        tier_type: str = "",
+        **options: Any,  # noqa: ANN401 - their classes declare the types
+    ) -> None:
+        """Create and open the tier; waits for that.
+
+        Args:
+            offloading_spec: See `SecondaryTierManager`.
+            primary_kv_view: See `SecondaryTierManager`.
+            tier_type: See `SecondaryTierManager`; by default the tier's own.
+            **options: The options of this tier and of every tier; see
+                docs/reference/configuration.md.
+
+        Raises:
+            ConfigError: An option is unusable or unknown, or the tier cannot work with its options.
+            TierUnavailableError: The tier's directory or server cannot be reached.
+            TierTimeoutError: It did not open in time.
+        """
+        tier_type = tier_type or self.kind
+        common = self.take_options(tier_type, options)
+        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        identity = identity_of(common, config_of(offloading_spec), row_bytes)
+        settings = self.settings_of(options, identity)
+        options |= self.implied_options(settings)
+        tier = self.create_tier(settings)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
+        """Check every option without creating or connecting anything."""
+        return cls.places_of(cls.settings_of(options, identity), identity)
+
+    @classmethod
+    @abstractmethod
+    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> S:
+        """Return the tier's settings; raises ConfigError."""
+
+    @classmethod
+    @abstractmethod
+    def create_tier(cls, settings: S) -> AsyncTier:
+        """Return the tier, not open yet."""
+
+    @classmethod
+    def places_of(cls, settings: S, identity: KVIdentity) -> list[TierPlace]:
+        """Return where the tier keeps its blocks; raises ConfigError if they have no room there."""
+        return []
+
+    @classmethod
+    def implied_options(cls, settings: S) -> dict[str, Any]:
+        """Return options of every tier that follow from the tier's own."""
+        return {}

@@ -140,7 +140,7 @@ class _Spec(ABC):
                 f"{self.config.num_workers}"
             )
         layout = self.register_kv_caches(kv_caches, groups, block_dim=block_dim)
-        from kvoffload_async.transport.choice import create_transport  # noqa: PLC0415 - torch
+        from kvoffload_async.transport.host import create_transport  # noqa: PLC0415 - torch
 
         offset = worker_index * self.config.block_bytes
         return partial(create_transport, layout, cell_offset_bytes=offset)

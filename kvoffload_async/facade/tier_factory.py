@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, TierPlace
 from kvoffload_async.config import (
+    REQUIRED,
     OffloadConfig,
-    Parser,
-    nearest,
+    Options,
+    one_of,
+    option,
+    or_none,
     parse_bool,
     parse_seconds,
     reject_unknown,
@@ -29,12 +33,16 @@ from kvoffload_async.errors import (
     OffloadError,
     TierTimeoutError,
     TierUnavailableError,
-    UnknownNameError,
     text_of,
 )
 from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_options import check_tier_options, config_of, identity_of
+from kvoffload_async.facade.tier_options import (
+    TierOptions,
+    config_of,
+    identity_of,
+    reject_unknown_options,
+)
 from kvoffload_async.registry import Registry, load_class
 from kvoffload_async.runtime.buffer import row_stride_bytes
 
@@ -78,8 +86,49 @@ def _like(error: OffloadError, text: str) -> OffloadError:
     return OffloadError(text)  # pragma: no cover - it is in every order of resolution
 
 
-class UnknownOptionError(UnknownNameError, TypeError):
-    """A tier does not take an option of this name."""
+_MOST_S_PER_MIB: Final = 1e9
+
+
+def parse_backpressure(value: object, key: str) -> BackpressureSettings:
+    """Return back-pressure settings; those of a local tier for keys that are not given.
+
+    Raises:
+        ConfigError: A key is unknown, or the water marks are not positive and in order.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}: {shown(value)} is not valid; it must be an object")
+    reject_unknown(value, [field.name for field in fields(BackpressureSettings)], key)
+    settings = replace(LOCAL_BACKPRESSURE, **value)
+    low, high = settings.low_water_s_per_mib, settings.high_water_s_per_mib
+    are_numbers = all(isinstance(mark, int | float) for mark in (low, high))
+    if not are_numbers or not 0 < low < high < _MOST_S_PER_MIB:
+        raise ConfigError(
+            f"{key}: low_water_s_per_mib={shown(low)} and "
+            f"high_water_s_per_mib={shown(high)} must be numbers with 0 < low < high < "
+            f"{_MOST_S_PER_MIB:g}"
+        )
+    return settings
+
+
+class BackpressureClass(StrEnum):
+    """Detectors of back-pressure."""
+
+    EMA = "ema"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTierOptions(Options):
+    """Options of every tier that are for the engine and never reach the tier."""
+
+    backpressure_cls: BackpressureClass | None = option(or_none(one_of(BackpressureClass)), None)
+    """With "ema", the engine delays some stores to the tier while the tier is slow."""
+    backpressure: BackpressureSettings | None = option(or_none(parse_backpressure), None)
+    """Settings of `backpressure_cls`: `high_water_s_per_mib` and `low_water_s_per_mib`."""
+    required: bool = option(parse_bool, default=True)
+    """Whether the tier must open. If False, the engine starts without a tier that cannot be opened
+    and retries in the background."""
+    reopen_pause_s: float = option(parse_seconds, 60.0)
+    """Maximum pause between two retries, in seconds; pauses double from 1 s on."""
 
 
 class SecondaryTierFactory:
@@ -195,7 +244,7 @@ class SecondaryTierFactory:
         }
         if issubclass(loaded, SecondaryTierManager):
             return loaded(**common, **options)
-        own = accepted_options(loaded)
+        own = options_of(loaded)
         tier: AsyncTier = loaded(**{key: options[key] for key in options if key in own})
         shared = {key: value for key, value in options.items() if key not in own}
         return SecondaryTierManager(**common, tier=tier, **shared)
@@ -213,24 +262,12 @@ class SecondaryTierFactory:
             loaded = cls.get_tier_class(tier_type)
         else:
             loaded = cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
-        for key, parse in _OF_THE_ENGINE.items():
-            if key in config:
-                parse(config.pop(key), key)
-        _move_backpressure(config)
-        accepted = accepted_options(loaded) | accepted_options(SecondaryTierManager)
-        for name in config:
-            if name not in accepted:
-                names = sorted(
-                    accepted - _HIDDEN
-                    | _OF_THE_ENGINE.keys()
-                    | {"backpressure_cls", "backpressure"}
-                )
-                raise UnknownOptionError(
-                    f"secondary tier {tier_type!r}: unknown key {shown(name)}"
-                    f"{nearest(name, names)}; allowed: {', '.join(names)}"
-                )
-        own = accepted_options(loaded) if issubclass(loaded, AsyncTier) else set()
-        check_tier_options({key: config[key] for key in config if key not in own})
+        given = {key: config.pop(key) for key in EngineTierOptions.declared() if key in config}
+        own, common = options_of(loaded), options_of(SecondaryTierManager)
+        names = own.keys() | common.keys() | EngineTierOptions.declared().keys()
+        reject_unknown_options(config, names, getattr(loaded, "declares", Options), tier_type)
+        if (detector := _detector_of(EngineTierOptions.take(given))) is not None:
+            config["backpressure_detector"] = detector
         return loaded, tier_type, config
 
     @staticmethod
@@ -247,24 +284,17 @@ SecondaryTierFactory.register_tier(
     "example", "kvoffload_async.facade.example", "ExampleSecondaryTierManager"
 )
 
-SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.fs", "FileSystemTierManager")
+SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.disk", "FileSystemTierManager")
 
-SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.slab", "SlabTierManager")
+SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.disk", "SlabTierManager")
 
-SecondaryTierFactory.register_tier("valkey", "kvoffload_async.facade.valkey", "ValkeyTierManager")
+SecondaryTierFactory.register_tier("valkey", "kvoffload_async.facade.remote", "ValkeyTierManager")
 
 SecondaryTierFactory.register_tier(
-    "mooncake", "kvoffload_async.facade.mooncake", "MooncakeTierManager"
+    "mooncake", "kvoffload_async.facade.remote", "MooncakeTierManager"
 )
 
-SecondaryTierFactory.register_tier("object", "kvoffload_async.facade.object", "ObjectTierManager")
-
-_GIVEN = frozenset({"self", "offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime"})
-_HIDDEN = frozenset({"backpressure_detector", "ops"})
-_OF_THE_ENGINE: Mapping[str, Parser] = {"required": parse_bool, "reopen_pause_s": parse_seconds}
-"""Keys of a tier that say what is done with it, and never reach it."""
-_MOST_S_PER_MIB = 1e9
-
+SecondaryTierFactory.register_tier("object", "kvoffload_async.facade.remote", "ObjectTierManager")
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -273,47 +303,34 @@ _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
 }
 
 
-def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """Return a constructor's parameters, its bases' behind its own."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        init = base.__dict__.get("__init__")
-        if init is not None:
-            for name, parameter in inspect.signature(init).parameters.items():
-                found.setdefault(name, parameter)
-    return found
+_NO_OPTIONS: Final = {"offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime", "ops"}
+"""Parameters of managers that no configuration sets."""
 
 
-def accepted_options(cls: type) -> set[str]:
-    """Return the names of the options that a constructor takes, its bases' for `**options`."""
-    accepted: set[str] = set()
+def options_of(cls: type) -> dict[str, Any]:
+    """Return the default, or `REQUIRED`, of each option of a tier class, its bases' included."""
+    found: dict[str, Any] = {}
     for base in cls.__mro__:
-        init = base.__dict__.get("__init__")
-        if init is None:
-            continue
-        parameters = inspect.signature(init).parameters.values()
-        accepted |= {
-            p.name
-            for p in parameters
-            if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY} and p.name not in _GIVEN
-        }
-        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        parameters = inspect.signature(base).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}:
+                found.setdefault(parameter.name, parameter.default)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
-    return accepted
+    return {name: default for name, default in found.items() if name not in _NO_OPTIONS}
 
 
 def _check(
     cls: type[Any], options: Mapping[str, Any], config: OffloadConfig | None, block_bytes: int
 ) -> tuple[TierPlace, ...]:
     """Check the options of a tier whose names are known; return where it will keep its blocks."""
-    own = accepted_options(cls)
-    parameters = constructor_parameters(SecondaryTierManager) | constructor_parameters(cls)
-    for key in sorted(own - options.keys()):
-        if parameters[key].default is inspect.Parameter.empty:
+    own = options_of(cls)
+    for key in sorted(own.keys() - options.keys()):
+        if own[key] is REQUIRED:
             raise ConfigError(f"{key}: missing; this tier does not work without it")
     is_async = issubclass(cls, AsyncTier)
-    labels = {key: options[key] for key in options if not (is_async and key in own)}
-    identity = identity_of(labels, config, block_bytes)
+    common = {key: options[key] for key in options if not (is_async and key in own)}
+    identity = identity_of(TierOptions.take(common), config, block_bytes)
     seen = {key: options[key] for key in options if key in own or not is_async}
     try:
         places = tuple(cls.check_options(seen, identity))
@@ -325,43 +342,17 @@ def _check(
             f"{type(error).__name__} ({error}); correct its check_options"
         ) from error
     for key, value in options.items():
-        allowed = _TYPES.get(type(parameters[key].default))
+        allowed = _TYPES.get(type(own.get(key)))
         # By type and not isinstance: true and false are integers to that.
         if allowed is not None and type(value) not in allowed[0]:
             raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {allowed[1]}")
     return places
 
 
-def _move_backpressure(config: dict[str, Any]) -> None:
-    """Replace the two back-pressure keys of a tier's configuration by a detector."""
-    name = config.pop("backpressure_cls", None)
-    settings = config.pop("backpressure", None)
-    if name is None:
-        if settings is not None:
+def _detector_of(options: EngineTierOptions) -> Backpressure | None:
+    """Return the back-pressure detector that a tier's configuration asks for."""
+    if options.backpressure_cls is None:
+        if options.backpressure is not None:
             raise ConfigError('backpressure: goes with backpressure_cls; add "ema"')
-        return
-    if name != "ema":
-        raise ConfigError(f'backpressure_cls: {shown(name)} is unknown; allowed: "ema"')
-    if settings is not None and not isinstance(settings, Mapping):
-        raise ConfigError(f"backpressure: {shown(settings)} is not valid; it must be an object")
-    config["backpressure_detector"] = Backpressure(parse_backpressure(settings or {}))
-
-
-def parse_backpressure(raw: Mapping[str, Any]) -> BackpressureSettings:
-    """Return back-pressure settings; what is left out is that of a local tier.
-
-    Raises:
-        ConfigError: A key is unknown, or the water marks are not positive and in order.
-    """
-    names = [option.name for option in fields(BackpressureSettings)]
-    reject_unknown(raw, names, "backpressure")
-    settings = replace(LOCAL_BACKPRESSURE, **raw)
-    low, high = settings.low_water_s_per_mib, settings.high_water_s_per_mib
-    are_numbers = all(isinstance(mark, int | float) for mark in (low, high))
-    if not are_numbers or not 0 < low < high < _MOST_S_PER_MIB:
-        raise ConfigError(
-            f"backpressure: low_water_s_per_mib={shown(low)} and "
-            f"high_water_s_per_mib={shown(high)} must be numbers with 0 < low < high < "
-            f"{_MOST_S_PER_MIB:g}"
-        )
-    return settings
+        return None
+    return Backpressure(options.backpressure or LOCAL_BACKPRESSURE)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvoffload_async.block_io import implementation
-from kvoffload_async.config import parse_generation, parse_write_back
+from kvoffload_async.config import WriteBack, one_of, parse_generation
 from kvoffload_async.core.counters import Histogram, TierCounters
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
@@ -219,7 +219,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._drain_timeout_s = drain_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
         self._check_invariants = check_invariants
-        primary.core.drops_pending = parse_write_back(write_back, "write_back") == "drop"
+        primary.core.drops_pending = one_of(WriteBack)(write_back, "write_back") is WriteBack.DROP
         slots = primary.core.num_slots
         self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
         seen: Counter[str] = Counter()

@@ -33,8 +33,8 @@ T = TypeVar("T")
 class InlineIo:
     """An `IoRunner` that runs every call immediately on the loop's thread."""
 
-    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
-        """See `IoRunner.run`; `helpers` is ignored."""
+    async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
+        """See `IoRunner.run`; the options are ignored."""
         await asyncio.sleep(0)
         return call()
 
@@ -59,8 +59,8 @@ class ScriptedIo:
         """Start without parked calls."""
         self.parked: list[ParkedCall] = []
 
-    async def run(self, direction: Direction, call: Callable[[], T], *, helpers: int = 0) -> T:
-        """See `IoRunner.run`; `helpers` is ignored."""
+    async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
+        """See `IoRunner.run`; the options are ignored."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedCall(direction, call, future))
         return await until_done(future)

@@ -1,14 +1,17 @@
 """Copies between device and pinned host memory, on CUDA streams.
 
-One thread a direction launches what was submitted, in order: a stream whose queue is full blocks
-that thread and not the one that submits (vLLM issue 29013), and a few pooled streams with at most
-a few transfers each keep the queues short. Each transfer waits on its stream for the caller's
-compute event, loads too, or a pending zeroing would wipe what they bring (vLLM issues 31341 and
-50696), and for the transfer before it. One more thread a stream waits for the ends in order, off
-the interpreter lock, and wakes the loop; Python callbacks on a stream would deadlock with it.
+One thread per direction launches submitted transfers in order: a stream with a full queue blocks
+that thread instead of the submitter (vLLM issue 29013), and a few pooled streams with a few
+transfers each keep the queues short. Each transfer waits on its stream for the caller's compute
+event, also before loads, because a pending zeroing would overwrite the loaded data (vLLM issues
+31341 and 50696), and for the previous transfer. One thread per stream waits for the ends in order,
+with the GIL released, and wakes the loop; Python callbacks on a stream could deadlock with the GIL.
 
-All device memory that is made here is made, used and let go on the stream that uses it; the
-page tables are the caller's, and are held until the last copy has ended.
+Device memory allocated here is allocated, used and freed on the stream that uses it; the page
+tables belong to the caller, and are referenced until the last copy has ended.
+
+A store gathers blocks into staging memory with the layout of the slots, one operation per page
+table, and copies each run of adjacent slots at once; loads use the reverse order.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvoffload_async.abc.pages import hold_pages
@@ -34,9 +38,207 @@ from kvoffload_async.abc.transport import (
     Transport,
 )
 from kvoffload_async.errors import ConfigError, StateError, TransportError
-from kvoffload_async.transport.layout import KVLayout
+from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.transport.settling import SettlingTransfer
-from kvoffload_async.transport.staging import StagedCopies
+from kvoffload_async.types import BlockIds
+
+# One thread moves an element of a gather: bytes would take eight times as long as words.
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """A page table viewed as the widest possible words: `[num_blocks, page_words]`."""
+
+    pages: torch.Tensor
+    offset_words: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A part of a transfer that fits into staging memory, of one group.
+
+    Attributes:
+        group: Index of the group.
+        slots: The slots, one per row of staging memory.
+        begin: Start of its rows, places and blocks in the plan's index, `count` each.
+        count: Number of device blocks.
+        is_whole: Whether they fill all rows, in order.
+    """
+
+    group: int
+    slots: BlockIds
+    begin: int
+    count: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One transfer, divided into extents.
+
+    Attributes:
+        extents: The extents, in order of copying.
+        index: All indices of the extents, int64, in one array to be copied to the device at once.
+    """
+
+    extents: Sequence[Extent]
+    index: npt.NDArray[np.int64]
+
+
+class StagedCopies:
+    """Copies between a layout's page tables and a worker's cells in the slots.
+
+    Thread: any, one at a time for each staging buffer.
+    """
+
+    def __init__(self, layout: KVLayout, host: torch.Tensor, cell_offset_bytes: int) -> None:
+        """Use the layout's tables, and `host`: the slots, uint8 `[num_slots, slot_bytes]`."""
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._host = host
+        self._cell_offset_bytes = cell_offset_bytes
+        self._word_bytes, self._dtype = _widest_words(layout)
+        self._row_bytes = -(-layout.chunk_bytes // self._word_bytes) * self._word_bytes
+        # Includes gaps between a group's tables, but no bytes of other workers.
+        self._group_bytes = [
+            max(
+                (t.offset_bytes + t.page_bytes * layout.blocks_per_chunk for t in group),
+                default=0,
+            )
+            for group in layout.groups
+        ]
+        self._groups = [
+            [
+                _Words(table.pages.view(self._dtype), table.offset_bytes // self._word_bytes)
+                for table in group
+            ]
+            for group in layout.groups
+        ]
+
+    def create_staging(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Allocate staging memory of about this size, uint8 `[rows, row_bytes]`, rows >= 1."""
+        rows = max(1, size_bytes // self._row_bytes)
+        return torch.empty((rows, self._row_bytes), dtype=torch.uint8, device=device)
+
+    def plan(self, parts: Sequence[GroupCopies], staging_rows: int) -> Plan:
+        """Divide a transfer into extents of at most `staging_rows` slots."""
+        extents: list[Extent] = []
+        index: list[npt.NDArray[np.integer[Any]]] = []
+        begin = 0
+        for group, part in enumerate(parts):
+            rows, slots = _rows_of(part)
+            for first in range(0, len(slots), staging_rows):
+                mine = slots[first : first + staging_rows]
+                chosen = (rows >= first) & (rows < first + len(mine))
+                count = int(chosen.sum())
+                is_whole = count == len(mine) * self._blocks_per_chunk
+                extents.append(Extent(group, mine, begin, count, is_whole))
+                index += [(rows - first)[chosen], part.places[chosen], part.blocks[chosen]]
+                begin += 3 * count
+        joined = np.concatenate(index) if index else np.empty(0)
+        return Plan(extents, joined.astype(np.int64))
+
+    def perform(
+        self, direction: Direction, plan: Plan, index: torch.Tensor, staging: torch.Tensor
+    ) -> None:
+        """Queue a transfer's copies; `index` is the plan's, on the device."""
+        for extent in plan.extents:
+            where = index[extent.begin : extent.begin + 3 * extent.count].view(3, extent.count)
+            used = staging[: len(extent.slots), : self._group_bytes[extent.group]]
+            if direction is Direction.LOAD or not extent.is_whole:
+                # A partially stored chunk keeps the other bytes of its slot.
+                self._copy_rows(used, extent.slots, to_host=False)
+            for table in self._groups[extent.group]:
+                cells = self._cells_of(staging, table, len(extent.slots))
+                if direction is Direction.STORE:
+                    _gather(table.pages, cells, where, is_whole=extent.is_whole)
+                else:
+                    _scatter(table.pages, cells, where, is_whole=extent.is_whole)
+            if direction is Direction.STORE:
+                self._copy_rows(used, extent.slots, to_host=True)
+
+    def release(self) -> None:
+        """Release the reference to the slots' memory; its owner may unmap it now."""
+        self._host = torch.empty((0, 0), dtype=torch.uint8)
+
+    def _cells_of(self, staging: torch.Tensor, table: _Words, rows: int) -> torch.Tensor:
+        """Return a table's part of staging: words `[rows, blocks_per_chunk, page_words]`."""
+        words = staging.view(self._dtype)
+        page_words = table.pages.shape[1]
+        return words.as_strided(
+            (rows, self._blocks_per_chunk, page_words),
+            (words.stride(0), page_words, 1),
+            words.storage_offset() + table.offset_words,
+        )
+
+    def _copy_rows(self, staging: torch.Tensor, slots: BlockIds, *, to_host: bool) -> None:
+        """Copy between staging rows and slots, each run of adjacent slots in one call."""
+        begin, end = self._cell_offset_bytes, self._cell_offset_bytes + staging.shape[1]
+        # Copies are asynchronous only between contiguous memories: a run must not skip padding.
+        is_joined = staging.is_contiguous() and staging.shape[1] == self._host.shape[1]
+        for row, slot, count in _runs(slots, len(slots) if is_joined else 1):
+            device_rows = staging[row : row + count]
+            host_rows = self._host[slot : slot + count, begin:end]
+            if to_host:
+                host_rows.copy_(device_rows, non_blocking=True)
+            else:
+                device_rows.copy_(host_rows, non_blocking=True)
+
+
+def _gather(
+    pages: torch.Tensor, cells: torch.Tensor, where: torch.Tensor, *, is_whole: bool
+) -> None:
+    rows, places, blocks = where
+    if is_whole and cells.shape[1] == 1:
+        torch.index_select(pages, 0, blocks, out=cells[:, 0])
+    elif is_whole:
+        cells.copy_(pages.index_select(0, blocks).view(cells.shape))
+    else:
+        cells[rows, places] = pages.index_select(0, blocks)
+
+
+def _scatter(
+    pages: torch.Tensor, cells: torch.Tensor, where: torch.Tensor, *, is_whole: bool
+) -> None:
+    rows, places, blocks = where
+    source = cells.reshape(-1, cells.shape[2]) if is_whole else cells[rows, places]
+    pages.index_copy_(0, blocks, source)
+
+
+def _rows_of(part: GroupCopies) -> tuple[npt.NDArray[np.int64], BlockIds]:
+    """Return each device block's index among the part's slots, and those slots in order."""
+    is_new = np.ones(len(part.slots), dtype=bool)
+    is_new[1:] = part.slots[1:] != part.slots[:-1]
+    return np.cumsum(is_new, dtype=np.int64) - 1, part.slots[is_new]
+
+
+def _runs(slots: BlockIds, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, slot, count) for each run of consecutive, increasing slots."""
+    begin = 0
+    for end in range(1, len(slots) + 1):
+        is_cut = end == len(slots) or end - begin == longest or slots[end] != slots[end - 1] + 1
+        if is_cut:
+            yield begin, int(slots[begin]), end - begin
+            begin = end
+
+
+def _widest_words(layout: KVLayout) -> tuple[int, torch.dtype]:
+    """Return the widest words that fit all tables: their size and type."""
+    tables = [table for group in layout.groups for table in group]
+    return next(word for word in _WORDS if all(_is_aligned(table, word[0]) for table in tables))
+
+
+def _is_aligned(table: PageTable, word_bytes: int) -> bool:
+    pages = table.pages
+    numbers = (
+        table.page_bytes,
+        table.offset_bytes,
+        pages.stride(0),
+        pages.storage_offset(),
+        pages.data_ptr(),
+    )
+    return not any(number % word_bytes for number in numbers)
+
 
 _STREAMS = 2
 _TRANSFERS_PER_STREAM = 4
@@ -52,18 +254,18 @@ class CudaTransfer(SettlingTransfer):
         self.parts: Sequence[GroupCopies] = ()
         self.num_bytes = 0
         self.started = _new_event(timed=True)
-        # Blocking: who synchronises sleeps instead of spinning, off the interpreter lock.
+        # Blocking: waiters sleep with the GIL released, instead of spinning.
         self.copied = _new_event(timed=True, blocking=True)
         self.failure: Exception | None = None
 
     def settle(self) -> None:
-        """Wait until nothing of it runs any more, and publish how it ended."""
+        """Wait until no operation of the transfer runs, and publish its outcome."""
         seconds = None
         try:
             self.copied.synchronize()
             if self.failure is None:
                 seconds = self.started.elapsed_time(self.copied) / 1000
-        except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+        except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
             self.failure = self.failure or error
         if self.failure is None:
             self.end(TransferOutcome(self.num_bytes, seconds))
@@ -76,8 +278,8 @@ class _StagedStream:
     """One pooled stream and its staging memory.
 
     Attributes:
-        launched: Transfers whose end is to be awaited.
-        room: How many more may be launched.
+        launched: Transfers to wait for.
+        room: Number of further transfers that may be launched.
     """
 
     stream: torch.cuda.Stream
@@ -89,7 +291,7 @@ class _StagedStream:
 
 
 class CudaTransport(Transport):
-    """Copies on CUDA streams of its own; the primary's memory is registered (pinned) in place."""
+    """Copies on its own CUDA streams; registers (pins) the primary's memory in place."""
 
     def __init__(
         self,
@@ -99,17 +301,17 @@ class CudaTransport(Transport):
         cell_offset_bytes: int = 0,
         staging_bytes: int = 64 << 20,
     ) -> None:
-        """Pin the primary's memory, make the streams and start their threads.
+        """Pin the primary's memory, create the streams and start their threads.
 
         Args:
             layout: The device's tensors.
             kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
-            cell_offset_bytes: Where this worker's cell begins in a slot.
+            cell_offset_bytes: Offset of this worker's cell in a slot.
             staging_bytes: Device memory for staging, on each of four streams.
 
         Raises:
-            ConfigError: The tensors are on no CUDA device, a slot is too small for a chunk, or
-                the memory cannot be had or pinned.
+            ConfigError: The tensors are not on a CUDA device, a slot is too small for a chunk, or
+                the memory cannot be allocated or pinned.
         """
         if layout.device.type != "cuda":
             raise ConfigError(
@@ -129,7 +331,7 @@ class CudaTransport(Transport):
             }
         except RuntimeError as error:
             raise ConfigError(
-                f"device: no memory for staging on {self._device}: {error}"
+                f"device: cannot allocate staging memory on {self._device}: {error}"
             ) from error
         self._has_pinned = _pin(self._host)
         self._release_pages = hold_pages(kv_view, f"a transport of {self._device}")
@@ -151,7 +353,7 @@ class CudaTransport(Transport):
 
     def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
         if not isinstance(after, torch.cuda.Event):
-            raise StateError("the compute event is of another transport")
+            raise StateError("the compute event belongs to another transport")
         transfer = CudaTransfer(copies.direction, after)
         if self._closed:
             transfer.fail(TransportError("the transport is closed"))
@@ -188,12 +390,12 @@ class CudaTransport(Transport):
 
     def _create_stream(self, staging_bytes: int) -> _StagedStream:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
-        # On its own stream, or what used this memory before might still be running.
+        # Allocate on this stream; otherwise earlier users of the memory might still be running.
         with torch.cuda.stream(stream):
             return _StagedStream(stream, self._copies.create_staging(staging_bytes, self._device))
 
     def _launch_all(self, direction: Direction) -> None:
-        """Launch what is submitted, stream after stream in turn. Thread: the direction's."""
+        """Launch submitted transfers on the streams in turn. Thread: the direction's."""
         torch.cuda.set_device(self._device)
         streams = self._streams[direction]
         previous: CudaTransfer | None = None
@@ -204,7 +406,7 @@ class CudaTransport(Transport):
             staged.room.acquire()
             try:
                 self._launch(transfer, staged, previous)
-            except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+            except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
                 transfer.failure = error
             previous = transfer
             staged.launched.put(transfer)
@@ -222,16 +424,16 @@ class CudaTransport(Transport):
                 transfer.started.record(staged.stream)
                 plan = self._copies.plan(transfer.parts, staged.staging.shape[0])
                 if plan.extents:
-                    # Pinned, or the copy would wait for the stream.
+                    # From pinned memory, so that the copy does not synchronize the stream.
                     pinned = torch.from_numpy(plan.index).pin_memory()
                     index = pinned.to(self._device, non_blocking=True)
                     self._copies.perform(transfer.direction, plan, index, staged.staging)
             finally:
-                # After a failure, too: what was launched before it still moves bytes.
+                # Also after a failure: operations launched before it still move bytes.
                 transfer.copied.record(staged.stream)
 
     def _settle_all(self, staged: _StagedStream) -> None:
-        """Publish the ends of a stream's transfers, in order. Thread: the stream's."""
+        """Publish the outcomes of a stream's transfers, in order. Thread: the stream's."""
         torch.cuda.set_device(self._device)
         while (transfer := staged.launched.get()) is not None:
             transfer.settle()
@@ -244,7 +446,7 @@ class CudaTransport(Transport):
 
 
 def _pin(host: torch.Tensor) -> bool:
-    """Pin the memory, unless another worker of this process has; tell whether it was done."""
+    """Pin the memory; return False if another worker of this process has pinned it."""
     if host.is_pinned():
         return False
     code = int(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))

@@ -8,7 +8,7 @@ import pytest
 from bench.witnesses import SMALL
 
 from kvoffload_async.block_io import implementation
-from kvoffload_async.facade.fs import FileSystemTierManager
+from kvoffload_async.facade.disk import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 
 PASSES = {"store", "load", "store_one_job", "load_one_job"}
@@ -336,7 +336,7 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
         "16 KiB",
     ):
         assert text in result.stdout
-    assert "compared with what was stored" in " ".join(result.stdout.split())
+    assert "compared with the stored one" in " ".join(result.stdout.split())
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 
@@ -60,7 +59,7 @@ def slab(root: Path) -> SlabTier:
 TIERS = {
     "slab": slab,
     "fs": fs,
-    "fs with a capacity": partial(fs, space=SpaceSettings(4 * GIB)),
+    "fs with a capacity": partial(fs, capacity_bytes=4 * GIB),
 }
 
 

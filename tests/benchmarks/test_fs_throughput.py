@@ -26,7 +26,7 @@ import pytest
 import xxhash
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.facade.fs import FileSystemTierManager
+from kvoffload_async.facade.disk import FileSystemTierManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool, suitable_threads

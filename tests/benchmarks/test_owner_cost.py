@@ -20,9 +20,8 @@ from functools import partial
 import pytest
 
 from kvoffload_async import TieringOffloadingSpec
+from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.fs import FileSystemTierManager
-from kvoffload_async.facade.slab import SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import LookupResult, ReqContext

@@ -45,7 +45,8 @@ ROUNDS, LOADS = 5, 2
 TIMEOUT_S = 100.0
 THREADS = 2
 """As many as a tier has here by default: each helps in the direction that it does not prefer."""
-REMOTE = RemoteSettings(call_timeout_s=TIMEOUT_S, job_timeout_s=TIMEOUT_S)
+DEADLINES = {"call_timeout_s": TIMEOUT_S, "job_timeout_s": TIMEOUT_S}
+REMOTE = RemoteSettings(**DEADLINES)
 
 
 class Valkey:
@@ -54,7 +55,7 @@ class Valkey:
     def __init__(self, folder, stack):
         server = stack.enter_context(ValkeyServer(folder))
         address = Address.parse(server.url())
-        self.tier = ValkeyTier(ValkeySettings(address=address, remote=REMOTE))
+        self.tier = ValkeyTier(ValkeySettings(address=address, **DEADLINES))
         self._admin = stack.enter_context(server.client())
         self._library = Redis(host="127.0.0.1", port=server.port)
 

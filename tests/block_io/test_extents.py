@@ -228,6 +228,7 @@ def test_a_batch_does_not_wait_until_all_of_the_other_direction_is_done(
     run(scenario, implementation, tmp_path, ops=ops, row_bytes=MIB, threads=2)
 
 
+@pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_a_thread_writes_to_another_file_than_one_that_is_slow(implementation, tmp_path):
     ops = FaultyFileOps()
 

@@ -105,7 +105,7 @@ def test_fs_and_slab_in_one_directory_are_refused(refusal, tmp_path, tiers):
 
 def test_a_capacity_larger_than_the_disk_is_refused(refusal, tmp_path):
     message = refusal(slab(tmp_path / "new", capacity_bytes=(1 << 40) * 4))
-    if "so little" not in message:
+    if "reduce it to" not in message:
         assert f"secondary_tiers[0]: capacity_bytes: {4 << 40} do not fit on the " in message
     message = refusal(fs(tmp_path / "new" / "er", capacity_bytes="4000000TiB"))
     assert "secondary_tiers[0]: capacity_bytes: " in message
@@ -166,9 +166,9 @@ def test_capacities_that_fit_one_by_one_and_not_together_are_refused(refusal, tm
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"io": NaN}', "NaN is no number"),
-        ('{"io": [-Infinity]}', "-Infinity is no number"),
-        ('{"io": 1e999}', "1e999 is no number"),
+        ('{"io": NaN}', "NaN is not a JSON number"),
+        ('{"io": [-Infinity]}', "-Infinity is not a JSON number"),
+        ('{"io": 1e999}', "1e999 is not a JSON number"),
         ('{"block_bytes": ' + "9" * 5000 + "}", "a number of 5000 digits is too large"),
         ('{"block_bytes": 18446744073709551616}', "block_bytes: 18446744073709551616"),
         ('{"num_workers": 18446744073709551616}', "num_workers: 18446744073709551616"),

@@ -28,7 +28,7 @@ AS_JSON = '{"cpu_bytes_to_use": "4MiB", "block_bytes": 16384}'
 
 def run(*arguments, given="", **variables):
     return subprocess.run(
-        [python(), "-c", "from kvoffload_async.cli import main; main()", *arguments],
+        [python(), "-c", "from kvoffload_async.cli.app import main; main()", *arguments],
         env=os.environ | {"TERM": "dumb"} | variables,
         input=given,
         capture_output=True,
@@ -65,7 +65,7 @@ def test_an_empty_trace_is_bad_input(command):
 
 def test_standard_input_is_read_once():
     result = run("replay", "-", "--config", "-", given="{}")
-    assert (result.returncode, "can be read once" in result.stderr) == (2, True)
+    assert (result.returncode, "can be read only once" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("given", [SETTINGS, AS_JSON])
@@ -93,9 +93,9 @@ def test_a_variable_names_the_configuration_where_nothing_else_does(command, mon
         ("a: 1\na: 2", "the key 'a' is given twice"),
         ("a: {b: 1, b: 2}", "the key 'b' is given twice"),
         ("a: &x [1]\nb: *x", "an alias"),
-        ("1: 2", "the key '1' is no text"),
+        ("1: 2", "the key '1' is not text"),
         ("a: 2026-01-01", "is read as a date"),
-        ("a: .inf", "no number that JSON has"),
+        ("a: .inf", "not a JSON number"),
         ("a: [1", "not YAML"),
         ("a: !!python/object:os.system 1", "not YAML"),
         ("a: " + "[" * 40 + "]" * 40, "nested more than 32 deep"),

@@ -78,7 +78,7 @@ def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
         (["--block-bytes", "4Q"], "--block-bytes: '4Q' is not valid"),
         (["--primary-bytes", "0"], "--primary-bytes: '0' is not valid"),
         (["--primary-bytes", "1KiB"], "1024 bytes hold no block"),
-        (["--primary-blocks", "5", "--primary-bytes", "1MiB"], "exclude each other"),
+        (["--primary-blocks", "5", "--primary-bytes", "1MiB"], "are mutually exclusive"),
         (["--policy", "lur"], "did you mean 'lru'?"),
         (["--json", "no/such/place"], "--json no/such/place: cannot be written"),
         (["--config", "no-such-file"], "no-such-file: cannot be read"),
@@ -127,7 +127,7 @@ def test_a_pipe_cannot_be_replayed_twice(command):
     os.mkfifo(path)
     message = command.refusal("replay", path, "--passes", 2)
     assert "--passes 2" in message
-    assert "no file that can be read again" in message
+    assert "cannot be read more than once" in message
 
 
 @pytest.mark.parametrize("failure", ["raise ValueError('broken')", "raise SystemExit(3)", "1 / 0"])
@@ -143,7 +143,7 @@ def test_a_module_that_fails_when_it_is_imported_is_named(command, monkeypatch, 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[1]", "it must be a JSON object"),
+        ("[1]", "expected a JSON object"),
         ('{"a": ', "not JSON"),
         ('{"blok_bytes": 1}', "did you mean 'block_bytes'?"),
         ('{"cpu_bytes_to_use": "4 elephants"}', "cpu_bytes_to_use: '4 elephants'"),

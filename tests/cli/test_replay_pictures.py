@@ -117,9 +117,9 @@ def test_what_was_replayed_before_an_interruption_is_drawn(command, faulty_tiers
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--plot", "replay.mp3"), "--plot replay.mp3: '.mp3' is no kind of picture; use one of"),
-        (("--report", "replay.txt"), "--report replay.txt: '.txt' is no kind of page; use .html"),
-        (("--report", "-"), "--report -: '' is no kind of page; use .html"),
+        (("--plot", "replay.mp3"), "--plot replay.mp3: '.mp3' is not an image format; use one of"),
+        (("--report", "replay.txt"), "--report replay.txt: '.txt' is not a page format; use .html"),
+        (("--report", "-"), "--report -: '' is not a page format; use .html"),
         (("--report", "/no/such/r.html"), "--report /no/such/r.html: cannot be written"),
         (("--plot", "/no/such/r.png"), "--plot /no/such/r.png: cannot be written"),
     ],

@@ -8,7 +8,7 @@ from observe.test_trace_events import valid
 from rich.console import Console
 
 from kvoffload_async.cli.ending import complain
-from kvoffload_async.cli.timelines import TimelineOutput
+from kvoffload_async.cli.replay_report import TimelineOutput
 from kvoffload_async.timeline import Note, RequestTimeline
 
 TRACE = [[1, 2, 3], [1, 2, 4], [5, 6]]
@@ -42,7 +42,7 @@ def test_every_request_of_every_pass_is_in_the_trace_file(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--trace-out", "-"), "--trace-out -: it must be a file"),
+        (("--trace-out", "-"), "--trace-out -: expected a file"),
         (("--trace-out", "/nowhere/trace.json"), "the directory does not exist"),
     ],
 )

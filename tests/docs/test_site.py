@@ -138,3 +138,11 @@ def anchors_of(page):
     return {
         re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
     }
+
+
+def test_every_module_that_the_architecture_page_names_exists():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:\w+/)+\w+\.(?:py|toml)\b", text))
+    assert named
+    package = ROOT / "kvoffload_async"
+    assert [n for n in sorted(named) if not ((package / n).exists() or (ROOT / n).exists())] == []

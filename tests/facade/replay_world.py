@@ -11,7 +11,6 @@ from facade.worlds import HIT, SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import Medium
@@ -72,7 +71,7 @@ class ReplayWorld(World):
             FsSettings(
                 root_dir=str(self.folder / "fs"),
                 run_config=FIELDS,
-                space=SpaceSettings(FS_BYTES),
+                capacity_bytes=FS_BYTES,
                 rescan_interval_s=RESCAN_S,
             ),
             policy,

@@ -10,7 +10,7 @@ from facade.worlds import HIT, MISS, PENDING, PROBED, RETRY, World, filled
 from kvoffload_async import ConfigError, SecondaryTierFactory
 from kvoffload_async.core.index import FRESH_S
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.observe.metrics import METRICS
+from kvoffload_async.observe.prometheus import METRICS
 from kvoffload_async.testing.scripted import Operation
 
 STORED = range(100)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload_async import ConfigError, OffloadConfig
-from kvoffload_async.facade.tier_options import parse_directory
+from kvoffload_async.config import parse_directory
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 
 CONFIG = {field.name: field.default for field in dataclasses.fields(OffloadConfig)}
@@ -20,10 +20,11 @@ def test_the_manager_has_the_defaults_of_the_configuration(name):
 
 
 def test_a_directory_is_given_as_text_or_as_a_path():
-    assert parse_directory("/kv/../kv") == parse_directory(Path("/kv")) == "/kv"
+    assert parse_directory("/kv/../kv", "root_dir") == "/kv"
+    assert parse_directory(Path("/kv"), "root_dir") == "/kv"
 
 
 @pytest.mark.parametrize("root_dir", [7, b"/kv", None, "", "/k\0v", "/\ud800"])
 def test_what_is_no_directory_is_refused(root_dir):
     with pytest.raises(ConfigError, match="must be an absolute path"):
-        parse_directory(root_dir)
+        parse_directory(root_dir, "root_dir")

@@ -11,7 +11,6 @@ from facade.worlds import HIT, MISS, k, ks
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, key_of
-from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import ReqContext
@@ -35,8 +34,9 @@ def small_slab(folder):
 
 
 def small_fs(folder):
-    space = SpaceSettings(26 * KIB + 4 * 12 * KIB)
-    return FsTier(FsSettings(root_dir=str(folder), run_config=FIELDS, space=space), POLICY)
+    capacity_bytes = 26 * KIB + 4 * 12 * KIB
+    settings = FsSettings(root_dir=str(folder), run_config=FIELDS, capacity_bytes=capacity_bytes)
+    return FsTier(settings, POLICY)
 
 
 def churn(harness):

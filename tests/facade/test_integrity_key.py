@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from kvoffload_async import ConfigError, SecondaryTierFactory, TieringOffloadingSpec
-from kvoffload_async.facade.fs import _DEFAULTS as FS_DEFAULTS
-from kvoffload_async.facade.fs import _settings as fs_settings
-from kvoffload_async.facade.slab import _DEFAULTS as SLAB_DEFAULTS
-from kvoffload_async.facade.slab import _settings as slab_settings
-from kvoffload_async.facade.tier_options import identity_of
+from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
+from kvoffload_async.facade.tier_options import TierOptions, identity_of
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids, make_offload_key
@@ -44,6 +41,10 @@ def tier(kind, root, **options):
     return {"type": kind, "model": "m", "root_dir": str(root), **OPTIONS[kind], **options}
 
 
+def settings_of(manager, options):
+    return manager.settings_of(options, identity_of(TierOptions.take(options), None, BLOCK))
+
+
 def refusal(kind, view, root, **options):
     with pytest.raises(ConfigError) as raised:
         SecondaryTierFactory.create_secondary_tier(tier(kind, root, **options), view, None)
@@ -54,7 +55,7 @@ def refusal(kind, view, root, **options):
 @pytest.mark.parametrize("value", [KEY_TEXT, "key", "", 7, True, b"/key", ["/key"]])
 def test_what_is_no_absolute_path_is_refused_and_not_shown(kind, view, tmp_path, value):
     message = refusal(kind, view, tmp_path / "root", integrity_key_file=value)
-    assert message == "integrity_key_file: it must be the absolute path of a file with the key"
+    assert message == "integrity_key_file: it must be the absolute path of a file"
 
 
 def test_a_file_that_is_not_there_is_refused(kind, view, tmp_path):
@@ -66,7 +67,7 @@ def test_a_file_that_is_not_there_is_refused(kind, view, tmp_path):
 def test_a_file_that_everybody_can_read_is_refused_and_not_shown(kind, view, tmp_path, key_file):
     key_file.chmod(0o644)
     message = refusal(kind, view, tmp_path / "root", integrity_key_file=str(key_file))
-    assert "open to every user" in message
+    assert "accessible to all users" in message
     assert KEY_TEXT not in message
 
 
@@ -91,24 +92,20 @@ def test_a_check_of_the_configuration_finds_it_too(kind, tmp_path, key_file):
 @pytest.mark.parametrize("verify", ["when_present", "required"])
 def test_with_a_key_fs_requires_a_checksum(tmp_path, key_file, verify):
     options = {"root_dir": str(tmp_path), "model": "m", "integrity_key_file": key_file}
-    settings = fs_settings(
-        FS_DEFAULTS | options | {"verify": verify}, identity_of(options, None, BLOCK)
-    )
+    settings = settings_of(FileSystemTierManager, options | {"verify": verify})
     assert settings.verify is Verify.REQUIRED
     assert settings.integrity_key is not None
 
 
-@pytest.mark.parametrize(
-    ("read", "defaults"), [(fs_settings, FS_DEFAULTS), (slab_settings, SLAB_DEFAULTS)]
-)
-def test_no_settings_show_the_key(tmp_path, key_file, read, defaults):
+@pytest.mark.parametrize("manager", [FileSystemTierManager, SlabTierManager])
+def test_no_settings_show_the_key(tmp_path, key_file, manager):
     options = {
         "root_dir": str(tmp_path),
         "model": "m",
         "capacity_bytes": "1MiB",
         "integrity_key_file": str(key_file),
     }
-    assert KEY_TEXT not in repr(read(defaults | options, identity_of(options, None, BLOCK)))
+    assert KEY_TEXT not in repr(settings_of(manager, options))
 
 
 def test_a_tier_with_a_key_serves_what_it_has_stored_and_writes_the_key_nowhere(

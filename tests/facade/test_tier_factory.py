@@ -139,7 +139,7 @@ def test_back_pressure_takes_its_settings(create):
         }
     )
     assert isinstance(tier.backpressure_detector, Backpressure)
-    assert parse_backpressure({}) == LOCAL_BACKPRESSURE
+    assert parse_backpressure({}, "backpressure") == LOCAL_BACKPRESSURE
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,8 @@ from fs.places import Place as FsPlace
 from slab.stores import SlabStore
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.fs import FileSystemTierManager
-from kvoffload_async.facade.slab import SlabTierManager
+from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.files.modes import Modes
 from kvoffload_async.tiers.files.ops import FileOps
 
 K = [key_of(number) for number in range(8)]
@@ -32,10 +30,9 @@ def umask(request):
 def filled(request, tmp_path):
     """Fill a tier in a root; return the modes of everything below it."""
 
-    def fill(prepare=lambda root: None, modes=None):
+    def fill(prepare=lambda root: None, **options):
         root = tmp_path / "above" / "root"
         prepare(root)
-        options = {"modes": modes} if modes else {}
         if request.param == "fs":
             tier = FsPlace(root).open(capacity_bytes=64 * BLOCK, **options)
         else:
@@ -94,12 +91,12 @@ def test_what_is_made_for_a_group_is_of_that_group(filled, umask, root):
 
 
 def test_given_modes_hold_whatever_directory_and_umask_say(filled, umask):
-    modes = Modes(file_mode=0o640, dir_mode=0o2750)
-    assert filled(made(0o700), modes)[:2] == ({0o640}, {0o2750, 0o700})
+    files, folders, _ = filled(made(0o700), file_mode=0o640, dir_mode=0o2750)
+    assert (files, folders) == ({0o640}, {0o2750, 0o700})
 
 
 def test_given_modes_hold_for_the_root_too(filled, umask, tmp_path):
-    assert filled(modes=Modes(file_mode=0o644, dir_mode=0o755))[:2] == ({0o644}, {0o755})
+    assert filled(file_mode=0o644, dir_mode=0o755)[:2] == ({0o644}, {0o755})
 
 
 SOMEBODY_ELSE = """

@@ -16,7 +16,6 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigest
 from kvoffload_async.tiers.fs.inventory import Inventory, take_inventory
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, StoreOutcome, Verify
-from kvoffload_async.tiers.fs.space import SpaceSettings
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.fs.usage import read_usage
 from kvoffload_async.types import OffloadKey
@@ -49,14 +48,15 @@ class Place:
         verify: str = "when_present",
         **settings,
     ) -> FsTier:
-        space = None if capacity_bytes is None else SpaceSettings(capacity_bytes, high, low)
         return FsTier(
             FsSettings(
                 root_dir=str(self.root),
                 run_config=FIELDS,
                 rank=self.rank,
                 verify=Verify(verify),
-                space=space,
+                capacity_bytes=capacity_bytes,
+                high_watermark=high,
+                low_watermark=low,
                 **settings,
             ),
             partial(create_policy, policy),

@@ -109,7 +109,7 @@ def test_a_folder_or_file_in_the_place_of_a_vital_one_is_a_clear_error(place, ou
 def test_a_namespace_that_is_a_link_is_a_clear_error(place, outside, options):
     place.root.mkdir()
     place.folder.symlink_to(outside.path)
-    with pytest.raises(ConfigError, match="a link or file is in a folder's place"):
+    with pytest.raises(ConfigError, match="not a directory"):
         place.open(**options).close()
     assert outside.is_untouched()
 

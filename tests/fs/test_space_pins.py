@@ -28,7 +28,7 @@ class AskedPolicy(LruPolicy):
 def space_with(place, keys) -> tuple[Space, AskedPolicy]:
     policy = AskedPolicy(100)
     space = Space(
-        SpaceSettings(CAPACITY),
+        SpaceSettings(CAPACITY, 1.0, 0.95),
         policy,
         UsageFile(FileOps(), str(place.folder), "writer", set),
         place.files(),

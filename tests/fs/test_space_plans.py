@@ -28,7 +28,7 @@ class Granting:
 def space_of(place, capacity_blocks):
     usage = Granting()
     space = Space(
-        SpaceSettings(1 << 20),
+        SpaceSettings(1 << 20, 1.0, 0.95),
         LruPolicy(capacity_blocks),
         usage,
         place.files(),

@@ -14,7 +14,7 @@ from kvoffload_async.tiers.fs.counts import (
     WriterCount,
     parsed,
 )
-from kvoffload_async.tiers.fs.usage import OlderReleaseError, UsageFile, read_usage
+from kvoffload_async.tiers.fs.usage import UsageFile, read_usage
 
 __all__ = ["living", "opened"]
 
@@ -227,19 +227,6 @@ def test_a_newer_format_is_left_as_it_is(opened, place):
         UsageFile(FileOps(), str(place.folder), "me", set).open()
     assert path.read_bytes() == content
     path.unlink()
-
-
-def test_beside_an_older_release_that_runs_nothing_is_counted(opened, place, living):
-    usage = opened()
-    path = place.folder / ".usage"
-    path.write_text('[4096, {"9-old": 0}, 0]', encoding="ascii")
-    living.add("9-old")
-    with pytest.raises(OlderReleaseError, match=r"an older release that is running .9-old."):
-        usage.reserve(10, 5, MANY)
-    assert path.read_text(encoding="ascii").startswith("[4096")
-    living.discard("9-old")
-    assert usage.reserve(10, 5, MANY) == 0
-    assert not usage.is_complete
 
 
 def test_the_largest_count_fits():

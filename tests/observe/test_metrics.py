@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager
 from kvoffload_async.errors import ClosedError, TierUnavailableError
-from kvoffload_async.observe.metrics import METRICS, MetricKind
-from kvoffload_async.observe.prometheus import OffloadCollector
+from kvoffload_async.observe.prometheus import METRICS, MetricKind, OffloadCollector
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics"
 

@@ -25,8 +25,7 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
 from kvoffload_async import OffloadEngine
-from kvoffload_async.observe.metrics import METRICS, MetricKind
-from kvoffload_async.observe.prometheus import OffloadCollector
+from kvoffload_async.observe.prometheus import METRICS, MetricKind, OffloadCollector
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics"
 DEADLINE_S = 60.0

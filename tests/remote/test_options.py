@@ -13,7 +13,7 @@ from kvoffload_async.cli.app import app
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
-from kvoffload_async.facade import object as object_facade
+from kvoffload_async.facade.remote import ObjectTierManager
 from kvoffload_async.tiers.valkey.address import Address
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
@@ -104,7 +104,7 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ({"tls_ca_file": "/dev/null"}, "tls_ca_file: '/dev/null' is empty"),
         ({"store_options": [SECRET]}, "store_options: "),
         ({"store_options": {"region": "eu"}}, "region: is given twice"),
-        ({"store_options": {"colour": SECRET}}, "does not go with every option"),
+        ({"store_options": {"colour": SECRET}}, "does not support all of the given options"),
         ({"url": "gs://bucket"}, "(region)"),
     ],
 )
@@ -174,10 +174,10 @@ def test_a_server_that_is_not_there_is_unavailable_and_no_secret_is_said(config,
 
 
 def test_a_secret_is_hidden_however_the_name_of_its_option_is_written():
-    options = object_facade.ObjectTierManager._with_defaults(OBJECT)
-    options["store_options"] = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": SECRET}
-    del options["type"]
-    settings = object_facade._settings(options, KVIdentity(model="org/model"))
+    store_options = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": SECRET}
+    settings = ObjectTierManager.settings_of(
+        OBJECT | {"store_options": store_options}, KVIdentity(model="org/model")
+    )
     assert settings.remote.redact(f"said {SECRET}") == "said ***"
 
 

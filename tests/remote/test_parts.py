@@ -13,7 +13,7 @@ from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.remote import existence as memory_module
-from kvoffload_async.tiers.remote.calls import Limits, run_together
+from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Header, is_newer, namespace_of
 from kvoffload_async.tiers.remote.existence import ExistenceCache, longest_present_prefixes
 from kvoffload_async.tiers.remote.settings import Redactor
@@ -127,76 +127,6 @@ def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
     now[0] = 20.0
     memory.appeared(K[40:41])
     assert len(memory) == 1
-
-
-# -- limits -------------------------------------------------------------------------------------
-
-
-def test_calls_pass_in_their_order_as_far_as_bytes_and_calls_allow():
-    runner, order = VirtualRunner(), []
-    limits = Limits(2, 100)
-
-    async def call(name, num_bytes):
-        async with limits.hold(num_bytes):
-            order.append(name)
-            await asyncio.sleep(1.0)
-
-    async def all_calls():
-        async with asyncio.TaskGroup() as group:
-            for name, num_bytes in (("a", 60), ("b", 60), ("c", 10), ("d", 500)):
-                group.create_task(call(name, num_bytes))
-
-    runner.run(all_calls(), 10.0)
-    assert order == ["a", "b", "c", "d"]
-    assert runner.loop.time() == 3.0
-    assert limits.bytes_in_flight == 0
-    runner.close()
-
-
-@pytest.mark.parametrize("cancelled", [0, 1, 2])
-def test_who_is_cancelled_gives_back_what_it_had_and_who_waits_behind_it_goes_on(cancelled):
-    runner, ended = VirtualRunner(), []
-    limits = Limits(4, 100)
-
-    async def call(number, num_bytes):
-        async with limits.hold(num_bytes):
-            await asyncio.sleep(1.0)
-            ended.append(number)
-
-    async def all_calls():
-        loop = asyncio.get_running_loop()
-        sizes = enumerate((100, 100, 50))
-        tasks = [loop.create_task(call(number, size)) for number, size in sizes]
-        await asyncio.sleep(0.5)
-        tasks[cancelled].cancel()
-        await asyncio.wait(tasks)
-
-    runner.run(all_calls(), 10.0)
-    assert ended == [number for number in range(3) if number != cancelled]
-    assert limits.bytes_in_flight == 0
-    runner.close()
-
-
-def test_who_is_cancelled_as_its_turn_comes_gives_it_back():
-    runner = VirtualRunner()
-    limits = Limits(1, 1)
-
-    async def wait():
-        async with limits.hold(1):
-            raise AssertionError("it was cancelled before")
-
-    async def all_calls():
-        async with limits.hold(1):
-            task = asyncio.get_running_loop().create_task(wait())
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        async with limits.hold(1):
-            pass
-
-    runner.run(all_calls(), 10.0)
-    assert limits.bytes_in_flight == 0
-    runner.close()
 
 
 # -- together -----------------------------------------------------------------------------------

@@ -233,6 +233,30 @@ def test_a_cancelled_call_is_waited_for_until_it_has_ended(loop, pools):
     assert loop.run(cancel_twice(), DEADLINE_S) == (False, True)
 
 
+def test_a_call_whose_wait_is_cancelled_ends_at_once_if_it_is_withdrawn(loop, pools):
+    pool = pools(1, 0, 0)
+    gate, made, answers = Gate(), [], [False, True]
+
+    async def scenario():
+        running = asyncio.create_task(pool.run(LOAD, gate))
+        waiting = asyncio.create_task(
+            pool.run(LOAD, lambda: made.append(1), withdraw=lambda: answers.pop(0))
+        )
+        await asyncio.sleep(0)
+        for is_cancelled in (False, True):
+            waiting.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert waiting.done() is is_cancelled
+        assert not running.done()
+        gate.opened.set()
+        await running
+        assert await pool.run(LOAD, lambda: 5) == 5
+
+    loop.run(scenario(), DEADLINE_S)
+    assert made == [1], "the pool makes it all the same"
+
+
 def test_a_cancelled_call_that_fails_is_still_a_cancelled_one(loop, pools):
     pool = pools(1, 0, 0)
     entered, opened = threading.Event(), threading.Event()

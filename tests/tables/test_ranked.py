@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffload_async.tables.heap import IntegerHeap
-from kvoffload_async.tables.ranked import RankedLists
+from kvoffload_async.tables.ranked import IntegerHeap, RankedLists
 
 CAPACITY = 12
 NUMBERS = st.sets(st.integers(0, CAPACITY - 1))
@@ -164,9 +163,9 @@ def damaged_with_a_wrong_count(lists):
     ("damage", "found"),
     [
         (damaged_with_stamps_out_of_order, "the stamps of list 0 do not ascend: [2, 1, -3]"),
-        (damaged_with_a_stamp_in_front, "a member of list 0 has a stamp, but was not met"),
-        (damaged_with_nothing_waiting, "a released member of list 0 is not waiting to be met"),
-        (damaged_with_a_wrong_count, "3 members were met, but 4 counted"),
+        (damaged_with_a_stamp_in_front, "a member of list 0 has a stamp, but was not checked"),
+        (damaged_with_nothing_waiting, "a released member of list 0 is not in the heap"),
+        (damaged_with_a_wrong_count, "3 members were checked, but 4 counted"),
     ],
 )
 def test_damage_is_a_violation(damage, found):

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from kvoffload_async.abc.tier import AsyncTier
 from kvoffload_async.config import parse_bool, parse_name
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.integrations.vllm import settings
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
@@ -413,7 +413,7 @@ def takes_identity(tier: Mapping[str, Any]) -> bool:
     path, name = tier.get("module_path"), tier["type"]
     cls = SecondaryTierFactory.get_tier_class(name) if path is None else load_class(path, name)
     is_own = cls.__module__.partition(".")[0] == _OWN
-    own_keys = accepted_options(cls)
+    own_keys = options_of(cls)
     if issubclass(cls, AsyncTier):
         return not is_own and "run_config" not in own_keys
     return not is_own and "run_config" in own_keys

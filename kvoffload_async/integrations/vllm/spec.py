@@ -19,12 +19,11 @@ from typing import Any, Final
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvoffload_async.config import OffloadConfig, accepted_keys, reject_unknown
+from kvoffload_async.config import OffloadConfig, parse_directory, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.status import EngineStatus
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options, naming_tier
-from kvoffload_async.facade.tier_options import parse_directory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, options_of
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
@@ -236,7 +235,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _options(self) -> OffloadConfig:
         given = dict(self.extra_config)
-        own = accepted_keys() - _DECIDED
+        own = OffloadConfig.declared().keys() - _DECIDED
         reject_unknown(given, own | _VLLMS_OWN, "kv_connector_extra_config")
         options = {key: given[key] for key in given if key in own}
         options["blocks_per_chunk"] = self.blocks_per_chunk
@@ -272,14 +271,14 @@ class KVOffloadSpec(base.OffloadingSpec):
             if key in tier:
                 raise ConfigError(f"{key}: {tier[key]!r} is determined by vLLM; leave it out")
         places = {"root_dir", "url", "master"}
-        if not places & accepted_options(SecondaryTierFactory.get_tier_class(name)):
+        if not places & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
             return tier  # a tier that is not persistent
         options = dict(tier)
         self._identity_options[-1] = identity = IdentityOptions.take_from(options)
         if identity.trust_vllm_directory and name != "fs":
             raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
         if "root_dir" in options:
-            options["root_dir"] = parse_directory(options["root_dir"])
+            options["root_dir"] = parse_directory(options["root_dir"], "root_dir")
         return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
 
     def _own_directory(self, tier: Mapping[str, Any], identity: Identity) -> str:

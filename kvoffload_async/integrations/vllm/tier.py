@@ -25,8 +25,8 @@ from kvoffload_async.config import OffloadConfig, reject_unknown
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
-from kvoffload_async.facade.tier_options import check_tier_options
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.vllm import convert, metrics
 from kvoffload_async.integrations.vllm.identity import (
     IDENTITY_OPTIONS,
@@ -115,7 +115,7 @@ class VllmTier(tiering.SecondaryTierManager):
         self.identity_options = IdentityOptions.take_from(options)
         self._process_folder: ProcessFolder | None = None
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
-        check_tier_options(own)
+        TierOptions.take(own)
         self.locality = self.fixed_locality or convert.locality_of(locality)
         if self.fixed_locality is not None and locality is not None:
             raise ConfigError(
@@ -141,11 +141,15 @@ class VllmTier(tiering.SecondaryTierManager):
         try:
             config = {"type": self.kind, **options, **self.layout(offloading_spec, options)}
             given = offloading_spec.config
-            num_workers = 1 if given.replicated_layout else given.parallel.world_size
+            geometry = OffloadConfig(
+                cpu_bytes_to_use=0,
+                block_bytes=0,
+                num_workers=1 if given.replicated_layout else given.parallel.world_size,
+            )
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
                 self._rows,
-                _Surroundings(self._host.bridge, OffloadConfig(num_workers=num_workers)),
+                _Surroundings(self._host.bridge, geometry),
             )
             self._state = self._tier.tier_state
         except BaseException as error:
@@ -305,15 +309,9 @@ class VllmTier(tiering.SecondaryTierManager):
     # -- inside ---------------------------------------------------------------------------------
 
     def _reject_unknown(self, options: Mapping[str, Any]) -> None:
-        own = accepted_options(SecondaryTierFactory.get_tier_class(self.kind))
-        internal = {"ops", "backpressure_detector"}
-        reject_unknown(
-            options,
-            (own | IDENTITY_OPTIONS | accepted_options(SecondaryTierManager))
-            - self.decided
-            - internal,
-            f"secondary tier {self.tier_type!r}",
-        )
+        own = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
+        known = (own | IDENTITY_OPTIONS) - self.decided
+        reject_unknown(options, known, f"secondary tier {self.tier_type!r}")
 
     def _remove_process_folder(self) -> None:
         folder, self._process_folder = self._process_folder, None

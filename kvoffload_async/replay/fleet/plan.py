@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import InputError
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, accepted_options
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Equipment:
         for tier in self._shared if shares else ():
             given = f"{tier['namespace']}-" if tier.get("namespace") else ""
             named = {**tier, "namespace": f"{given}fleet-{self._pass}-{pass_name}"}
-            takes = accepted_options(SecondaryTierFactory.get_tier_class(tier["type"]))
+            takes = options_of(SecondaryTierFactory.get_tier_class(tier["type"]))
             if not remembers and "negative_cache_ttl_s" in takes:
                 named["negative_cache_ttl_s"] = 0
             tiers.append(named)

@@ -50,8 +50,8 @@ class SpaceSettings:
     """
 
     capacity_bytes: int
-    high_watermark: float = 1.0
-    low_watermark: float = 0.95
+    high_watermark: float
+    low_watermark: float
 
 
 @dataclass(slots=True)

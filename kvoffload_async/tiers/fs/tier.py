@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.policy import CachePolicy
@@ -16,6 +16,15 @@ from kvoffload_async.abc.tier import (
     TierCapabilities,
     TierEnvironment,
 )
+from kvoffload_async.config import (
+    one_of,
+    option,
+    or_none,
+    parse_bool,
+    parse_fraction,
+    parse_seconds,
+    parse_size_bytes,
+)
 from kvoffload_async.errors import (
     TierClosedError,
     TierError,
@@ -23,10 +32,10 @@ from kvoffload_async.errors import (
     TierTimeoutError,
 )
 from kvoffload_async.tiers.files.coalescing import SerialExecutor
-from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
-from kvoffload_async.tiers.files.modes import Modes, warn_of_others
+from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable
+from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
@@ -42,7 +51,7 @@ from kvoffload_async.tiers.fs.outcome import (
 from kvoffload_async.tiers.fs.payload import NativeFiles, create_native_files
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
 from kvoffload_async.tiers.fs.writers import WriterRegistry
-from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey
 
 T = TypeVar("T")
 
@@ -53,23 +62,38 @@ _SHARE_BYTES = 1 << 20
 """Minimum bytes of a job per thread; below that, waking another thread does not pay."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FsSettings:
-    """Settings of an `fs` tier; the facade's `FileSystemTierManager` documents the options."""
+@dataclass(frozen=True, kw_only=True)
+class FsSettings(DiskSettings):
+    """The options of an `fs` tier, and the identity of its blocks.
 
-    root_dir: str
-    run_config: Mapping[str, Any]
-    rank: int = 0
-    verify: Verify = Verify.WHEN_PRESENT
-    integrity_key: IntegrityKey | None = None
-    space: SpaceSettings | None = None
-    direct_io: bool = False
-    fsync: bool = False
-    reuse_inodes: bool = True
-    rescan_interval_s: float = 60.0
+    Attributes:
+        io_threads: I/O threads of the tier.
+    """
+
+    verify: Verify = option(one_of(Verify), Verify.WHEN_PRESENT)
+    """Blocks that are served: only those with a valid checksum ("required"), those without an
+    invalid one ("when_present"), or all ("off")."""
+    capacity_bytes: int | None = option(or_none(parse_size_bytes), None)
+    """Maximum allocated disk space in bytes; None: unlimited."""
+    high_watermark: float = option(parse_fraction, 1.0)
+    """Fraction of the capacity above which blocks are evicted in the background."""
+    low_watermark: float = option(parse_fraction, 0.95)
+    """Fraction of the capacity at which background eviction stops."""
+    fsync: bool = option(parse_bool, default=False)
+    """Report a block as stored only after its bytes, checksum and name are on the device."""
+    reuse_inodes: bool = option(parse_bool, default=True)
+    """Overwrite evicted files instead of creating new ones, where that is safe."""
+    rescan_interval_s: float = option(parse_seconds, 60.0)
+    """Minimum seconds between two scans of the directory for blocks that other processes have added
+    or removed; longer if scans would take more than 2 % of a core."""
     io_threads: int = 3
-    locality: Locality = Locality.LOCAL
-    modes: Modes = field(default_factory=Modes)
+
+    @property
+    def space(self) -> SpaceSettings | None:
+        """The capacity and its watermarks; None without a capacity."""
+        if self.capacity_bytes is None:
+            return None
+        return SpaceSettings(self.capacity_bytes, self.high_watermark, self.low_watermark)
 
 
 class FsTier(AsyncTier):

@@ -20,7 +20,6 @@ Run on I/O threads.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -41,10 +40,6 @@ from kvoffload_async.tiers.fs.outcome import DiskChange
 from kvoffload_async.tiers.fs.unreported_usage import UnreportedUsage
 
 T = TypeVar("T")
-
-
-class OlderReleaseError(OSError):
-    """The count is being updated in an older format by a running older release."""
 
 
 class UsageFile:
@@ -96,7 +91,6 @@ class UsageFile:
         Raises:
             OSError: The file cannot be used.
             NewerCountError: Its format is newer.
-            OlderReleaseError: An older release is updating it.
         """
 
         def join(usage: Usage) -> None:
@@ -253,11 +247,8 @@ class UsageFile:
         with self._file.locked() as fd:
             last, self._last = self._last, None
             content = _content(self._ops, fd, self._buffer)
-            usage = parsed(content, last)
-            is_new = usage is None
-            if usage is None:
-                self._check_older(content)
-                usage = Usage()
+            found = parsed(content, last)
+            usage, is_new = found or Usage(), found is None
             own = self._own
             untold = own.begin_change(usage)
             try:
@@ -280,19 +271,6 @@ class UsageFile:
             write_all(self._ops, fd, bytes(FILE_BYTES), 0)
         usage.sequence += 1
         write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
-
-    def _check_older(self, content: memoryview) -> None:
-        """Check that no living writer uses the previous format, where a state is a JSON list."""
-        try:
-            _, reserved, _ = json.loads(bytes(content))
-            counting = set(reserved) & set(self._living())
-        except (ValueError, TypeError, RecursionError):
-            return
-        if counting:
-            raise OlderReleaseError(
-                f"{self._path} is kept by an older release that is running ({min(counting)}): "
-                "end that, or use another directory"
-            )
 
 
 def _nothing(usage: Usage) -> None:

@@ -1,27 +1,43 @@
-"""How a remote tier works, what it counts, and the secrets that no text of it may contain."""
+"""The options of remote tiers, their counters, and the masking of secrets in their messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from urllib.parse import quote, quote_plus
 
-from kvoffload_async.config import HIDDEN, without_user_info
-from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.config import (
+    HIDDEN,
+    at_least,
+    option,
+    or_none,
+    parse_file,
+    parse_seconds,
+    parse_size_bytes,
+    shown,
+    without_user_info,
+)
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.files.settings import IntegrityOptions
 
 _LEAST_CHARS: Final = 3
+_MAX_RETRIES: Final = 10
+_MAX_SECRET_BYTES: Final = 4096
+MAX_CONNECTIONS: Final = 256
+_MAX_CACHED_S: Final = 3600.0
 
 
 class Redactor:
-    """Hides known secrets in texts; its own `repr` has none. Thread: any."""
+    """Hides known secrets in texts; its own `repr` contains none. Thread: any."""
 
     __slots__ = ("_secrets",)
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        """Hide these, as they are and as a URL would quote them.
+        """Hide these secrets, verbatim and URL-quoted.
 
-        Shorter ones than three characters hide nothing: they would be found in every other word.
+        Secrets shorter than three characters are not hidden: they would match inside many words.
         """
         forms: set[str] = set()
         for secret in secrets:
@@ -34,61 +50,102 @@ class Redactor:
         return f"Redactor({len(self._secrets)} secrets)"
 
     def __call__(self, text: object) -> str:
-        """Return a text, or what an error says, without the secrets."""
+        """Return a text, or an error's text, without the secrets."""
         shown = without_user_info(str(text))
         for secret in self._secrets:
             shown = shown.replace(secret, HIDDEN)
         return shown
 
 
-_MIB: Final = 1 << 20
+def read_file(most_bytes: int) -> Callable[[object, str], bytes]:
+    """Return a parser for the absolute path of a file; it returns the file's content."""
+
+    def parse(value: object, key: str) -> bytes:
+        path = parse_file(value, key)
+        try:
+            with Path(path).open("rb") as file:
+                content = file.read(most_bytes + 1)
+        except OSError as error:
+            raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
+        if not content or len(content) > most_bytes:
+            raise ConfigError(
+                f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
+            )
+        return content
+
+    return parse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteSettings:
-    """How a remote tier works; seconds, and bytes.
+def read_secret(value: object, key: str) -> str:
+    """Return the secret in a file, without line ends after it; raises ConfigError."""
+    content = read_file(_MAX_SECRET_BYTES)(value, key)
+    try:
+        secret = content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {value!r} is not text; give a file with a secret") from None
+    if not secret:
+        raise ConfigError(f"{key}: {value!r} is empty; give a file with a secret")
+    return secret
+
+
+def parse_ttl_s(value: object, key: str) -> float:
+    """Return a number of seconds that may be 0; raises ConfigError."""
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 <= value <= _MAX_CACHED_S
+    ):
+        raise ConfigError(
+            f"{key}: {shown(value)} is not valid; it must be a number of seconds from 0 to "
+            f"{_MAX_CACHED_S:g}"
+        )
+    return float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSettings(IntegrityOptions):
+    """The options of every remote tier, and values derived from others.
 
     Attributes:
-        ttl_s: How long a block lives unused; None: as long as the store keeps it.
-        connections: Calls with payload at once, in each direction.
-        bytes_in_flight: Payload on the way at once, in each direction.
-        call_timeout_s: Deadline of one call.
-        job_timeout_s: Deadline of all calls of a job.
-        probe_timeout_s: Deadline of all calls of a probe.
-        max_retries: How often a call is repeated.
-        remember_present_s: How long a positive answer is believed.
-        negative_cache_ttl_s: How long a negative answer is believed.
-        integrity_key: What checksums are made with.
-        redact: Hides the secrets of the configuration.
+        connections: Concurrent calls with payload, in each direction.
+        job_timeout_s: Deadline in seconds of all calls of a job.
+        probe_timeout_s: Deadline in seconds of all calls of a probe.
+        redact: Masks the secrets of the configuration.
     """
 
-    ttl_s: float | None = None
+    ttl_s: float | None = option(or_none(parse_seconds), None)
+    """Seconds after which an unused block expires; give less than a lifecycle rule of the server
+    does. None: only the server decides."""
+    bytes_in_flight: int = option(parse_size_bytes, "64MiB")
+    """Maximum payload in flight, in bytes, in each direction."""
+    call_timeout_s: float = option(parse_seconds, 5.0)
+    """Deadline in seconds of one call."""
+    max_retries: int = option(at_least(0, _MAX_RETRIES), 2)
+    """Retries of a failed call."""
+    remember_present_s: float = option(parse_ttl_s, 10.0)
+    """Seconds for which a positive answer is cached; 0: not cached."""
+    negative_cache_ttl_s: float = option(parse_ttl_s, 1.0)
+    """Seconds for which a negative answer is cached; 0: not cached."""
     connections: int = 8
-    bytes_in_flight: int = 64 * _MIB
-    call_timeout_s: float = 5.0
     job_timeout_s: float = 30.0
     probe_timeout_s: float = 2.0
-    max_retries: int = 2
-    remember_present_s: float = 10.0
-    negative_cache_ttl_s: float = 1.0
-    integrity_key: IntegrityKey | None = None
     redact: Redactor = field(default_factory=Redactor)
 
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """What a remote tier has seen, beside its calls.
+    """Counters of a remote tier; see also `CallCounters`.
 
     Attributes:
-        probed_keys: Keys that the server was asked about.
-        unanswered_keys: Of these, keys that got no answer.
-        remembered_keys: Keys that needed no question.
-        read_again: Blocks that did not verify, and so were read once more.
-        corrupt: Blocks that did not verify then either.
-        removed: Those of them that were removed.
-        unremoved: Those that could not be, as the call failed.
-        emptied: How often the server was found to have lost its contents.
-        present_blocks: Blocks to be stored that were there already.
+        probed_keys: Keys that the server was asked for.
+        unanswered_keys: Those of them without an answer.
+        remembered_keys: Keys answered from the cache.
+        read_again: Blocks read again because verification failed.
+        corrupt: Blocks that failed verification twice.
+        removed: Corrupt blocks that were removed.
+        unremoved: Corrupt blocks whose removal failed.
+        emptied: Number of times that the server had lost its contents.
+        present_blocks: Blocks to be stored that existed already.
     """
 
     probed_keys: int = 0

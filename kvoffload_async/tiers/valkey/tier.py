@@ -1,54 +1,86 @@
-"""The `valkey` tier itself."""
+"""The `valkey` tier."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
+from kvoffload_async.config import (
+    at_least,
+    option,
+    or_none,
+    parse_bool,
+    parse_file,
+    parse_name,
+    parse_url,
+)
 from kvoffload_async.tiers.remote.client import RemoteClient
-from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.remote.settings import MAX_CONNECTIONS, RemoteSettings, read_secret
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.tiers.valkey.address import Address
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValkeySettings:
-    """How a `valkey` tier works; see the facade's `ValkeyTierManager`."""
+def parse_address(value: object, key: str) -> Address:
+    """Return the address in a URL; raises ConfigError."""
+    return Address.parse(parse_url(value, key), key)
 
-    address: Address
-    is_cluster: bool = False
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    remote: RemoteSettings = field(default_factory=RemoteSettings)
+
+@dataclass(frozen=True, kw_only=True)
+class ValkeySettings(RemoteSettings):
+    """The options of a `valkey` tier, and values derived from others."""
+
+    address: Address = option(parse_address, remedy="a URL such as valkey://host:6379/0", key="url")
+    """`valkey://[user[:password]@]host[:port][/database]`, `valkeys://` for TLS; `redis://` and
+    `rediss://` are synonyms."""
+    is_cluster: bool = option(parse_bool, default=False, key="cluster")
+    """Whether the server is a node of a cluster."""
+    username: str | None = option(or_none(parse_name), None)
+    """User to log in as, instead of the URL's."""
+    password: str | None = option(or_none(read_secret), None, key="password_file", is_shown=False)
+    """Absolute path of a file with the password, instead of the URL's."""
+    ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
+    """Absolute path of the certificates that verify the server."""
+    cert_file: str | None = option(or_none(parse_file), None, key="tls_cert_file")
+    """Absolute path of this client's certificate."""
+    key_file: str | None = option(or_none(parse_file), None, key="tls_key_file")
+    """Absolute path of the private key of this client's certificate."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 8)
+    """Concurrent calls with payload, in each direction."""
+
+    @property
+    def login(self) -> Address:
+        """The address with the user and the password to log in with."""
+        user, password = self.username, self.password
+        address = self.address
+        return replace(
+            address, username=user or address.username, password=password or address.password
+        )
 
 
 class ValkeyTier(RemoteTier):
-    """Keeps each block as a string of a Valkey or Redis server, or of a cluster of them."""
+    """Stores each block as a string in a Valkey or Redis server or cluster."""
 
     def __init__(self, settings: ValkeySettings) -> None:
-        """Describe the tier; nothing is connected before `open`."""
+        """Configure the tier; nothing is connected before `open`."""
         self._valkey = settings
-        super().__init__(
-            settings.remote, self._client_of, settings.address.shown, probes_prefixes=False
-        )
+        super().__init__(settings, self._client_of, settings.address.shown, probes_prefixes=False)
 
     def _client_of(
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
     ) -> RemoteClient:
-        # Not before it is needed: the library is an extra.
+        # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.valkey.client import ValkeyClient  # noqa: PLC0415
         from kvoffload_async.tiers.valkey.nodes import ValkeyConnection  # noqa: PLC0415
 
         del block_bytes
-        settings, remote = self._valkey, self._valkey.remote
+        settings = self._valkey
         connection = ValkeyConnection(
-            settings.address,
+            settings.login,
             settings.is_cluster,
-            remote.connections,
-            remote.call_timeout_s,
+            settings.connections,
+            settings.call_timeout_s,
             settings.ca_file,
             settings.cert_file,
             settings.key_file,
         )
-        return ValkeyClient(connection, namespace, remote.ttl_s, emptied)
+        return ValkeyClient(connection, namespace, settings.ttl_s, emptied)

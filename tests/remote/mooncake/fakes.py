@@ -35,7 +35,11 @@ class FakeStore:
         self.command = (sys.executable, "-I", "-S", str(LIBRARY), helper.__file__, str(folder))
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
-        self.connection = MooncakeConnection(f"127.0.0.1:{port}", "http://127.0.0.1/metadata")
+        self.connection = MooncakeConnection(
+            master=f"127.0.0.1:{port}",
+            metadata_url="http://127.0.0.1/metadata",
+            segment_bytes=0,
+        )
 
     def tier(self, integrity_key=None, **settings):
         settings = {"command": self.command, "buffer_bytes": 1 << 20, **PATIENT, **settings}

@@ -141,7 +141,7 @@ def stopped(connection, monkeypatch):
 
 
 def go_on(connection, verb, stopped_result, *options):
-    (place,) = re.findall(r"go on with --after (\S+)\n", stopped_result.stderr)
+    (place,) = re.findall(r"resume with --after (\S+)\n", stopped_result.stderr)
     arguments = ["store", verb, connection.url, "--json", *options, "--after", place]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code in {0, 1}, done.output

@@ -11,7 +11,7 @@ from remote.valkey.tiers import QUICK, tier_at
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.valkey.replies import ReplyBounds, ReplyError, replies_up_to
+from kvoffload_async.tiers.valkey.nodes import ReplyBounds, ReplyError, replies_up_to
 
 K = [key_of(number) for number in range(4)]
 REPLY_BYTES = 1 << 16

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.valkey.address import Address
 from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
 
@@ -23,11 +22,8 @@ def documented():
 
 def tier_at(url, *, is_cluster=False, **options):
     files = {name: options.pop(name, None) for name in TLS_FILES}
-    remote = RemoteSettings(**{"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | options)
-    settings = ValkeySettings(
-        address=Address.parse(url), is_cluster=is_cluster, remote=remote, **files
-    )
-    return ValkeyTier(settings)
+    options = {"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | files | options
+    return ValkeyTier(ValkeySettings(address=Address.parse(url), is_cluster=is_cluster, **options))
 
 
 def damage(server, key, **options):

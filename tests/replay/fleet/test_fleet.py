@@ -13,8 +13,8 @@ import pytest
 
 from kvoffload_async import OffloadConfig
 from kvoffload_async.errors import InputError, OffloadError, StalledError
-from kvoffload_async.replay.fleet import FleetOptions, run_fleet
 from kvoffload_async.replay.fleet.process import READY, MemberProcess, Start
+from kvoffload_async.replay.fleet.run import FleetOptions, run_fleet
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,132 @@
+"""The managers of the tiers on disk, `fs` and `slab`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import KVIdentity, TierPlace
+from kvoffload_async.config import shown
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.places import examine
+from kvoffload_async.facade.secondary import DeclaredTierManager, read_threads
+from kvoffload_async.facade.tier_options import TierOptions, require_model
+from kvoffload_async.registry import check_policy, create_policy
+from kvoffload_async.runtime.io_pool import suitable_threads
+from kvoffload_async.tiers.fs.footprint import Footprint
+from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.outcome import Verify
+from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
+
+
+class FileSystemTierManager(DeclaredTierManager[FsSettings]):
+    """One file per block, in a directory that processes and hosts may share.
+
+    All options are checked before anything is touched; the constructor then creates the directory
+    and checks that it is writable.
+    """
+
+    kind = "fs"
+    declares = FsSettings
+
+    @classmethod
+    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> FsSettings:
+        common = TierOptions.take(options)
+        settings = FsSettings.take(options, run_config=identity.run_config, rank=identity.rank)
+        require_model(identity)
+        check_policy(settings.eviction_policy)
+        high, low, verify = settings.high_watermark, settings.low_watermark, settings.verify
+        if low > high:
+            raise ConfigError(
+                f"low_watermark: {low} is above high_watermark={high}; it must not be"
+            )
+        if settings.integrity_key is not None:
+            _check_verifies(str(verify), does=verify is not Verify.OFF)
+            verify = Verify.REQUIRED
+        return replace(
+            settings,
+            verify=verify,
+            # vLLM's own tier reads files of its namespaces without verifying them.
+            reuse_inodes=settings.reuse_inodes and common.run_config is None,
+            io_threads=read_threads(common.n_read_threads) + common.n_write_threads,
+        )
+
+    @classmethod
+    def create_tier(cls, settings: FsSettings) -> FsTier:
+        return FsTier(settings, partial(create_policy, settings.eviction_policy), settings.ops)
+
+    @classmethod
+    def places_of(cls, settings: FsSettings, identity: KVIdentity) -> list[TierPlace]:
+        place = TierPlace(settings.root_dir, settings.capacity_bytes)
+        if settings.capacity_bytes is not None and identity.block_bytes:
+            namespace = Namespace(settings.root_dir, settings.run_config, settings.rank)
+            ground = examine(replace(place, path=namespace.folder))
+            Footprint.of(ground.status, identity.block_bytes).check(settings.capacity_bytes)
+        return [place]
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Imported on demand, because it loads anyio.
+        from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance  # noqa: PLC0415
+
+        return FsMaintenance
+
+
+class SlabTierManager(DeclaredTierManager[SlabSettings]):
+    """A bounded store of preallocated files, for a local disk and one process.
+
+    All options are checked before anything is touched; the constructor then opens the store and
+    reads its index.
+    """
+
+    kind = "slab"
+    declares = SlabSettings
+
+    @classmethod
+    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> SlabSettings:
+        for name in ("n_read_threads", "n_write_threads"):
+            if name in options:
+                raise ConfigError(
+                    f"{name}: {shown(options[name])} does not go with this tier; give io_threads"
+                )
+        settings = SlabSettings.take(options, run_config=identity.run_config, rank=identity.rank)
+        require_model(identity)
+        check_policy(settings.eviction_policy)
+        if settings.integrity_key is not None:
+            _check_verifies(settings.verify, does=settings.verify)
+        threads = settings.wanted_threads or suitable_threads()
+        return replace(settings, io_threads=threads, stripes=threads)
+
+    @classmethod
+    def create_tier(cls, settings: SlabSettings) -> SlabTier:
+        return SlabTier(settings, partial(create_policy, settings.eviction_policy), settings.ops)
+
+    @classmethod
+    def places_of(cls, settings: SlabSettings, identity: KVIdentity) -> list[TierPlace]:
+        if identity.block_bytes:
+            settings.budget(identity.block_bytes)
+        return [TierPlace(settings.root_dir, settings.capacity_bytes)]
+
+    @classmethod
+    def implied_options(cls, settings: SlabSettings) -> dict[str, Any]:
+        return {"n_read_threads": settings.io_threads - 1, "n_write_threads": 1}
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Imported on demand, because it loads anyio.
+        from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance  # noqa: PLC0415
+
+        return SlabMaintenance
+
+
+def _check_verifies(verify: str | bool, *, does: bool) -> None:
+    """Raise ConfigError if a tier with an integrity key would serve blocks without verifying."""
+    if not does:
+        raise ConfigError(
+            f"verify: {verify!r} does not go with integrity_key_file: the tier would serve blocks "
+            "that anybody may have made; leave one of them out"
+        )

@@ -1,0 +1,108 @@
+"""Options that tiers share: those of every tier on a disk, and the integrity key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvoffload_async.config import (
+    Options,
+    instance_of,
+    one_of,
+    option,
+    or_none,
+    parse_bool,
+    parse_directory,
+    parse_file,
+    parse_name,
+    shown,
+)
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
+from kvoffload_async.tiers.files.modes import Modes
+from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.types import Locality
+
+
+def parse_key_file(value: object, key: str) -> IntegrityKey:
+    """Return the key in a file, given by its absolute path.
+
+    Raises:
+        ConfigError: The value is not an absolute path, or the file is unusable.
+    """
+    # The message does not show the value: it may be the key itself, given by mistake.
+    return read_key_file(parse_file(value, key))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegrityOptions(Options):
+    """The option of every tier that verifies blocks."""
+
+    integrity_key: IntegrityKey | None = option(
+        or_none(parse_key_file), None, key="integrity_key_file"
+    )
+    """Absolute path of a file with the key of the blocks' checksums. With a key the tier serves
+    only blocks whose checksum was made with it."""
+
+
+_OCTAL: Final = re.compile(r"(?:0o)?[0-7]{3,5}")
+
+
+def permissions(required: int, allowed: int) -> Callable[[object, str], int]:
+    """Return a parser for permissions, given as octal text or as an integer.
+
+    Args:
+        required: Bits that a mode must have.
+        allowed: Bits that it may have.
+    """
+
+    def parse(value: object, key: str) -> int:
+        mode = -1
+        if isinstance(value, str) and _OCTAL.fullmatch(value):
+            mode = int(value, 8)
+        elif type(value) is int:
+            mode = value
+        if mode < 0 or mode & required != required or mode & ~allowed:
+            raise ConfigError(
+                f"{key}: {shown(value)} is not valid; give octal digits as text, with all bits of "
+                f'"{required:04o}" and none outside "{allowed:04o}", such as '
+                f'"{required | 0o060:04o}"'
+            )
+        return mode
+
+    return parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSettings(IntegrityOptions):
+    """The options of every tier on a disk, and the identity of its blocks.
+
+    Attributes:
+        run_config: The layout of the blocks.
+        rank: The rank whose blocks these are.
+    """
+
+    root_dir: str = option(parse_directory, remedy="the absolute path of a directory")
+    """Absolute path of the directory; created if it does not exist."""
+    eviction_policy: str = option(parse_name, "lru")
+    """Eviction policy at capacity."""
+    direct_io: bool = option(parse_bool, default=False)
+    """Bypass the page cache where the filesystem supports it."""
+    file_mode: int | None = option(or_none(permissions(0o600, 0o666)), None)
+    """Permissions of new files, as octal text such as "0640"; by default 0600 and the group
+    permissions of the directory that contains them."""
+    dir_mode: int | None = option(or_none(permissions(0o700, 0o2777)), None)
+    """Permissions of new directories; by default 0700 and the group permissions of the parent."""
+    locality: Locality = option(one_of(Locality), Locality.LOCAL)
+    """Distance of the directory: "LOCAL" or "REMOTE"."""
+    ops: FileOps | None = option(or_none(instance_of(FileOps)), None, is_internal=True)
+    """System calls; tests put a fault layer here."""
+    run_config: Mapping[str, Any] = field()
+    rank: int = 0
+
+    @property
+    def modes(self) -> Modes:
+        """Permissions of new files and directories."""
+        return Modes(self.file_mode, self.dir_mode)

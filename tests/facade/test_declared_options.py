@@ -1,0 +1,149 @@
+"""An option is declared in one place, from which signature, check, hints and reference follow."""
+
+import inspect
+from dataclasses import dataclass
+
+import pytest
+from faulty_files import FaultyFileOps
+
+from kvoffload_async import ConfigError, SecondaryTierFactory, SecondaryTierManager
+from kvoffload_async.cli.catalogue import common_options, tier_entries
+from kvoffload_async.config import REQUIRED, OffloadConfig, Options, at_least, option, parse_name
+from kvoffload_async.facade.secondary import DeclaredTierManager
+from kvoffload_async.facade.tier_options import UnknownOptionError
+from kvoffload_async.tiers.example import ExampleTier
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToySettings(Options):
+    """Options of the toy tier.
+
+    Attributes:
+        label: Follows from others.
+    """
+
+    colour: str = option(parse_name, remedy="the name of a colour")
+    """Colour of the blocks;
+    any name."""
+    depth: int = option(at_least(1, 9), 3, key="toy_depth")
+    """Depth of the blocks."""
+    label: str = ""
+
+
+class ToyTier(ExampleTier):
+    def __init__(self, settings):
+        super().__init__()
+        self.settings = settings
+
+
+class ToyManager(DeclaredTierManager):
+    """A toy."""
+
+    kind = "toy"
+    declares = ToySettings
+
+    @classmethod
+    def settings_of(cls, options, identity):
+        return ToySettings.take(options, label="derived")
+
+    @classmethod
+    def create_tier(cls, settings):
+        return ToyTier(settings)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    registry = SecondaryTierFactory._registry
+    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "toy": lambda: ToyManager})
+
+
+def toy(**options):
+    return {"type": "toy", "colour": "red", **options}
+
+
+def test_the_signature_has_it_with_its_default():
+    parameters = inspect.signature(ToyManager).parameters
+    assert parameters["colour"].default is inspect.Parameter.empty
+    assert parameters["toy_depth"].default == 3
+    assert parameters["io_timeout_s"].default == 30.0
+    assert not {"label", "depth", "runtime", "options"} & parameters.keys()
+    assert "toy_depth" not in inspect.signature(SecondaryTierManager).parameters
+
+
+def test_a_subclass_with_a_constructor_of_its_own_has_its_own_signature():
+    class Fixed(ToyManager):
+        def __init__(self, offloading_spec, primary_kv_view, shade="dark"):
+            super().__init__(offloading_spec, primary_kv_view, colour=shade)
+
+    class Deeper(ToyManager):
+        def __init__(self, offloading_spec, primary_kv_view, *, level, **options):
+            super().__init__(offloading_spec, primary_kv_view, toy_depth=level, **options)
+
+        declares = ToySettings
+
+    assert list(inspect.signature(Fixed).parameters)[2:] == ["shade"]
+    assert {"level", "colour", "rank"} <= inspect.signature(Deeper).parameters.keys()
+
+
+@pytest.mark.parametrize("value", [0, 10, "3", True])
+def test_its_check_names_key_value_and_remedy_before_anything_starts(view, value, threads_left):
+    with pytest.raises(ConfigError, match=r"toy_depth: .* must be an integer of at least 1"):
+        SecondaryTierFactory.check_config(toy(toy_depth=value))
+    with pytest.raises(ConfigError, match=r"toy_depth: .* must be an integer of at least 1"):
+        ToyManager(None, view, colour="red", toy_depth=value)
+    assert not threads_left()
+
+
+def test_without_a_default_it_must_be_given(view):
+    with pytest.raises(ConfigError, match="colour: missing"):
+        SecondaryTierFactory.check_config({"type": "toy"})
+    with pytest.raises(ConfigError, match="colour: missing; give the name of a colour"):
+        ToyManager(None, view)
+
+
+def test_a_misspelt_name_has_a_hint(view):
+    with pytest.raises(UnknownOptionError, match="did you mean 'toy_depth'"):
+        SecondaryTierFactory.check_config(toy(toy_deth=1))
+    with pytest.raises(UnknownOptionError, match=r"'toy': .*'toy_deth' .*did you mean 'toy_depth'"):
+        ToyManager(None, view, toy_deth=1)
+
+
+def test_the_reference_has_it():
+    (entry,) = (entry for entry in tier_entries() if entry.name == "toy")
+    colour, depth = entry.options
+    assert (colour.name, colour.default) == ("colour", REQUIRED)
+    assert colour.summary == "Colour of the blocks; any name."
+    assert (depth.name, depth.default, depth.summary) == ("toy_depth", 3, "Depth of the blocks.")
+
+
+def test_the_settings_have_it(view):
+    manager = SecondaryTierFactory.create_secondary_tier(toy(toy_depth=5), view, None)
+    assert manager.tier.settings == ToySettings(colour="red", depth=5, label="derived")
+    assert manager.tier_type == "toy"
+    manager.shutdown()
+    manager = ToyManager(None, view, colour="blue")
+    assert manager.tier.settings.depth == 3
+    manager.shutdown()
+
+
+def test_an_internal_option_is_for_python_only_and_shown_nowhere(view, tmp_path):
+    with pytest.raises(UnknownOptionError) as raised:
+        SecondaryTierFactory.check_config({"type": "fs", "root_dir": "/x", "opts": 1})
+    allowed = str(raised.value).partition("allowed: ")[2].split(", ")
+    assert "root_dir" in allowed
+    assert not {"ops", "runtime", "backpressure_detector"} & set(allowed)
+    fs = {"type": "fs", "root_dir": str(tmp_path), "model": "m"}
+    ops = FaultyFileOps()
+    manager = SecondaryTierFactory.create_secondary_tier({**fs, "ops": ops}, view, None)
+    assert manager.tier._ops is ops
+    manager.shutdown()
+    with pytest.raises(ConfigError, match="ops: 1 is not valid; it must be a FileOps"):
+        SecondaryTierFactory.check_config({**fs, "ops": 1})
+
+
+def test_every_option_is_described():
+    described = [*OffloadConfig.described(), *common_options()]
+    for entry in tier_entries():
+        assert entry.is_usable
+        described += entry.options
+    assert [option.name for option in described if not option.summary] == []
