@@ -323,7 +323,7 @@ class Compaction:
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
 
     def fits(self, units: int) -> bool:
-        """Return whether an append of so many units fits, beside the records yet to be written."""
+        """Return whether an append of `units` units fits, beside the records yet to be written."""
         left = checkpoint_units(self.num_slots - self.num_seen)
         return self.size_bytes // RECORD_BYTES + left + units <= self._max_units
 
