@@ -173,7 +173,7 @@ class RecordTable:
         self.tick = min(self.tick + 1, MAX_USE)
 
     def halve_uses(self) -> None:
-        """Halve all ticks before they overflow; only the lowest bit of the order is lost.
+        """Halve all ticks if they may overflow; only the lowest bit of the order is lost.
 
         Call it before rewriting all records: those on disk keep the old ticks.
         """
