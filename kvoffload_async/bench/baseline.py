@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvoffload_async.bench.contender import EXTENT_BYTES, Place, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan, Sample, of_pass
-from kvoffload_async.block_io import Run
+from kvoffload_async.block_io.contract import Run
 from kvoffload_async.block_io.native_io import open_engine
 from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
